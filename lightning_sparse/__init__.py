@@ -1,0 +1,26 @@
+"""Train PyTorch Lightning models over ordinary networks: send only the part of each gradient that matters most.
+
+Importing this package registers its strategy names with Lightning, so ``Trainer(strategy="sparse_topk")`` works.
+"""
+
+from importlib.metadata import version
+
+from pytorch_lightning.strategies import StrategyRegistry
+
+from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
+from lightning_sparse.schedule import Schedule
+from lightning_sparse.selection import Selection
+from lightning_sparse.strategy import SparseDDPStrategy
+
+__version__ = version("lightning-sparse")
+
+SparseDDPStrategy.register_strategies(StrategyRegistry)
+
+__all__ = [
+    "Compressor",
+    "Schedule",
+    "Selection",
+    "SparseDDPStrategy",
+    "available_compressors",
+    "register_compressor",
+]

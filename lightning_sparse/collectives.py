@@ -1,0 +1,78 @@
+"""HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Renamed in torch 2.13, where the old name warns.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ExchangeError(RuntimeError):
+    """An exchange did not end: a peer died, is too slow, or cannot be reached."""
+
+
+class Collectives:
+    """The collectives that wire formats name, over one process group.
+
+    Exchanges run on a thread of their own, while users' collectives (``sync_dist``, SyncBatchNorm) run on others. On a
+    shared process group their order would differ between ranks, so this one is never shared.
+
+    Args:
+        ranks: global ranks that exchange.
+        device: device of the payloads.
+        timeout: how long a collective may wait for its peers; ``None`` for the backend's default.
+    """
+
+    def __init__(self, ranks: list[int], device: torch.device, timeout: Optional[timedelta] = None) -> None:
+        self.group: Optional[dist.ProcessGroup] = dist.new_group(ranks, timeout=timeout)
+        self.device = device
+        self.rank = dist.get_rank(self.group)
+        self.ranks = dist.get_world_size(self.group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
+        gathered = tensor.new_empty(self.ranks * tensor.numel())
+        _all_gather_into(gathered, tensor, group=self.group)
+        return gathered.view(self.ranks, -1)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Send row ``r`` of ``[ranks, numel]`` to rank ``r``; row ``r`` of the result came from rank ``r``."""
+        received = torch.empty_like(tensor)
+        # gloo moves bytes of every width, but has no name for some 16-bit types.
+        dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=self.group)
+        return received
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over ranks, in place; for layouts that have no fixed size (``sparse_coo``)."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def check(self, names: Iterable[str]) -> None:
+        """Try every collective once, on a few bytes, so that a backend without one is refused before training.
+
+        Raises:
+            RuntimeError: if the backend cannot run one of them on this device.
+        """
+        for name in names:
+            try:
+                getattr(self, name)(torch.zeros(self.ranks, 4, device=self.device).view(*_PROBE_SHAPES[name]))
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                raise RuntimeError(
+                    f"process_group_backend={dist.get_backend(self.group)!r} cannot run {name} on {self.device}, which"
+                    " this compressor needs. Use process_group_backend='gloo' on CPU or 'nccl' on CUDA, or another"
+                    " compressor."
+                ) from error
+
+    def close(self) -> None:
+        """Give the process group back; safe to call twice."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+
+_PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}

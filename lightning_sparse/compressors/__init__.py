@@ -1,0 +1,36 @@
+"""Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
+
+from lightning_sparse.compressors.base import Compressor, element_count
+from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.topk import TopK
+from lightning_sparse.named import NamedTable
+
+COMPRESSORS: NamedTable[Compressor] = NamedTable("compressor", Compressor, {"dense": Dense, "topk": TopK})
+
+
+def available_compressors() -> list[str]:
+    """Return the names that ``compressor=`` understands.
+
+    Example::
+
+        >>> available_compressors()
+        ['dense', 'topk']
+    """
+    return COMPRESSORS.names()
+
+
+def register_compressor(name: str, compressor: type[Compressor]) -> None:
+    """Give a compressor of your own a name that ``compressor=`` understands.
+
+    Args:
+        name: new name.
+        compressor: class that is built without arguments.
+
+    Raises:
+        ValueError: if the name is taken.
+        TypeError: if the class is not a :class:`Compressor`.
+    """
+    COMPRESSORS.register(name, compressor)
+
+
+__all__ = ["COMPRESSORS", "Compressor", "Dense", "TopK", "available_compressors", "element_count", "register_compressor"]

@@ -1,0 +1,7 @@
+"""Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
+
+from lightning_sparse.functional.indices import IndexCodec, index_codec
+from lightning_sparse.functional.rounding import round_to
+from lightning_sparse.functional.topk import top_k_indices
+
+__all__ = ["IndexCodec", "index_codec", "round_to", "top_k_indices"]

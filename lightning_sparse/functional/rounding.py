@@ -1,0 +1,28 @@
+"""Rounding to the type that travels, so that nothing finite becomes infinite on the way."""
+
+import torch
+from torch import Tensor
+
+
+def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``; a finite value beyond its range becomes the largest that fits.
+
+    The difference to the input is the caller's to keep: what lies beyond the range of float16 is then only late, not
+    lost. Infinities and NaN stay what they are, so that a gradient scaler still sees them.
+
+    Args:
+        values: floating-point tensor of any shape; not changed.
+        dtype: floating-point type to round to.
+
+    Returns:
+        tensor of type ``dtype`` and the shape of ``values`` (``values`` itself where the type already fits).
+
+    Example::
+
+        >>> round_to(torch.tensor([1.0001, -1e6, float("inf")]), torch.float16)
+        tensor([ 1.0000e+00, -6.5504e+04,         inf], dtype=torch.float16)
+    """
+    if values.dtype == dtype:
+        return values
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)

@@ -1,0 +1,137 @@
+"""The exact ``count`` largest magnitudes of a flat tensor, without ordering the tensor.
+
+``torch.topk`` looks at every element with a comparison-based selection. Here a cheap vectorised pass first discards
+nearly all of them, and only the few that remain are compared:
+
+* low densities: the maximum of every block of 64 elements is taken. The ``count`` blocks with the largest maxima are
+  certain to hold a top-``count`` set, because each of them contributes at least one element that no element outside
+  can exceed. This "sample" can therefore not mislead, whatever the distribution, and its shapes are known in advance,
+  so nothing waits for a GPU;
+* higher densities on CPU: the threshold is read off a strided sample, a little too low on purpose, what reaches it is
+  counted, and where the count shows that the sample misled, ``torch.topk`` decides.
+
+Either way the answer is exact, and a function of the tensor alone.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
+_BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
+_WORD = 8  # boolean flags read as one int64
+_SMALL = 1 << 17  # elements up to which one call of torch.topk is the fastest
+_CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
+_DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
+_SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
+_SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
+
+
+def top_k_indices(tensor: Tensor, count: int) -> Tensor:
+    """Find where the ``count`` largest magnitudes of ``tensor`` are.
+
+    Equal to ``torch.topk(tensor.abs(), count)`` in the magnitudes selected. Which of several equal magnitudes are
+    taken is not specified, but always the same for the same tensor. A NaN counts as larger than any number.
+
+    Args:
+        tensor: flat (one-dimensional, contiguous) floating-point tensor of ``n`` elements; not changed.
+        count: number of elements to select, ``1 <= count <= n``.
+
+    Returns:
+        int64 tensor of shape ``[count]``: distinct positions in ascending order.
+
+    Raises:
+        ValueError: if ``count`` is outside ``[1, n]``.
+
+    Example::
+
+        >>> top_k_indices(torch.tensor([0.1, -3.0, 2.0, -0.5]), 2)
+        tensor([1, 2])
+    """
+    numel = tensor.numel()
+    if not 1 <= count <= numel:
+        raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
+    if count == numel:
+        return torch.arange(numel, device=tensor.device)
+    if numel > _SMALL and count * _BLOCK * _BLOCK_MARGIN <= numel:
+        return _by_block_maxima(tensor, count)
+    # A sampled threshold leaves a count that the host must read. Off the CPU that is a synchronisation, and
+    # torch.topk is a radix selection there.
+    if numel > _SMALL and tensor.device.type == "cpu":
+        return _by_sampled_threshold(tensor, count)
+    return _largest(tensor.abs(), count)
+
+
+def _largest(magnitudes: Tensor, count: int) -> Tensor:
+    # torch.topk, too, counts a NaN as larger than any number.
+    return torch.topk(magnitudes, count, sorted=False).indices.sort().values
+
+
+def _keep_largest(candidates: Tensor, tensor: Tensor, count: int) -> Tensor:
+    """Drop the few surplus candidates; cheaper than choosing the many that stay, and keeps their order."""
+    magnitudes = tensor.index_select(0, candidates).abs_()
+    surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
+    return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
+
+
+def _by_block_maxima(tensor: Tensor, count: int) -> Tensor:
+    blocks = tensor.numel() // _BLOCK
+    body = tensor[: blocks * _BLOCK]
+    maxima = _block_maxima(body)
+    chosen = _largest(maxima, count)
+    examined = tensor.new_empty(count * _BLOCK + tensor.numel() % _BLOCK)
+    torch.index_select(body.view(-1, _BLOCK), 0, chosen, out=examined[: count * _BLOCK].view(-1, _BLOCK))
+    examined[count * _BLOCK :] = tensor[blocks * _BLOCK :]
+    if tensor.device.type == "cpu":
+        candidates = _reaching(examined, maxima.index_select(0, chosen).nan_to_num_(nan=math.inf, posinf=math.inf).min())
+        kept = _keep_largest(candidates, examined, count)
+    else:
+        kept = _largest(examined.abs_(), count)
+    row = (kept // _BLOCK).clamp_(max=count - 1)
+    in_tail = kept >= count * _BLOCK
+    return torch.where(in_tail, kept + (blocks - count) * _BLOCK, kept + (chosen[row] - row) * _BLOCK)
+
+
+def _block_maxima(body: Tensor) -> Tensor:
+    chunk = _CPU_CHUNK if body.device.type == "cpu" else _DEVICE_CHUNK
+    scratch = body.new_empty(min(chunk, body.numel()))
+    maxima = body.new_empty(body.numel() // _BLOCK)
+    for piece, out in zip(body.split(chunk), maxima.split(chunk // _BLOCK)):
+        magnitudes = torch.abs(piece, out=scratch[: piece.numel()])
+        torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=out)
+    return maxima
+
+
+def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
+    candidates = _reaching(tensor, _sampled_threshold(tensor, count))
+    if candidates.numel() < count:
+        return _largest(tensor.abs(), count)
+    return _keep_largest(candidates, tensor, count)
+
+
+def _sampled_threshold(tensor: Tensor, count: int) -> Tensor:
+    # An odd stride does not fall into step with rows whose length is a power of two.
+    stride = (tensor.numel() // _SAMPLE) | 1
+    sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+    expected = count / tensor.numel() * sample.numel()
+    rank = min(sample.numel(), math.ceil(expected + _SAMPLE_SIGMAS * math.sqrt(expected)))
+    return torch.topk(sample, rank, sorted=False).values.min()
+
+
+def _reaching(tensor: Tensor, floor: Tensor) -> Tensor:
+    """Find, on CPU, where the magnitude is not below ``floor`` (a NaN never is), in ascending order."""
+    chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
+    magnitudes = tensor.new_empty(chunk)
+    mask = torch.zeros(chunk, dtype=torch.bool)
+    found = []
+    for start in range(0, tensor.numel(), chunk):
+        piece = tensor[start : start + chunk]
+        numel = piece.numel()
+        torch.lt(torch.abs(piece, out=magnitudes[:numel]), floor, out=mask[:numel]).logical_not_()
+        mask[numel:] = False
+        # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
+        words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
+        row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
+        found.append(words.index_select(0, row).mul_(_WORD).add_(flag).add_(start))
+    return torch.cat(found)

@@ -1,0 +1,142 @@
+"""The contract with DDP, and its pitfalls. The only file that knows what a bucket is.
+
+This module must not postpone its annotations: DDP checks the hook's second argument, by name and by real type.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.observe import Recorder
+from lightning_sparse.pipeline import Exchanged, LocalGradient, Pipeline
+from lightning_sparse.schedule import ExchangeWorker, Schedule
+
+# So small a cap gives every parameter a bucket of its own, and the hook one call for each, as gradients become ready.
+BUCKET_CAP_MB = 1e-6
+
+
+class GradientStream:
+    """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
+
+    DDP calls the hook with the same buckets in the same order on every rank, but buckets change after the first step,
+    so everything is keyed by parameter name.
+
+    Args:
+        ddp: the wrapped model; the hook is registered on it.
+        pipeline: what is done with a group.
+        schedule: how gradients are cut into groups.
+        worker: where it is done.
+        recorder: where facts go.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        worker: ExchangeWorker,
+        recorder: Recorder,
+    ) -> None:
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._recorder = recorder
+        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
+        self._group: list[LocalGradient] = []
+        self._group_numel = 0
+        self._exchanged: list[Exchanged] = []
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        ddp.register_comm_hook(self, exchange_hook)
+
+    def close(self) -> None:
+        """Take back what was registered on the parameters."""
+        if self._usage is not None:
+            self._usage.close()
+
+    def receive(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Take a bucket; the future ends when its mean over ranks has been written into it."""
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
+        self._futures.append((future, buffer))
+        if buffer.layout is torch.sparse_coo:
+            self._submit_sparse_layout(bucket, buffer)
+        else:
+            self._collect(bucket, buffer)
+        if bucket.is_last():
+            self._end_step()
+        return future
+
+    def _collect(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
+        parameters = bucket.parameters()
+        for parameter, gradient in zip(parameters, buffer.split([parameter.numel() for parameter in parameters])):
+            name = self._names[parameter]
+            is_used = None if self._usage is None else parameter in self._usage.used
+            self._group.append(LocalGradient(name, gradient, is_used))
+            self._group_numel += gradient.numel()
+            if self._schedule.closes_group(name, self._group_numel):
+                self._submit_group()
+
+    def _submit_group(self) -> None:
+        group, self._group, self._group_numel = self._group, [], 0
+        if group:
+            exchanged = self._exchanged
+            self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group)))
+
+    def _submit_sparse_layout(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
+        self._submit_group()
+        name = self._names[bucket.parameters()[0]]
+        self._worker.submit(lambda: self._pipeline.reduce_sparse_layout(name, buffer))
+
+    def _end_step(self) -> None:
+        self._submit_group()
+        self._recorder.current.backward_end = self._recorder.clock.mark()
+        exchanged, self._exchanged = self._exchanged, []
+        futures, self._futures = self._futures, []
+        if self._usage is not None:
+            self._usage.used.clear()
+        self._worker.submit(lambda: self._commit(exchanged), settle=lambda: _complete(futures))
+
+    def _commit(self, exchanged: Sequence[Exchanged]) -> None:
+        if exchanged:
+            self._pipeline.commit(exchanged)
+        self._recorder.end_step()
+
+
+def exchange_hook(state: GradientStream, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """Exchange a bucket's gradients; the form in which DDP wants its hook."""
+    return state.receive(bucket)
+
+
+def _complete(futures: list[tuple[Future[Tensor], Tensor]]) -> None:
+    for future, buffer in futures:
+        future.set_result(buffer)
+
+
+class Usage:
+    """Know which parameters took part in a step: DDP gives the hook zeros for the others, without saying so.
+
+    Args:
+        parameters: the model's parameters.
+
+    Attributes:
+        used: those whose gradient has been accumulated since the set was last cleared.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.used: set[torch.nn.Parameter] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self.used.add)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()

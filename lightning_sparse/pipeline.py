@@ -1,0 +1,152 @@
+"""The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.collectives import Collectives, ExchangeError
+from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.memory import Memory
+from lightning_sparse.observe import Recorder
+from lightning_sparse.selection import Selection
+from lightning_sparse.wire import Arrival, Payload, Phases, WireFormat
+
+
+class LocalGradient(NamedTuple):
+    """One parameter's gradient on this rank, before its exchange.
+
+    Attributes:
+        name: parameter name.
+        gradient: flat view of where DDP keeps the gradient; the mean over ranks is written here.
+        is_used: whether the parameter took part in this step on this rank; ``None`` where that is not tracked.
+    """
+
+    name: str
+    gradient: Tensor
+    is_used: Optional[bool]
+
+
+class Exchanged(NamedTuple):
+    """A group whose exchange is over, but not yet written back."""
+
+    group: Sequence[LocalGradient]
+    accumulated: list[Tensor]
+    arrival: Arrival
+
+
+class Pipeline:
+    """Run groups of gradients through a compressor, a memory, a wire and the collectives.
+
+    A step is a transaction of two halves. :meth:`exchange` runs group by group while backward goes on, and changes
+    nothing that outlives the step. :meth:`commit` runs when all groups of the step have arrived: only then is it known
+    whether every gradient on every rank was finite.
+
+    Args:
+        compressor: what is sent.
+        memory: what is kept.
+        wire: how it is written.
+        collectives: how it travels.
+        recorder: where facts go.
+        density_of: fraction of elements to send of the parameter with a given name.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory,
+        wire: WireFormat,
+        collectives: Collectives,
+        recorder: Recorder,
+        density_of: Callable[[str], float],
+    ) -> None:
+        self.compressor = compressor
+        self.memory = memory
+        self.wire = wire
+        self.collectives = collectives
+        self.recorder = recorder
+        self.density_of = density_of
+
+    def exchange(self, group: Sequence[LocalGradient]) -> Exchanged:
+        """Send what is selected of a group, and receive what the other ranks selected.
+
+        The gradients of the group are used as working memory until :meth:`commit`.
+        """
+        names = [local.name for local in group]
+        with self.recorder.span("select"):
+            accumulated = self.memory.compensate(names, [local.gradient for local in group])
+            counts = [element_count(tensor.numel(), self.density_of(name)) for name, tensor in zip(names, accumulated)]
+            selections = self.compressor.select(names, accumulated, counts)
+        self._record_sizes(selections)
+        arrival = self._travel(self.wire.exchange(selections, self._used(group)), names)
+        return Exchanged(group, accumulated, arrival)
+
+    def commit(self, step: Sequence[Exchanged]) -> None:
+        """Keep what was not sent, and write the mean over ranks into the gradients.
+
+        If anything that any rank sent is not finite, the memory stays as it was and the gradients become NaN at the
+        positions that were sent, on every rank, so that a gradient scaler skips the step.
+        """
+        with self.recorder.span("commit"):
+            finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
+            for group, accumulated, arrival in step:
+                accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
+                self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
+                arrival.received.div_(self.collectives.ranks).masked_fill_(~finite, torch.nan)
+                for local, tensor, received in zip(group, accumulated, arrival.sums):
+                    _write_sum(received, tensor)
+                    if tensor is not local.gradient:
+                        local.gradient.copy_(tensor)
+
+    def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
+        """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
+        with self.recorder.span("exchange"):
+            self._collect(Payload("all_reduce", gradient), [name])
+        gradient.div_(self.collectives.ranks)
+
+    def _travel(self, phases: Phases, names: list[str]) -> Arrival:
+        received: Optional[Tensor] = None
+        while True:
+            try:
+                with self.recorder.span("encode"):
+                    payload = phases.send(received)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                return stop.value
+            with self.recorder.span("exchange"):
+                received = self._collect(payload, names)
+
+    def _collect(self, payload: Payload, names: list[str]) -> Tensor:
+        self.recorder.current.wire_bytes += payload.tensor.numel() * payload.tensor.element_size()
+        try:
+            return getattr(self.collectives, payload.collective)(payload.tensor)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.collectives.rank} of {self.collectives.ranks} waited in vain in {payload.collective} of"
+                f" the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}: another rank has died, or"
+                " did not get there before the process group's timeout. Look at the other ranks' output for the first"
+                f" error; raise SparseDDPStrategy(timeout=...) if they are only slow. The backend said: {error}"
+            ) from error
+
+    def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
+        if group[0].is_used is None:
+            return None
+        return torch.tensor([local.is_used for local in group], dtype=torch.uint8).to(self.collectives.device)
+
+    def _record_sizes(self, selections: list[Selection]) -> None:
+        self.recorder.current.elements += sum(selection.numel for selection in selections)
+        self.recorder.current.sent += sum(selection.values.numel() for selection in selections)
+
+
+def _write_sum(received: Selection, out: Tensor) -> None:
+    if received.indices is None:
+        out.copy_(received.values)
+        return
+    out.zero_()
+    if out.device.type == "cpu":
+        out.index_add_(0, received.indices.flatten(), received.values.flatten())
+        return
+    # Indices are distinct within a rank but not between ranks: one call for all would add duplicates in an order that
+    # a GPU does not promise.
+    for values, indices in zip(received.values, received.indices):
+        out.index_add_(0, indices, values)

@@ -1,0 +1,46 @@
+"""The table of names that ``Trainer(strategy=...)`` understands: one row for a system, and how each can be launched."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class System(NamedTuple):
+    """A named composition.
+
+    Attributes:
+        name: what the user writes.
+        description: one line for people who list the names.
+        arguments: arguments of :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
+    """
+
+    name: str
+    description: str
+    arguments: dict[str, Any]
+
+
+SYSTEMS = (
+    System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
+    System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
+)
+
+_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {"start_method": "popen"}),
+    ("_spawn", {"start_method": "spawn"}),
+    ("_fork", {"start_method": "fork"}),
+    ("_find_unused_parameters_true", {"start_method": "popen", "find_unused_parameters": True}),
+    ("_spawn_find_unused_parameters_true", {"start_method": "spawn", "find_unused_parameters": True}),
+    ("_fork_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
+)
+
+
+def strategy_entries() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield name, description and arguments of every strategy name.
+
+    Example::
+
+        >>> next(strategy_entries())[0]
+        'sparse_dense'
+    """
+    for system in SYSTEMS:
+        for suffix, launch in _VARIANTS:
+            yield system.name + suffix, system.description, {**system.arguments, **launch}

@@ -1,0 +1,87 @@
+"""The exchange worker: one thread, first in, first out, so that backward goes on while gradients travel."""
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+
+class _Task(NamedTuple):
+    run: Callable[[], None]
+    settle: Optional[Callable[[], None]]
+    ready: Optional[Any]  # device event: what the task reads has been written
+
+
+class ExchangeWorker:
+    """Run tasks one after the other on a thread, and on a device on a stream, of their own.
+
+    One thread issues all collectives in one order: a collective issued from the continuation of another one races
+    with other buckets' on gloo.
+
+    After a task has raised, no further task runs; the error is kept for the thread that can raise it to the user.
+
+    Args:
+        device: device that the tasks' tensors are on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.error: Optional[BaseException] = None
+        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream = self._device_module.Stream(device) if self._device_module else None
+        self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
+        # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
+        # keep an interpreter alive that its user has told to go.
+        self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
+        """Queue a task.
+
+        Args:
+            run: what to do; on a device it starts after what the calling thread's current stream holds now.
+            settle: called after ``run``, also where ``run`` was skipped or raised: somebody waits for it.
+        """
+        ready = self._device_module.current_stream().record_event() if self._device_module else None
+        self._tasks.put(_Task(run, settle, ready))
+
+    def raise_error(self) -> None:
+        """Raise what a task has raised, if one has."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self, patience: float = 5.0) -> bool:
+        """End the thread after the tasks that are queued; safe to call twice.
+
+        Args:
+            patience: seconds to wait for a task that is still running.
+
+        Returns:
+            whether the thread has ended. It has not if it hangs in a collective whose peer is gone.
+        """
+        self._tasks.put(None)
+        self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        with torch.no_grad(), self._on_stream():
+            while (task := self._tasks.get()) is not None:
+                self._perform(task)
+                del task  # a task holds gradients; do not keep them while waiting for the next one
+
+    def _perform(self, task: _Task) -> None:
+        try:
+            if self.error is None:
+                if self._stream is not None:
+                    self._stream.wait_event(task.ready)
+                task.run()
+        except BaseException as error:  # whatever it is, it belongs to the user's thread
+            self.error = error
+        finally:
+            if task.settle is not None:
+                task.settle()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return self._device_module.stream(self._stream) if self._device_module else nullcontext()

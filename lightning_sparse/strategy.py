@@ -1,0 +1,142 @@
+"""The Trainer's door: a DDP strategy whose gradients are exchanged by the engine."""
+
+from typing import Any, Optional, Union
+
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine import Engine, Settings
+from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.registry import strategy_entries
+from lightning_sparse.schedule import Schedule
+
+# The buckets along which torch.compile cuts its graph; DDP's own default.
+_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+
+_REFUSED_ARGUMENTS = {
+    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
+    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
+    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "model_averaging_period": "it belongs to torch's post-localSGD hook; use DDPStrategy for that",
+    "bucket_cap_mb": "the schedule decides what travels together; use schedule=Merged(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=Merged(min_elements=...)",
+    "process_group": "gradients are exchanged between all processes of the Trainer",
+}
+
+
+class SparseDDPStrategy(DDPStrategy):
+    """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
+
+    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
+    also a stream) and a process group of their own, group after group while backward goes on. What was not sent stays
+    in a residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with
+    empty residuals, as it starts with a fresh optimizer.
+
+    Args:
+        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more;
+            0.01 is safe nearly everywhere. ``None`` for the compressor's own default.
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. It
+            never changes the numbers.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
+            the residual.
+        **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
+            ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
+
+    Raises:
+        ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
+            ``DDPStrategy`` that would be ignored.
+
+    Example::
+
+        >>> SparseDDPStrategy(compressor="topk", density=0.01).compression_stats()
+        {}
+    """
+
+    def __init__(
+        self,
+        compressor: Union[str, Compressor] = "topk",
+        density: Optional[float] = None,
+        schedule: Union[str, Schedule] = "merged",
+        wire: str = "float32",
+        **ddp_kwargs: Any,
+    ) -> None:
+        for name, cure in _REFUSED_ARGUMENTS.items():
+            if ddp_kwargs.get(name) is not None:
+                raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
+        self._settings = Settings(compressor, density, schedule, wire)
+        self._engine: Optional[Engine] = None
+        super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
+
+    def compression_stats(self) -> dict[str, float]:
+        """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
+
+        On a GPU, asking waits for that step's exchange.
+
+        Returns:
+            ``density`` (fraction of elements sent), ``wire_bytes`` (all bytes handed to collectives: values, indices,
+            counts, flags, padding), ``dense_bytes`` (what fp32 would have been), ``compression_ratio`` (the quotient;
+            1 where nothing travels), ``select_seconds`` (residual, selection and encoding), ``exchange_seconds``
+            (in collectives), ``exposed_seconds`` (from the end of backward until the gradients could be used).
+        """
+        return self._engine.compression_stats() if self._engine is not None else {}
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        _check_parameters(model)
+        ddp = super()._setup_model(model)
+        if getattr(ddp, "_use_python_reducer", False):
+            raise RuntimeError(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
+                " buckets; set it to True (the default) or False"
+            )
+        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        return ddp
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word.
+        assert isinstance(self.model, DistributedDataParallel)
+        if dist.get_world_size(self.model.process_group) == 1:
+            rank_zero_info(f"{type(self).__name__}: one process, so there is nothing to exchange or compress.")
+            return
+        self._engine = Engine(self.model, self._settings, self._timeout)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._engine is not None:
+            self._engine.raise_error()
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, description, arguments in strategy_entries():
+            strategy_registry.register(name, cls, description=description, **arguments)
+
+
+def _check_parameters(model: Module) -> None:
+    refused = [
+        f"{name} ({parameter.dtype})"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_floating_point()
+    ]
+    if refused:
+        raise TypeError(
+            f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
+            " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
+        )
+
+

@@ -1,0 +1,25 @@
+"""Wire: how a selection is WRITTEN. Payloads, dtypes and exact bytes; no collective is called here."""
+
+import torch
+
+from lightning_sparse.named import unknown_name
+from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.wire.gather import GatherFormat
+from lightning_sparse.wire.reduce import ReduceFormat
+
+WIRE_FORMATS: dict[str, type[WireFormat]] = {"gather": GatherFormat, "reduce": ReduceFormat}
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def wire_dtype(wire: str) -> torch.dtype:
+    """Return the type that a ``wire`` argument names.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
+    if wire not in WIRE_DTYPES:
+        raise ValueError(unknown_name("wire", str(wire), WIRE_DTYPES))
+    return WIRE_DTYPES[wire]
+
+
+__all__ = ["WIRE_DTYPES", "WIRE_FORMATS", "Arrival", "Payload", "Phases", "WireFormat", "wire_dtype"]

@@ -1,0 +1,78 @@
+"""What a wire format is: the answer to how a selection is WRITTEN, phase by phase."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import ClassVar, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.selection import Selection
+
+
+class Payload(NamedTuple):
+    """One collective's worth of bytes.
+
+    Attributes:
+        collective: name of the collective that carries it, a method of
+            :class:`~lightning_sparse.collectives.Collectives`.
+        tensor: what this rank hands in.
+    """
+
+    collective: str
+    tensor: Tensor
+
+
+class Arrival(NamedTuple):
+    """What an exchange brought.
+
+    Attributes:
+        finite: bool ``[]``, equal on all ranks: whether everything that any rank sent is finite.
+        used: bool ``[tensors]``, equal on all ranks: whether any rank used the parameter; ``None`` where that is not
+            tracked.
+        received: the values that arrived, flat or ``[ranks, ...]``, of all tensors of the group: what ``sums`` are
+            views of, so that scaling it scales them.
+        sums: for each tensor the received elements; rows add up to the sum over ranks.
+        kept: for each tensor what stays here at the positions that were sent; what was not sent stays whole.
+    """
+
+    finite: Tensor
+    used: Optional[Tensor]
+    received: Tensor
+    sums: list[Selection]
+    kept: list[Selection]
+
+
+Phases = Generator[Payload, Tensor, Arrival]
+
+
+class WireFormat(ABC):
+    """Write selections as payloads, and read what arrives.
+
+    Args:
+        dtype: floating-point type of the values that travel.
+        rank: this rank within its process group.
+        ranks: size of the process group.
+
+    Attributes:
+        collectives: names of the collectives that it asks for.
+    """
+
+    collectives: ClassVar[tuple[str, ...]]
+
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
+        self.dtype = dtype
+        self.rank = rank
+        self.ranks = ranks
+
+    @abstractmethod
+    def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
+        """Write the selections of a group; each ``yield`` is one collective and receives its result.
+
+        Args:
+            selections: one for each tensor of the group; not changed.
+            used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.
+
+        Returns:
+            what arrived, as the generator's return value.
+        """

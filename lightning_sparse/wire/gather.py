@@ -1,0 +1,89 @@
+"""Every rank's selection travels to every rank: one payload for the group, one all-gather."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import ClassVar, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.functional import IndexCodec, index_codec, round_to
+from lightning_sparse.selection import Selection
+from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+
+
+class GatherFormat(WireFormat):
+    """Values and indices of a whole group in one payload.
+
+    The tensors of a group are laid end to end, so that one codec writes all their positions::
+
+        values   count x 2 or 4 bytes
+        indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.indices)
+        used     1 byte a tensor, only where unused parameters are tracked
+
+    All sizes follow from the number of elements selected, which must be the same on all ranks.
+    """
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
+        super().__init__(dtype, rank, ranks)
+        # Groups are the same step after step, until a schedule or a density changes.
+        self._layout = lru_cache(maxsize=1024)(_layout)
+
+    @override
+    def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
+        layout = self._layout(
+            tuple(selection.numel for selection in selections),
+            tuple(selection.values.numel() for selection in selections),
+            selections[0].values.device,
+        )
+        values = torch.cat([selection.values for selection in selections])
+        sent = round_to(values, self.dtype)
+        indices = torch.cat([_positions(selection) for selection in selections])
+        sections = [sent.view(torch.uint8), layout.codec.encode(indices + layout.starts, layout.numel)]
+        wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
+        return self._read(layout, wires, used is not None, indices, values, sent)
+
+    def _read(
+        self, layout: "_Layout", wires: Tensor, has_used: bool, indices: Tensor, values: Tensor, sent: Tensor
+    ) -> Arrival:
+        count = values.numel()
+        sizes = [count * self.dtype.itemsize, layout.codec.nbytes(layout.numel, count)]
+        value_bytes, index_bytes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
+        received = value_bytes.clone(memory_format=torch.contiguous_format).view(self.dtype).to(values.dtype)
+        positions = layout.codec.decode(index_bytes, layout.numel, count).sub_(layout.starts)
+        left = values - sent.to(values.dtype)
+        return Arrival(
+            finite=received.isfinite().all(),
+            used=used.any(dim=0) if has_used else None,
+            received=received,
+            sums=layout.split(received, positions),
+            kept=layout.split(left, indices),
+        )
+
+
+class _Layout(NamedTuple):
+    """Where the tensors of a group, and what is sent of them, lie when laid end to end."""
+
+    numels: tuple[int, ...]
+    counts: tuple[int, ...]
+    numel: int
+    starts: Tensor  # int64 [count]: for each element sent, where its tensor starts
+    codec: IndexCodec
+
+    def split(self, values: Tensor, indices: Tensor) -> list[Selection]:
+        pieces = zip(values.split(self.counts, -1), indices.split(self.counts, -1), self.numels)
+        return [Selection(*piece) for piece in pieces]
+
+
+def _layout(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> _Layout:
+    starts = torch.tensor((0, *numels[:-1])).cumsum(0).repeat_interleave(torch.tensor(counts)).to(device)
+    return _Layout(numels, counts, sum(numels), starts, index_codec(sum(numels), sum(counts)))
+
+
+def _positions(selection: Selection) -> Tensor:
+    if selection.indices is None:
+        return torch.arange(selection.numel, device=selection.values.device)
+    return selection.indices

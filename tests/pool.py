@@ -1,0 +1,89 @@
+"""Real gloo processes for tests: started once, given many functions to run, never waited for without a limit."""
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class RemoteError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class Pool:
+    """``ranks`` processes that form one gloo process group.
+
+    Args:
+        ranks: number of processes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call ``function(rank, *args)`` on every rank and return the results in order of rank.
+
+        Raises:
+            RemoteError: if a rank raised, died, or took longer than ``timeout`` seconds; the processes are replaced.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        answers = [self._receive(connection, timeout) for connection in self._connections]
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
+        if failures:
+            self.stop()
+            raise RemoteError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def stop(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        store = Path(tempfile.mkdtemp()) / "store"
+        for rank in range(self.ranks):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(theirs, str(store), rank, self.ranks), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    @staticmethod
+    def _receive(connection: Connection, timeout: float) -> tuple[Optional[str], Any]:
+        if not connection.poll(timeout):
+            return f"no answer within {timeout} s", None
+        try:
+            return connection.recv()
+        except EOFError:
+            return "the process died", None
+
+
+def _serve(connection: Connection, store: str, rank: int, ranks: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, function(rank, *args)))
+        except BaseException:
+            connection.send((traceback.format_exc(), None))
