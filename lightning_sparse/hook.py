@@ -48,6 +48,8 @@ class GradientStream:
         self._recorder = recorder
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
+        device = next(iter(self._names)).device
+        self._future_devices = None if device.type == "cpu" else [device]
         self._group: list[LocalGradient] = []
         self._group_numel = 0
         self._exchanged: list[Exchanged] = []
@@ -62,19 +64,20 @@ class GradientStream:
     def receive(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Take a bucket; the future ends when its mean over ranks has been written into it."""
         buffer = bucket.buffer()
-        future: Future[Tensor] = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
+        future: Future[Tensor] = Future(devices=self._future_devices)
         self._futures.append((future, buffer))
         if buffer.layout is torch.sparse_coo:
             self._submit_sparse_layout(bucket, buffer)
         else:
-            self._collect(bucket, buffer)
+            self._collect(bucket.parameters(), buffer)
         if bucket.is_last():
             self._end_step()
         return future
 
-    def _collect(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
-        parameters = bucket.parameters()
-        for parameter, gradient in zip(parameters, buffer.split([parameter.numel() for parameter in parameters])):
+    def _collect(self, parameters: list[Tensor], buffer: Tensor) -> None:
+        is_alone = len(parameters) == 1
+        pieces = (buffer,) if is_alone else buffer.split([parameter.numel() for parameter in parameters])
+        for parameter, gradient in zip(parameters, pieces):
             name = self._names[parameter]
             is_used = None if self._usage is None else parameter in self._usage.used
             self._group.append(LocalGradient(name, gradient, is_used))

@@ -101,9 +101,13 @@ class ResidualMemory(Memory):
     ) -> None:
         residuals = self._residuals_of(names, accumulated)
         if accepted.device.type == "cpu":
-            for is_accepted, residual, source, selection in zip(accepted.tolist(), residuals, accumulated, kept):
-                if is_accepted:
-                    _overwrite(residual.copy_(source), selection)
+            decided = zip(accepted.tolist(), residuals, accumulated, kept)
+            rows = [row for is_accepted, *row in decided if is_accepted]
+            if rows:
+                targets, sources, selections = zip(*rows)
+                torch._foreach_copy_(targets, sources)
+                for target, selection in zip(targets, selections):
+                    _overwrite(target, selection)
             return
         # Asking the device for the decision would stop the host; both outcomes cost one pass, so the device chooses.
         for position, (residual, source, selection) in enumerate(zip(residuals, accumulated, kept)):

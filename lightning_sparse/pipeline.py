@@ -94,8 +94,8 @@ class Pipeline:
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
                 arrival.received.div_(self.collectives.ranks).masked_fill_(~finite, torch.nan)
-                for local, tensor, received in zip(group, accumulated, arrival.sums):
-                    _write_sum(received, tensor)
+                _write_sums(arrival.sums, accumulated)
+                for local, tensor in zip(group, accumulated):
                     if tensor is not local.gradient:
                         local.gradient.copy_(tensor)
 
@@ -138,15 +138,17 @@ class Pipeline:
         self.recorder.current.sent += sum(selection.values.numel() for selection in selections)
 
 
-def _write_sum(received: Selection, out: Tensor) -> None:
-    if received.indices is None:
-        out.copy_(received.values)
-        return
-    out.zero_()
-    if out.device.type == "cpu":
-        out.index_add_(0, received.indices.flatten(), received.values.flatten())
-        return
-    # Indices are distinct within a rank but not between ranks: one call for all would add duplicates in an order that
-    # a GPU does not promise.
-    for values, indices in zip(received.values, received.indices):
-        out.index_add_(0, indices, values)
+def _write_sums(sums: Sequence[Selection], outs: Sequence[Tensor]) -> None:
+    scattered = [(received, out) for received, out in zip(sums, outs) if received.indices is not None]
+    if scattered:
+        torch._foreach_zero_([out for _, out in scattered])
+    for received, out in zip(sums, outs):
+        if received.indices is None:
+            out.copy_(received.values)
+        elif out.device.type == "cpu":
+            out.index_add_(0, received.indices.flatten(), received.values.flatten())
+        else:
+            # Indices are distinct within a rank but not between ranks: one call for all would add duplicates in an
+            # order that a GPU does not promise.
+            for values, indices in zip(received.values, received.indices):
+                out.index_add_(0, indices, values)

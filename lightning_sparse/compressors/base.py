@@ -13,9 +13,8 @@ class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
     A compressor is pure: it calls no collective, changes no tensor that it is given and keeps no state that depends on
-    how parameters are grouped. A selection must contain every non-finite element's presence, that is: if the
-    accumulated gradient holds a NaN or an infinity, at least one of them is selected, because that is how all ranks
-    learn of it.
+    how parameters are grouped. If an accumulated gradient holds a NaN or an infinity, at least one of them
+    must be selected, because that is how all ranks learn of it.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
@@ -27,6 +26,7 @@ class Compressor(ABC):
     wire_format: ClassVar[str]
     is_lossless: ClassVar[bool] = False
 
+    @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
         """Choose what is sent of each tensor of a group.
 
@@ -38,11 +38,6 @@ class Compressor(ABC):
         Returns:
             one selection for each tensor.
         """
-        return [self.select_one(*each) for each in zip(names, accumulated, counts)]
-
-    @abstractmethod
-    def select_one(self, name: str, accumulated: Tensor, count: int) -> Selection:
-        """Choose what is sent of one tensor; see :meth:`select`."""
 
 
 def element_count(numel: int, density: float) -> int:

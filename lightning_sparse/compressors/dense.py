@@ -1,5 +1,6 @@
 """Dense: everything is sent, as DDP does; the baseline that the others are compared with."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Optional
 
 from torch import Tensor
@@ -21,5 +22,5 @@ class Dense(Compressor):
     is_lossless: ClassVar[bool] = True
 
     @override
-    def select_one(self, name: str, accumulated: Tensor, count: int) -> Selection:
-        return Selection(accumulated, None, accumulated.numel())
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+        return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]

@@ -6,13 +6,16 @@ threshold for the whole model; Stich, Cordonnier and Jaggi, "Sparsified SGD with
 "Deep Gradient Compression" (arXiv 1712.01887), and the count is exact.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Optional
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.functional import top_k_indices
+from lightning_sparse.functional import batched_top_k_indices
 from lightning_sparse.selection import Selection
 
 
@@ -21,8 +24,7 @@ class TopK(Compressor):
 
     Example::
 
-        >>> import torch
-        >>> TopK().select_one("weight", torch.tensor([0.1, -3.0, 2.0, -0.5]), count=2).values
+        >>> TopK().select(["weight"], [torch.tensor([0.1, -3.0, 2.0, -0.5])], counts=[2])[0].values
         tensor([-3.,  2.])
     """
 
@@ -30,6 +32,18 @@ class TopK(Compressor):
     wire_format: ClassVar[str] = "gather"
 
     @override
-    def select_one(self, name: str, accumulated: Tensor, count: int) -> Selection:
-        indices = top_k_indices(accumulated, count)
-        return Selection(accumulated.index_select(0, indices), indices, accumulated.numel())
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+        selections: dict[int, Selection] = {}
+        for positions in _alike(accumulated, counts):
+            tensors = [accumulated[position] for position in positions]
+            for position, tensor, indices in zip(positions, tensors, batched_top_k_indices(tensors, counts[positions[0]])):
+                selections[position] = Selection(tensor.index_select(0, indices), indices, tensor.numel())
+        return [selections[position] for position in range(len(accumulated))]
+
+
+def _alike(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterable[list[int]]:
+    """Group the positions of tensors that can share their calls."""
+    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)
+    for position, (tensor, count) in enumerate(zip(tensors, counts)):
+        alike[tensor.numel(), count, tensor.dtype].append(position)
+    return alike.values()

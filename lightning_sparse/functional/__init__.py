@@ -2,6 +2,6 @@
 
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.rounding import round_to
-from lightning_sparse.functional.topk import top_k_indices
+from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
 
-__all__ = ["IndexCodec", "index_codec", "round_to", "top_k_indices"]
+__all__ = ["IndexCodec", "batched_top_k_indices", "index_codec", "round_to", "top_k_indices"]

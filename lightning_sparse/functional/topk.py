@@ -1,4 +1,4 @@
-"""The exact ``count`` largest magnitudes of a flat tensor, without ordering the tensor.
+"""The exact ``count`` largest magnitudes of flat tensors, without ordering them.
 
 ``torch.topk`` looks at every element with a comparison-based selection. Here a cheap vectorised pass first discards
 nearly all of them, and only the few that remain are compared:
@@ -10,22 +10,27 @@ nearly all of them, and only the few that remain are compared:
 * higher densities on CPU: the threshold is read off a strided sample, a little too low on purpose, what reaches it is
   counted, and where the count shows that the sample misled, ``torch.topk`` decides.
 
-Either way the answer is exact, and a function of the tensor alone.
+Either way the answer is exact, and a function of the tensor alone. Tensors of equal size share their calls, since a
+model's many small tensors cost more in calls than in elements.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
-_WORD = 8  # boolean flags read as one int64
-_SMALL = 1 << 17  # elements up to which one call of torch.topk is the fastest
+_FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
+_SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
+_BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
 _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
+_SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
+_WORD = 8  # boolean flags read as one int64
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
@@ -49,18 +54,41 @@ def top_k_indices(tensor: Tensor, count: int) -> Tensor:
         >>> top_k_indices(torch.tensor([0.1, -3.0, 2.0, -0.5]), 2)
         tensor([1, 2])
     """
-    numel = tensor.numel()
+    return batched_top_k_indices([tensor], count)[0]
+
+
+def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
+    """Call :func:`top_k_indices` for several tensors of equal size, dtype and device.
+
+    Args:
+        tensors: at least one flat tensor of ``n`` elements.
+        count: number of elements to select of each, ``1 <= count <= n``.
+
+    Returns:
+        int64 tensor of shape ``[len(tensors), count]``.
+
+    Raises:
+        ValueError: if ``count`` is outside ``[1, n]``.
+    """
+    numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
+    size = max(1, _BATCH // numel)
+    batches = [tensors[start : start + size] for start in range(0, len(tensors), size)]
+    return torch.cat([_select(batch, count) for batch in batches])
+
+
+def _select(rows: Sequence[Tensor], count: int) -> Tensor:
+    numel = rows[0].numel()
     if count == numel:
-        return torch.arange(numel, device=tensor.device)
-    if numel > _SMALL and count * _BLOCK * _BLOCK_MARGIN <= numel:
-        return _by_block_maxima(tensor, count)
+        return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
+    if numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel:
+        return _by_block_maxima(rows, count)
     # A sampled threshold leaves a count that the host must read. Off the CPU that is a synchronisation, and
     # torch.topk is a radix selection there.
-    if numel > _SMALL and tensor.device.type == "cpu":
-        return _by_sampled_threshold(tensor, count)
-    return _largest(tensor.abs(), count)
+    if numel > _SMALL and rows[0].device.type == "cpu":
+        return torch.stack([_by_sampled_threshold(row, count) for row in rows])
+    return _largest(torch.stack(tuple(rows)).abs_(), count)
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
@@ -68,38 +96,38 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     return torch.topk(magnitudes, count, sorted=False).indices.sort().values
 
 
-def _keep_largest(candidates: Tensor, tensor: Tensor, count: int) -> Tensor:
-    """Drop the few surplus candidates; cheaper than choosing the many that stay, and keeps their order."""
-    magnitudes = tensor.index_select(0, candidates).abs_()
-    surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
-    return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
-
-
-def _by_block_maxima(tensor: Tensor, count: int) -> Tensor:
-    blocks = tensor.numel() // _BLOCK
-    body = tensor[: blocks * _BLOCK]
-    maxima = _block_maxima(body)
-    chosen = _largest(maxima, count)
-    examined = tensor.new_empty(count * _BLOCK + tensor.numel() % _BLOCK)
-    torch.index_select(body.view(-1, _BLOCK), 0, chosen, out=examined[: count * _BLOCK].view(-1, _BLOCK))
-    examined[count * _BLOCK :] = tensor[blocks * _BLOCK :]
-    if tensor.device.type == "cpu":
-        candidates = _reaching(examined, maxima.index_select(0, chosen).nan_to_num_(nan=math.inf, posinf=math.inf).min())
-        kept = _keep_largest(candidates, examined, count)
-    else:
-        kept = _largest(examined.abs_(), count)
-    row = (kept // _BLOCK).clamp_(max=count - 1)
+def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
+    numel = rows[0].numel()
+    blocks, body = numel // _BLOCK, numel - numel % _BLOCK
+    chosen = _largest(_block_maxima(rows), count)
+    examined = rows[0].new_empty(len(rows), count * _BLOCK + numel - body)
+    for row, row_chosen, out in zip(rows, chosen, examined):
+        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=out[: count * _BLOCK].view(-1, _BLOCK))
+        out[count * _BLOCK :] = row[body:]
+    kept = _select(examined.unbind(), count)
+    place = (kept // _BLOCK).clamp_(max=count - 1)
     in_tail = kept >= count * _BLOCK
-    return torch.where(in_tail, kept + (blocks - count) * _BLOCK, kept + (chosen[row] - row) * _BLOCK)
+    shift = torch.where(in_tail, blocks - count, chosen.gather(1, place).sub_(place))
+    return kept.add_(shift.mul_(_BLOCK))
 
 
-def _block_maxima(body: Tensor) -> Tensor:
-    chunk = _CPU_CHUNK if body.device.type == "cpu" else _DEVICE_CHUNK
-    scratch = body.new_empty(min(chunk, body.numel()))
-    maxima = body.new_empty(body.numel() // _BLOCK)
-    for piece, out in zip(body.split(chunk), maxima.split(chunk // _BLOCK)):
-        magnitudes = torch.abs(piece, out=scratch[: piece.numel()])
-        torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=out)
+def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
+    body = rows[0].numel() // _BLOCK * _BLOCK
+    chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
+    maxima = rows[0].new_empty(len(rows), body // _BLOCK)
+    if body > chunk:
+        scratch = rows[0].new_empty(chunk)
+        for row, row_maxima in zip(rows, maxima):
+            for piece, out in zip(row[:body].split(chunk), row_maxima.split(chunk // _BLOCK)):
+                magnitudes = torch.abs(piece, out=scratch[: piece.numel()])
+                torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=out)
+        return maxima
+    share = chunk // body
+    scratch = rows[0].new_empty(share, body)
+    for start in range(0, len(rows), share):
+        pieces = [row[:body] for row in rows[start : start + share]]
+        magnitudes = torch.stack(pieces, out=scratch[: len(pieces)]).abs_()
+        torch.amax(magnitudes.view(len(pieces), -1, _BLOCK), dim=2, out=maxima[start : start + share])
     return maxima
 
 
@@ -107,12 +135,15 @@ def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     candidates = _reaching(tensor, _sampled_threshold(tensor, count))
     if candidates.numel() < count:
         return _largest(tensor.abs(), count)
-    return _keep_largest(candidates, tensor, count)
+    magnitudes = tensor.index_select(0, candidates).abs_()
+    # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.
+    surplus = torch.topk(magnitudes, magnitudes.numel() - count, largest=False, sorted=False).indices
+    return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 
 
 def _sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     # An odd stride does not fall into step with rows whose length is a power of two.
-    stride = (tensor.numel() // _SAMPLE) | 1
+    stride = max(_SAMPLE_STRIDE, tensor.numel() // _SAMPLE) | 1
     sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     expected = count / tensor.numel() * sample.numel()
     rank = min(sample.numel(), math.ceil(expected + _SAMPLE_SIGMAS * math.sqrt(expected)))

@@ -51,7 +51,7 @@ class Merged(Schedule):
         ValueError: if ``min_elements`` is not positive.
     """
 
-    def __init__(self, min_elements: int = 1 << 22) -> None:
+    def __init__(self, min_elements: int = 1 << 23) -> None:
         if min_elements < 1:
             raise ValueError(f"min_elements={min_elements} must be at least 1; 1 exchanges layer by layer")
         self.min_elements = min_elements

@@ -1,0 +1,108 @@
+"""The models of the step benchmark, each with the batches that it trains on."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+VOCABULARY = 10_000
+
+
+class Lstm(nn.Module):
+    """Word-level language model, 20 M parameters in 11 tensors; its gradients are as large as its steps are short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 650)
+        self.lstm = nn.LSTM(650, 650, num_layers=2, batch_first=True)
+        self.decoder = nn.Linear(650, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens ``[batch, time]`` to logits ``[batch, time, vocabulary]``."""
+        return self.decoder(self.lstm(self.embedding(tokens))[0])
+
+
+class DeepNarrow(nn.Module):
+    """60 blocks of a small layer and a normalisation: 4 M parameters in 240 tensors, many of them tiny."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(256, 256) for _ in range(60))
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(60))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[batch, 256]`` to ``[batch, 256]``."""
+        for linear, norm in zip(self.linears, self.norms):
+            features = features + functional.relu(linear(norm(features)))
+        return features
+
+
+class Transformer(nn.Module):
+    """12 encoder layers of width 256, about 10 M parameters in 147 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1_000, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers=12, enable_nested_tensor=False)
+        self.decoder = nn.Linear(256, 1_000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens ``[batch, time]`` to logits ``[batch, time, 1000]``."""
+        return self.decoder(self.layers(self.embedding(tokens)))
+
+
+class Workload(NamedTuple):
+    """A model and its batches.
+
+    Attributes:
+        network: builds the model.
+        batch: makes one batch of inputs and targets.
+        loss: of outputs and targets.
+    """
+
+    network: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randint(vocabulary, (batch, time)), torch.randint(vocabulary, (batch, time)))
+
+
+def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+WORKLOADS = {
+    "lstm": Workload(Lstm, _tokens(10, 10, VOCABULARY), _token_loss),
+    "deep_narrow": Workload(DeepNarrow, lambda: (torch.randn(32, 256), torch.randn(32, 256)), functional.mse_loss),
+    "transformer": Workload(Transformer, _tokens(4, 32, 1_000), _token_loss),
+}
+
+
+class BenchmarkModule(LightningModule):
+    """Train a workload with plain SGD on the same few random batches."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.workload = workload
+        self.network = workload.network()
+
+    def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
+        """Return the loss of one batch."""
+        inputs, targets = batch
+        return self.workload.loss(self.network(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD without momentum, as language models of this kind are trained."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def batches(self, count: int) -> DataLoader:
+        """Return a loader of ``count`` batches made beforehand."""
+        inputs, targets = zip(*(self.workload.batch() for _ in range(count)))
+        return DataLoader(TensorDataset(torch.stack(inputs), torch.stack(targets)), batch_size=None)
