@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.functional import round_to
 from lightning_sparse.memory import Memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.selection import Selection
@@ -85,19 +86,18 @@ class Pipeline:
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
 
-        If anything that any rank sent is not finite, the memory stays as it was and the gradients become NaN at the
-        positions that were sent, on every rank, so that a gradient scaler skips the step.
+        If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself
+        is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
         """
         with self.recorder.span("commit"):
             finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
             for group, accumulated, arrival in step:
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
-                arrival.received.div_(self.collectives.ranks).masked_fill_(~finite, torch.nan)
-                _write_sums(arrival.sums, accumulated)
+                _write_means(arrival.means, accumulated)
                 for local, tensor in zip(group, accumulated):
                     if tensor is not local.gradient:
-                        local.gradient.copy_(tensor)
+                        local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
@@ -138,11 +138,11 @@ class Pipeline:
         self.recorder.current.sent += sum(selection.values.numel() for selection in selections)
 
 
-def _write_sums(sums: Sequence[Selection], outs: Sequence[Tensor]) -> None:
-    scattered = [(received, out) for received, out in zip(sums, outs) if received.indices is not None]
+def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
+    scattered = [(received, out) for received, out in zip(means, outs) if received.indices is not None]
     if scattered:
         torch._foreach_zero_([out for _, out in scattered])
-    for received, out in zip(sums, outs):
+    for received, out in zip(means, outs):
         if received.indices is None:
             out.copy_(received.values)
         elif out.device.type == "cpu":

@@ -30,16 +30,14 @@ class Arrival(NamedTuple):
         finite: bool ``[]``, equal on all ranks: whether everything that any rank sent is finite.
         used: bool ``[tensors]``, equal on all ranks: whether any rank used the parameter; ``None`` where that is not
             tracked.
-        received: the values that arrived, flat or ``[ranks, ...]``, of all tensors of the group: what ``sums`` are
-            views of, so that scaling it scales them.
-        sums: for each tensor the received elements; rows add up to the sum over ranks.
+        means: for each tensor the received elements, each already divided by the number of ranks (before they are
+            added, so that a sum of large values stays finite, as in DDP); rows add up to the mean over ranks.
         kept: for each tensor what stays here at the positions that were sent; what was not sent stays whole.
     """
 
     finite: Tensor
     used: Optional[Tensor]
-    received: Tensor
-    sums: list[Selection]
+    means: list[Selection]
     kept: list[Selection]
 
 

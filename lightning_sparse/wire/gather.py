@@ -53,13 +53,13 @@ class GatherFormat(WireFormat):
         sizes = [count * self.dtype.itemsize, layout.codec.nbytes(layout.numel, count)]
         value_bytes, index_bytes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
         received = value_bytes.clone(memory_format=torch.contiguous_format).view(self.dtype).to(values.dtype)
+        received.div_(self.ranks)
         positions = layout.codec.decode(index_bytes, layout.numel, count).sub_(layout.starts)
         left = values - sent.to(values.dtype)
         return Arrival(
             finite=received.isfinite().all(),
             used=used.any(dim=0) if has_used else None,
-            received=received,
-            sums=layout.split(received, positions),
+            means=layout.split(received, positions),
             kept=layout.split(left, indices),
         )
 

@@ -5,6 +5,7 @@ from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from lightning_sparse.functional import round_to
@@ -13,56 +14,54 @@ from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
 
 
 class ReduceFormat(WireFormat):
-    """A dense sum in two phases, of the same volume as a ring all-reduce.
+    """A dense mean in two phases, of the same volume as a ring all-reduce.
 
-    1. Every rank owns one shard of the group and is sent everybody's part of it (all-to-all).
-    2. The owner adds them rank by rank, in the type of the residual, and the sums go to everybody (all-gather).
+    1. Every rank owns one shard of every tensor and is sent everybody's part of it (all-to-all).
+    2. The owner averages the parts rank by rank, in the type of the residual, and the means go to everybody
+       (all-gather).
 
-    The order of the sum is fixed, so the result does not depend on where in the group an element lies, and a 16-bit
+    The order of the sum is fixed, so that the result does not depend on where in a group a tensor lies, and a 16-bit
     wire rounds twice instead of at every hop: what the first rounding drops stays with the sender, what the second
     drops stays with the owner (the "server error" of 1-bit Adam, arXiv 2102.02888).
+
+    Where unused parameters are tracked, one byte a tensor travels in a third, small phase.
     """
 
     collectives: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 
     @override
     def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
-        values = self._end_to_end([selection.values for selection in selections])
+        values = torch.cat([self._sharded(selection.values) for selection in selections], dim=1)
         sent = round_to(values, self.dtype)
-        parts = yield Payload("all_to_all", sent.view(self.ranks, -1))
-        total = _ordered_sum(parts, values.dtype)
-        returned = round_to(total, self.dtype)
-        received = (yield Payload("all_gather", returned)).flatten().to(values.dtype)
+        mean = self._mean((yield Payload("all_to_all", sent)), values.dtype)
+        returned = round_to(mean, self.dtype)
+        received = (yield Payload("all_gather", returned)).to(values.dtype)
         used_by_any = None if used is None else (yield Payload("all_gather", used)).any(dim=0)
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,
-            received=received,
-            sums=_split(received, selections),
-            kept=_split(self._left_here(values, sent, total, returned), selections),
+            means=self._unsharded(received, selections),
+            kept=self._unsharded(self._left_here(values, sent, mean, returned), selections),
         )
 
-    def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
-        numel = sum(tensor.numel() for tensor in tensors)
-        padding = tensors[0].new_zeros(-numel % self.ranks)
-        return torch.cat([*tensors, padding])
+    def _sharded(self, tensor: Tensor) -> Tensor:
+        padding = -tensor.numel() % self.ranks
+        return functional.pad(tensor, (0, padding)).view(self.ranks, -1) if padding else tensor.view(self.ranks, -1)
 
-    def _left_here(self, values: Tensor, sent: Tensor, total: Tensor, returned: Tensor) -> Tensor:
+    def _unsharded(self, shards: Tensor, selections: Sequence[Selection]) -> list[Selection]:
+        numels = [selection.numel for selection in selections]
+        pieces = shards.split([-(-numel // self.ranks) for numel in numels], dim=1)
+        return [Selection(piece.flatten()[:numel], None, numel) for piece, numel in zip(pieces, numels)]
+
+    def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        mean = parts[0].to(dtype) / self.ranks
+        for part in parts[1:]:
+            mean += part.to(dtype).div_(self.ranks)
+        return mean
+
+    def _left_here(self, values: Tensor, sent: Tensor, mean: Tensor, returned: Tensor) -> Tensor:
         if sent is values:
             return values.new_zeros(()).expand_as(values)
         left = values - sent.to(values.dtype)
-        left.view(self.ranks, -1)[self.rank] += total - returned.to(total.dtype)
+        left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.ranks)
         return left
-
-
-def _ordered_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    total = parts[0].to(dtype, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def _split(flat: Tensor, selections: Sequence[Selection]) -> list[Selection]:
-    numels = [selection.numel for selection in selections]
-    pieces = flat[: sum(numels)].split(numels)
-    return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
