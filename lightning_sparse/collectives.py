@@ -34,6 +34,11 @@ class Collectives:
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
 
+    def run(self, name: str, tensor: Tensor) -> Tensor:
+        """Call the collective of a name."""
+        received: Tensor = getattr(self, name)(tensor)
+        return received
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
         gathered = tensor.new_empty(self.ranks * tensor.numel())
@@ -60,7 +65,7 @@ class Collectives:
         """
         for name in names:
             try:
-                getattr(self, name)(torch.zeros(self.ranks, 4, device=self.device).view(*_PROBE_SHAPES[name]))
+                self.run(name, torch.zeros(self.ranks, 4, device=self.device).view(_PROBE_SHAPES[name]))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 raise RuntimeError(
                     f"process_group_backend={dist.get_backend(self.group)!r} cannot run {name} on {self.device}, which"

@@ -62,9 +62,7 @@ class Engine:
         RuntimeError: if the backend lacks a collective that the compressor needs.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, settings: Settings, timeout: Optional[timedelta] = None
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, settings: Settings, timeout: Optional[timedelta] = None) -> None:
         parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         device = parameters[0].device
         self._recorder = Recorder(device)

@@ -4,11 +4,10 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +60,7 @@ class GradientStream:
         if self._usage is not None:
             self._usage.close()
 
-    def receive(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def receive(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; the future ends when its mean over ranks has been written into it."""
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=self._future_devices)
@@ -91,7 +90,7 @@ class GradientStream:
             exchanged = self._exchanged
             self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group)))
 
-    def _submit_sparse_layout(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
+    def _submit_sparse_layout(self, bucket: GradBucket, buffer: Tensor) -> None:
         self._submit_group()
         name = self._names[bucket.parameters()[0]]
         self._worker.submit(lambda: self._pipeline.reduce_sparse_layout(name, buffer))
@@ -111,7 +110,7 @@ class GradientStream:
         self._recorder.end_step()
 
 
-def exchange_hook(state: GradientStream, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:
     """Exchange a bucket's gradients; the form in which DDP wants its hook."""
     return state.receive(bucket)
 

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, TypeVar, Union
+from typing import Generic, TypeVar, Union, cast
 
 Item = TypeVar("Item")
 
@@ -19,7 +19,7 @@ class NamedTable(Generic[Item]):
     def __init__(self, noun: str, base: type, rows: Mapping[str, Callable[[], Item]]) -> None:
         self._noun = noun
         self._base = base
-        self._rows = dict(rows)
+        self._rows: dict[str, Callable[[], Item]] = dict(rows)
 
     def names(self) -> list[str]:
         """Return the names in alphabetical order."""
@@ -39,7 +39,7 @@ class NamedTable(Generic[Item]):
                 f"{self._noun} {name!r} is already registered as {self._rows[name]!r}; choose another name."
                 f" Taken: {', '.join(self.names())}"
             )
-        self._rows[name] = build
+        self._rows[name] = cast(Callable[[], Item], build)
 
     def resolve(self, choice: Union[str, Item]) -> Item:
         """Build the object that a name stands for; pass an object through.

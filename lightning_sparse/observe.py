@@ -4,11 +4,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
-Mark = Union[float, Any]  # a host time in seconds, or a device event
+Mark = Any  # a host time in seconds (float), or an event of the device
 
 
 class Clock:

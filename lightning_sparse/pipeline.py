@@ -110,16 +110,17 @@ class Pipeline:
         while True:
             try:
                 with self.recorder.span("encode"):
-                    payload = phases.send(received)  # type: ignore[arg-type]
+                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
             except StopIteration as stop:
-                return stop.value
+                arrival: Arrival = stop.value
+                return arrival
             with self.recorder.span("exchange"):
                 received = self._collect(payload, names)
 
     def _collect(self, payload: Payload, names: list[str]) -> Tensor:
         self.recorder.current.wire_bytes += payload.tensor.numel() * payload.tensor.element_size()
         try:
-            return getattr(self.collectives, payload.collective)(payload.tensor)
+            return self.collectives.run(payload.collective, payload.tensor)
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.collectives.rank} of {self.collectives.ranks} waited in vain in {payload.collective} of"

@@ -3,8 +3,8 @@
 from typing import Any, Optional, Union
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -138,5 +138,3 @@ def _check_parameters(model: Module) -> None:
             f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
             " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
         )
-
-

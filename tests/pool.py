@@ -37,16 +37,24 @@ class Pool:
         Raises:
             RemoteError: if a rank raised, died, or took longer than ``timeout`` seconds; the processes are replaced.
         """
+        answers = self.answers(function, *args, timeout=timeout)
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
+        if failures:
+            raise RemoteError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def answers(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[tuple[Optional[str], Any]]:
+        """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result."""
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
         answers = [self._receive(connection, timeout) for connection in self._connections]
-        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
-        if failures:
+        if any(failure for failure, _ in answers):
             self.stop()
-            raise RemoteError("\n".join(failures))
-        return [result for _, result in answers]
+        return answers
 
     def stop(self) -> None:
         """End the processes at once."""

@@ -55,7 +55,9 @@ class Edges(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map ``[batch, 64]`` to one loss; no gradient is all zero, and some are all positive or all negative."""
         hidden = self.decoder(torch.tanh(self.encoder(inputs @ self.matrix)))
-        return (hidden * self.scale).square().mean() + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
+        return (
+            (hidden * self.scale).square().mean() + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
+        )
 
 
 def batch(rank: int, step: int, size: int = 4) -> Tensor:

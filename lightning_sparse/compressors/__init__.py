@@ -33,4 +33,12 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
     COMPRESSORS.register(name, compressor)
 
 
-__all__ = ["COMPRESSORS", "Compressor", "Dense", "TopK", "available_compressors", "element_count", "register_compressor"]
+__all__ = [
+    "COMPRESSORS",
+    "Compressor",
+    "Dense",
+    "TopK",
+    "available_compressors",
+    "element_count",
+    "register_compressor",
+]

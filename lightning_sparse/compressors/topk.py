@@ -36,7 +36,9 @@ class TopK(Compressor):
         selections: dict[int, Selection] = {}
         for positions in _alike(accumulated, counts):
             tensors = [accumulated[position] for position in positions]
-            for position, tensor, indices in zip(positions, tensors, batched_top_k_indices(tensors, counts[positions[0]])):
+            for position, tensor, indices in zip(
+                positions, tensors, batched_top_k_indices(tensors, counts[positions[0]])
+            ):
                 selections[position] = Selection(tensor.index_select(0, indices), indices, tensor.numel())
         return [selections[position] for position in range(len(accumulated))]
 

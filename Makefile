@@ -1,0 +1,34 @@
+# Every target sets itself up in .venv; nothing needs to be installed beforehand but Python and its venv module.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint bench wheel clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Needs root: it makes network namespaces with shaped links.
+bench: $(READY)
+	$(BIN)/python examples/benchmarks/step.py
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# torch first and pinned: on its own, pip would choose a build with gigabytes of CUDA libraries.
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[examples,test,dev]"
+	touch $(READY)

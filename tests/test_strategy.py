@@ -1,0 +1,437 @@
+"""The Trainer's door: what users of Lightning do with the strategy, and what it refuses."""
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor, nn
+
+import lightning_sparse.collectives
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.collectives import Collectives, ExchangeError
+from lightning_sparse.compressors import TopK
+from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.schedule import Merged
+from tests.pool import Pool
+from tests.sparse_ddp import sparse_ddp
+from tests.trainers import Small, make_trainer, weights
+
+STATS = {
+    "density",
+    "wire_bytes",
+    "dense_bytes",
+    "compression_ratio",
+    "select_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+}
+
+
+def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Fit a module; return its parameters and the strategy's statistics."""
+    trainer = make_trainer(rank, strategy, **arguments)
+    model = module()
+    trainer.fit(model)
+    stats = trainer.strategy.compression_stats() if isinstance(trainer.strategy, SparseDDPStrategy) else {}
+    return weights(model), stats
+
+
+def fit_with(rank: int, settings: dict[str, Any], module: Any = Small, arguments: Optional[dict[str, Any]] = None) -> Any:
+    """Fit with a strategy built from settings."""
+    return fit(rank, SparseDDPStrategy(**settings), module, **(arguments or {}))
+
+
+def fit_ddp(rank: int, module: Any = Small, arguments: Optional[dict[str, Any]] = None, **ddp_arguments: Any) -> Any:
+    """Fit with plain DDP."""
+    return fit(rank, DDPStrategy(**ddp_arguments), module, **(arguments or {}))
+
+
+@pytest.mark.parametrize("name", ["sparse_topk", "sparse_dense", "sparse_topk_find_unused_parameters_true"])
+def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
+    (first, stats), (second, _) = pair.run(fit, name)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert stats.keys() == STATS
+    assert all(type(value) is float for value in stats.values())
+    assert stats["dense_bytes"] == 4 * sum(tensor.numel() for tensor in first.values())
+    assert stats["wire_bytes"] > 0
+
+
+@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_find_unused_parameters_true"])
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_every_name_is_registered_with_a_description(system: Any, suffix: str) -> None:
+    entry = StrategyRegistry[system.name + suffix]
+    assert entry["description"] == system.description
+    assert isinstance(StrategyRegistry.get(system.name + suffix), SparseDDPStrategy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"max_epochs": 2}],
+    ids=str,
+)
+def test_density_one_trains_as_ddp_does(pair: Pool, arguments: dict[str, Any]) -> None:
+    (ours, _), _ = pair.run(fit_with, {"density": 1.0}, Small, arguments)
+    (ddp, _), _ = pair.run(fit_ddp, Small, arguments)
+    for name in ddp:
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_precisions_train_and_stay_identical(pair: Pool, precision: str) -> None:
+    (first, _), (second, _) = pair.run(fit_with, {"density": 0.05}, Small, {"precision": precision})
+    assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
+
+
+@pytest.mark.parametrize("ddp_arguments", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_ddp_arguments_are_passed_on(pair: Pool, ddp_arguments: dict[str, Any]) -> None:
+    (first, stats), (second, _) = pair.run(fit_with, {"density": 0.05, **ddp_arguments})
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert stats["density"] == pytest.approx(0.05, rel=0.01)
+
+
+class SparseEmbedding(Small):
+    """A model with an embedding whose gradient is ``sparse_coo``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Add looked-up rows to the batch."""
+        looked_up = self.embedding((batch[:, 0].abs() * 100).long() % 50)
+        return (self.network(batch + looked_up) - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD without momentum, which takes sparse gradients."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_layout_gradients_go_the_dense_way(pair: Pool) -> None:
+    (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, SparseEmbedding)
+    (ddp, _), _ = pair.run(fit_ddp, SparseEmbedding)
+    assert all(torch.equal(ours[key], second[key]) for key in ours)
+    for name in ddp:
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
+
+
+class TwoOptimizers(Small):
+    """Manual optimization with two optimizers that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Step one of the optimizers."""
+        optimizer = self.optimizers()[batch_index % 2]
+        loss = (self.network(batch) - batch).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return one optimizer for each layer."""
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.network[0], self.network[2])]
+
+
+def test_manual_optimization_with_two_optimizers(pair: Pool) -> None:
+    (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, TwoOptimizers)
+    (ddp, _), _ = pair.run(fit_ddp, TwoOptimizers)
+    assert all(torch.equal(ours[key], second[key]) for key in ours)
+    for name in ddp:
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
+
+
+def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
+    """Compare the bytes that torch.distributed was handed in one step with those that the statistics tell."""
+    handed = []
+    original = Collectives.run
+
+    def watched(self: Collectives, name: str, tensor: Tensor) -> Tensor:
+        handed.append(tensor.numel() * tensor.element_size())
+        return original(self, name, tensor)
+
+    lightning_sparse.collectives.Collectives.run = watched
+    try:
+        with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
+            handed.clear()
+            ddp(torch.randn(4, 300)).sum().backward()
+            return float(sum(handed)), engine.compression_stats()["wire_bytes"]
+    finally:
+        lightning_sparse.collectives.Collectives.run = original
+
+
+@pytest.mark.parametrize("find_unused_parameters", [True, False])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("compressor", "density"), [("topk", 0.01), ("dense", None)])
+def test_byte_counts_are_true(pair: Pool, compressor: str, density: float, wire: str, find_unused_parameters: bool) -> None:
+    settings = {"compressor": compressor, "density": density, "wire": wire}
+    for handed, told in pair.run(count_bytes, {**settings, "find_unused_parameters": find_unused_parameters}):
+        assert handed == told > 0
+
+
+def test_a_nonzero_costs_four_bytes_with_sixteen_bit_values(pair: Pool) -> None:
+    for _, told in pair.run(count_bytes, {"density": 0.01, "wire": "bfloat16"}):
+        assert told / round(0.01 * 300 * 70) <= 4.1
+
+
+REFUSALS = {
+    "density zero": ({"density": 0}, ValueError, r"density=0 must be .* 0 < density <= 1"),
+    "density above one": ({"density": 100}, ValueError, r"density=100 .* pass its inverse"),
+    "density not a number": ({"density": "0.1"}, ValueError, r"density=0.1 must be a fraction"),
+    "density without need": ({"compressor": "dense", "density": 0.1}, ValueError, r"Dense, which has no density"),
+    "compressor": ({"compressor": "topp"}, ValueError, r"compressor='topp' is unknown.*dense, topk.*mean 'topk'"),
+    "compressor class": ({"compressor": TopK}, TypeError, r"a Compressor object, got .*a class: call it"),
+    "schedule": ({"schedule": "merge"}, ValueError, r"schedule='merge' is unknown.*layerwise, merged, single"),
+    "schedule object": ({"schedule": 3}, TypeError, r"schedule must be one of .* got 3"),
+    "wire": ({"wire": "fp16"}, ValueError, r"wire='fp16' is unknown.*float32, bfloat16, float16"),
+    "hook": ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.* registers a hook of its own.*DDPStrategy"),
+    "hook state": ({"ddp_comm_state": object()}, ValueError, r"ddp_comm_state=.* belongs to a hook"),
+    "hook wrapper": ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper=.*wire='float16'"),
+    "averaging": ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 .*post-localSGD"),
+    "bucket": ({"bucket_cap_mb": 25}, ValueError, r"bucket_cap_mb=25 .*schedule=Merged\(min_elements"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_settings_are_refused_with_a_cure(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SparseDDPStrategy(**arguments)
+
+
+def test_a_merge_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_elements=0 must be at least 1"):
+        Merged(min_elements=0)
+
+
+class Complex(Small):
+    """A model with a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+def refused(rank: int, module: Any, optimize_ddp: Any = True) -> str:
+    """Fit a model that must be refused; return the message."""
+    import torch._dynamo
+
+    torch._dynamo.config.optimize_ddp = optimize_ddp
+    try:
+        fit(rank, "sparse_topk", module)
+    except (TypeError, RuntimeError) as error:
+        return str(error)
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+    return "was not refused"
+
+
+def test_a_complex_parameter_is_refused(pair: Pool) -> None:
+    for message in pair.run(refused, Complex):
+        assert message.startswith("parameters that are not real floating point cannot be compressed: phase (torch.co")
+
+
+def test_the_python_reducer_is_refused(pair: Pool) -> None:
+    for message in pair.run(refused, Small, "python_reducer"):
+        assert "set it to True (the default) or False" in message
+
+
+class Mute(dist.ProcessGroup):
+    """A backend that can do nothing."""
+
+
+def check_mute_backend(rank: int) -> str:
+    """Ask for collectives from a backend that has none."""
+    if not hasattr(dist.Backend, "MUTE"):
+        dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
+    collectives = Collectives([0, 1], torch.device("cpu"))
+    gloo, collectives.group = collectives.group, dist.new_group([0, 1], backend="mute")
+    try:
+        collectives.check(["all_to_all"])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(gloo)
+    return "was not refused"
+
+
+def test_a_backend_without_the_collective_is_refused(pair: Pool) -> None:
+    for message in pair.run(check_mute_backend):
+        assert message.startswith("process_group_backend='mute' cannot run all_to_all on cpu, which this compressor needs")
+    pair.stop()
+
+
+def test_one_process_trains_and_says_that_nothing_is_compressed(
+    pools: dict[int, Pool], caplog: pytest.LogCaptureFixture
+) -> None:
+    ((ours, stats),) = pools[1].run(fit_with, {"density": 0.01})
+    ((ddp, _),) = pools[1].run(fit_ddp)
+    assert all(torch.equal(ours[name], ddp[name]) for name in ddp)
+    assert stats == {}
+    ((message,),) = pools[1].run(messages_of_a_fit)
+    assert "one process, so there is nothing to exchange or compress" in message
+
+
+def messages_of_a_fit(rank: int) -> list[str]:
+    """Return what a fit logs about compression."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pytorch_lightning").addHandler(handler)
+    logging.getLogger("lightning_sparse").addHandler(handler)
+    fit(rank, "sparse_topk")
+    return [message for message in records if "compress" in message]
+
+
+class Faulty(TopK):
+    """A compressor that fails on one rank in one step."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.step = 0
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
+        """Raise in the third step."""
+        self.step += 1
+        if self.step == 3 and dist.get_rank() == self.rank:
+            raise ZeroDivisionError("the third step")
+        return super().select(names, accumulated, counts)
+
+
+def fit_faulty(rank: int) -> tuple[str, str, float, list[str]]:
+    """Fit with a compressor that fails on rank 1; return what ``fit`` raised, after how long, and the threads left."""
+    start = time.monotonic()
+    try:
+        fit(rank, SparseDDPStrategy(compressor=Faulty(1), timeout=timedelta(seconds=20)))
+    except (ZeroDivisionError, ExchangeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start, thread_names()
+    return "nothing", "", 0.0, thread_names()
+
+
+def thread_names() -> list[str]:
+    """Return the names of our threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_sparse")]
+
+
+def test_an_exception_on_the_worker_reaches_the_user(pair: Pool) -> None:
+    waiting, failed = pair.run(fit_faulty)
+    assert failed[:2] == ("ZeroDivisionError", "the third step")
+    assert waiting[0] == "ExchangeError"
+    assert "all_gather" in waiting[1]
+    assert "network.0.weight" in waiting[1]
+    assert max(failed[2], waiting[2]) < 15
+    assert failed[3] == waiting[3] == []
+    pair.stop()
+
+
+class Vanishing(Small):
+    """A model whose rank 1 dies, or stops, in the third batch."""
+
+    how = ""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Vanish."""
+        if batch_index == 3 and self.global_rank == 1:
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(8)
+        return super().training_step(batch, batch_index)
+
+
+def fit_vanishing(rank: int, how: str) -> tuple[str, float]:
+    """Fit while the other rank vanishes; return the message and how long the last batch took."""
+    model = Vanishing()
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # its reduction would wait, too
+    Vanishing.how = how
+    start = time.monotonic()
+    trainer = make_trainer(rank, SparseDDPStrategy(timeout=timedelta(seconds=3)))
+    try:
+        trainer.fit(model)
+    except ExchangeError as error:
+        return str(error), time.monotonic() - start
+    return "nothing was raised", time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_a_rank_that_vanishes_does_not_hang_the_others(pair: Pool, how: str) -> None:
+    pair.stop()
+    (_, (message, seconds)), _ = pair.answers(fit_vanishing, how, timeout=40)
+    pair.stop()
+    assert "rank 0 of 2 waited in vain in all_gather of the group of 4 parameters" in message
+    assert seconds < 12
+
+
+def fit_again_and_again(rank: int, fits: int) -> tuple[list[str], int, int, float]:
+    """Fit, validate and test many times; return threads left and the growth of threads, files and memory."""
+    usage = []
+    for count in range(fits):
+        trainer = make_trainer(rank, "sparse_topk", limit_train_batches=2)
+        model = Small()
+        trainer.fit(model)
+        if count % 10 == 0:
+            trainer.fit_loop.max_epochs += 1
+            trainer.fit(model)
+            trainer.validate(model, verbose=False)
+            trainer.test(model, verbose=False)
+        del trainer, model
+        gc.collect()
+        usage.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident_megabytes()))
+    settled, last = usage[fits // 4], usage[-1]
+    return thread_names(), last[0] - settled[0], last[1] - settled[1], last[2] - settled[2]
+
+
+def resident_megabytes() -> float:
+    """Return the memory that this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def test_a_hundred_fits_leak_nothing(pair: Pool) -> None:
+    for threads, new_threads, new_files, new_megabytes in pair.run(fit_again_and_again, 100, timeout=200):
+        assert threads == []
+        assert new_threads <= 0
+        assert new_files <= 0
+        assert new_megabytes < 20
+
+
+class Interrupted(Small):
+    """A model whose user presses Ctrl-C in the third batch."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Interrupt."""
+        if batch_index == 3:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_index)
+
+
+def fit_interrupted(rank: int) -> tuple[list[str], bool]:
+    """Interrupt a fit, and fit again."""
+    trainer = make_trainer(rank, "sparse_topk")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(Interrupted())
+    except SystemExit:
+        signal.signal(signal.SIGINT, handler)
+        left = thread_names()
+        return left, bool(fit(rank, "sparse_topk")[1])
+    return ["was not interrupted"], False
+
+
+def test_an_interrupted_fit_ends_the_worker(pair: Pool) -> None:
+    assert pair.run(fit_interrupted) == [([], True)] * 2
+
+
+
+def test_statistics_are_empty_before_the_first_step() -> None:
+    trainer = Trainer(strategy=SparseDDPStrategy(), accelerator="cpu", devices=1, logger=False)
+    assert trainer.strategy.compression_stats() == {}

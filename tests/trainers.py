@@ -1,0 +1,85 @@
+"""Run Lightning Trainers inside a pool's processes."""
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+# Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
+_EXPECTED_WARNINGS = (
+    ".*LeafSpec.*is deprecated.*",
+    ".*does not have many workers.*",
+    ".*number of training batches.*is smaller than the logging interval.*",
+    ".*`Trainer.fit` stopped.*",
+    ".*Using `DistributedSampler` with the dataloaders.*",
+    ".*`training_step` returned `None`.*",
+    ".*was called without a model.*",
+)
+
+
+class Rows(Dataset[Tensor]):
+    """Deterministic random rows."""
+
+    def __init__(self, count: int, width: int = 32) -> None:
+        self.rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class Small(LightningModule):
+    """A small network with a loss worth minimising."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch."""
+        loss = (self.network(batch) - batch).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Log a value reduced over ranks."""
+        self.log("val_loss", (self.network(batch) - batch).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return 16 batches for two ranks."""
+        return DataLoader(Rows(128), batch_size=4)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Return two batches for two ranks."""
+        return DataLoader(Rows(16), batch_size=4)
+
+    test_dataloader = val_dataloader
+
+
+def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
+    """Build a Trainer that uses the pool's processes as its ranks, and is quiet."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1}
+    return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the parameters, to carry them out of the process."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
