@@ -47,7 +47,9 @@ def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tupl
     return weights(model), stats
 
 
-def fit_with(rank: int, settings: dict[str, Any], module: Any = Small, arguments: Optional[dict[str, Any]] = None) -> Any:
+def fit_with(
+    rank: int, settings: dict[str, Any], module: Any = Small, arguments: Optional[dict[str, Any]] = None
+) -> Any:
     """Fit with a strategy built from settings."""
     return fit(rank, SparseDDPStrategy(**settings), module, **(arguments or {}))
 
@@ -175,7 +177,9 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
 @pytest.mark.parametrize("find_unused_parameters", [True, False])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("compressor", "density"), [("topk", 0.01), ("dense", None)])
-def test_byte_counts_are_true(pair: Pool, compressor: str, density: float, wire: str, find_unused_parameters: bool) -> None:
+def test_byte_counts_are_true(
+    pair: Pool, compressor: str, density: float, wire: str, find_unused_parameters: bool
+) -> None:
     settings = {"compressor": compressor, "density": density, "wire": wire}
     for handed, told in pair.run(count_bytes, {**settings, "find_unused_parameters": find_unused_parameters}):
         assert handed == told > 0
@@ -268,7 +272,9 @@ def check_mute_backend(rank: int) -> str:
 
 def test_a_backend_without_the_collective_is_refused(pair: Pool) -> None:
     for message in pair.run(check_mute_backend):
-        assert message.startswith("process_group_backend='mute' cannot run all_to_all on cpu, which this compressor needs")
+        assert message.startswith(
+            "process_group_backend='mute' cannot run all_to_all on cpu, which this compressor needs"
+        )
     pair.stop()
 
 
@@ -429,7 +435,6 @@ def fit_interrupted(rank: int) -> tuple[list[str], bool]:
 
 def test_an_interrupted_fit_ends_the_worker(pair: Pool) -> None:
     assert pair.run(fit_interrupted) == [([], True)] * 2
-
 
 
 def test_statistics_are_empty_before_the_first_step() -> None:

@@ -75,7 +75,12 @@ def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     defaults = {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1}
     return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
 

@@ -7,8 +7,6 @@ from typing_extensions import override
 
 from lightning_sparse.strategy import SparseDDPStrategy
 
-_PROGRESS_BAR = ("compression_ratio", "exposed_seconds")
-
 
 class CompressionMonitor(Callback):
     """Log the compression statistics of rank 0 as scalars ``sparse/<name>``.
@@ -45,9 +43,10 @@ class CompressionMonitor(Callback):
         if not trainer._logger_connector.should_update_logs:
             return
         assert isinstance(trainer.strategy, SparseDDPStrategy)
-        stats = {f"sparse/{name}": value for name, value in trainer.strategy.compression_stats().items()}
+        stats = trainer.strategy.compression_stats()
+        tagged = {f"sparse/{name}": value for name, value in stats.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(stats, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(tagged, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self.progress_bar and stats:
-            shown = {f"sparse/{name}": stats[f"sparse/{name}"] for name in _PROGRESS_BAR}
+            shown = {"compression": stats["compression_ratio"], "exposed_ms": 1e3 * stats["exposed_seconds"]}
             pl_module.log_dict(shown, prog_bar=True, logger=False)

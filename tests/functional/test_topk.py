@@ -1,0 +1,109 @@
+"""The fast selection against torch.topk, where it is easy and where it misleads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.functional import batched_top_k_indices, top_k_indices
+
+devices = pytest.mark.parametrize("device", ["cpu"] + (["cuda"] if torch.cuda.is_available() else []))
+
+
+def normal(numel: int) -> Tensor:
+    """Return what gradients look like at their best."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+def spike(numel: int) -> Tensor:
+    """Return zeros with one huge element."""
+    tensor = torch.zeros(numel)
+    tensor[numel // 3] = -1e30
+    return tensor
+
+
+def few_rows(numel: int) -> Tensor:
+    """Return the gradient of an embedding: everything in few rows."""
+    tensor = torch.zeros(numel)
+    tensor[numel // 7 : numel // 7 + max(1, numel // 50)] = normal(max(1, numel // 50))
+    return tensor
+
+
+INPUTS: dict[str, Callable[[int], Tensor]] = {
+    "normal": normal,
+    "constant": lambda numel: torch.full((numel,), -0.25),
+    "zero": torch.zeros,
+    "few distinct values": lambda numel: normal(numel).round(),
+    "one spike": spike,
+    "sorted": lambda numel: torch.arange(numel, dtype=torch.float32),
+    "sorted down": lambda numel: -torch.arange(numel, 0, -1, dtype=torch.float32),
+    "negative": lambda numel: -normal(numel).abs(),
+    "heavy tails": lambda numel: normal(numel) ** 9,
+    "denormal": lambda numel: normal(numel) * 1e-42,
+    "one large in every hundred": lambda numel: torch.where(torch.arange(numel) % 100 == 0, 9.0, normal(numel)),
+    "periodic": lambda numel: torch.sin(torch.arange(numel) * (2 * torch.pi / 64)),
+    "few rows": few_rows,
+}
+
+
+def assert_is_top_k(tensor: Tensor, indices: Tensor, count: int) -> None:
+    """Compare with torch.topk what was selected, and how the positions are given."""
+    assert indices.shape == (count,)
+    assert indices.dtype == torch.int64
+    assert (indices.diff() > 0).all()
+    expected = torch.topk(tensor.abs(), count).values
+    assert torch.equal(tensor[indices].abs().sort(descending=True).values, expected)
+
+
+@devices
+@pytest.mark.parametrize("density", [1e-9, 0.0003, 0.001, 0.0039, 0.01, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("numel", [1, 2, 63, 64, 1000, 32_769, 100_003, 1_000_003])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_selects_what_torch_topk_selects(kind: str, numel: int, density: float, device: str) -> None:
+    tensor = INPUTS[kind](numel).to(device)
+    before = tensor.clone()
+    count = max(1, round(density * numel))
+    assert_is_top_k(tensor, top_k_indices(tensor, count), count)
+    assert torch.equal(tensor, before)
+
+
+@devices
+@pytest.mark.parametrize("density", [0.0003, 0.01, 0.2])
+@pytest.mark.parametrize("numel", [100, 40_000, 300_000])
+def test_a_nan_and_an_infinity_are_larger_than_any_number(numel: int, density: float, device: str) -> None:
+    tensor = normal(numel).to(device)
+    tensor[numel // 2], tensor[-1], tensor[0] = float("nan"), float("-inf"), float("nan")
+    count = max(3, round(density * numel))
+    indices = top_k_indices(tensor, count)
+    assert {0, numel // 2, numel - 1} <= set(indices.tolist())
+    assert indices.numel() == indices.unique().numel() == count
+
+
+@pytest.mark.parametrize("density", [0.0003, 0.03])
+def test_all_nan_still_selects_the_count(density: float) -> None:
+    indices = top_k_indices(torch.full((200_000,), float("nan")), round(density * 200_000))
+    assert indices.unique().numel() == round(density * 200_000)
+
+
+@devices
+@pytest.mark.parametrize("numel", [10, 5000, 70_000, 2_200_000])
+def test_a_batch_selects_as_each_alone_does(numel: int, device: str) -> None:
+    tensors = [normal(numel).to(device) * scale for scale in (1.0, -2.0, 0.0)]
+    count = max(1, numel // 1000)
+    for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
+        assert torch.equal(indices, top_k_indices(tensor, count))
+
+
+@pytest.mark.parametrize("numel", [100, 400_000])
+def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int) -> None:
+    state = torch.get_rng_state()
+    tensor = normal(numel).round()
+    assert torch.equal(top_k_indices(tensor, 50), top_k_indices(tensor.clone(), 50))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("count", [0, -1, 11])
+def test_an_impossible_count_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"count={count} must lie between 1 and the number of elements, 10"):
+        top_k_indices(torch.ones(10), count)
