@@ -5,6 +5,7 @@ from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
@@ -80,6 +81,14 @@ class Engine:
         )
         self._worker = ExchangeWorker(device)
         self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder)
+
+    def begin_backward(self, loss_scale: Optional[Tensor] = None) -> None:
+        """Take note of what the loss of the coming backward was multiplied by.
+
+        Args:
+            loss_scale: tensor of one element on the gradients' device; ``None`` for 1.
+        """
+        self.pipeline.loss_scale = loss_scale
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""

@@ -51,6 +51,10 @@ class Pipeline:
         collectives: how it travels.
         recorder: where facts go.
         density_of: fraction of elements to send of the parameter with a given name.
+
+    Attributes:
+        loss_scale: what the loss of the step in progress was multiplied by, as a tensor of one element; ``None`` for 1.
+            It changes from step to step, so what is kept is kept without it.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Pipeline:
         self.collectives = collectives
         self.recorder = recorder
         self.density_of = density_of
+        self.loss_scale: Optional[Tensor] = None
 
     def exchange(self, group: Sequence[LocalGradient]) -> Exchanged:
         """Send what is selected of a group, and receive what the other ranks selected.
@@ -76,7 +81,10 @@ class Pipeline:
         """
         names = [local.name for local in group]
         with self.recorder.span("select"):
-            accumulated = self.memory.compensate(names, [local.gradient for local in group])
+            gradients = [local.gradient for local in group]
+            if self.loss_scale is not None:
+                torch._foreach_div_(gradients, self.loss_scale)
+            accumulated = self.memory.compensate(names, gradients)
             counts = [element_count(tensor.numel(), self.density_of(name)) for name, tensor in zip(names, accumulated)]
             selections = self.compressor.select(names, accumulated, counts)
         self._record_sizes(selections)
@@ -95,6 +103,8 @@ class Pipeline:
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
                 _write_means(arrival.means, accumulated)
+                if self.loss_scale is not None:
+                    torch._foreach_mul_(accumulated, self.loss_scale)
                 for local, tensor in zip(group, accumulated):
                     if tensor is not local.gradient:
                         local.gradient.copy_(round_to(tensor, local.gradient.dtype))

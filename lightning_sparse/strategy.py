@@ -2,6 +2,7 @@
 
 from typing import Any, Optional, Union
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.strategies import DDPStrategy
@@ -107,6 +108,17 @@ class SparseDDPStrategy(DDPStrategy):
             rank_zero_info(f"{type(self).__name__}: one process, so there is nothing to exchange or compress.")
             return
         self._engine = Engine(self.model, self._settings, self._timeout)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._engine is not None:
+            self._engine.begin_backward(self._loss_scale())
+
+    def _loss_scale(self) -> Optional[Tensor]:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        # Scaling a one gives the scale without asking the device for its value.
+        return None if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

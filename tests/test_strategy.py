@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Trainer
+from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import Merged
 from tests.pool import Pool
-from tests.sparse_ddp import sparse_ddp
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp
 from tests.trainers import Small, make_trainer, weights
 
 STATS = {
@@ -93,6 +95,27 @@ def test_density_one_trains_as_ddp_does(pair: Pool, arguments: dict[str, Any]) -
 def test_precisions_train_and_stay_identical(pair: Pool, precision: str) -> None:
     (first, _), (second, _) = pair.run(fit_with, {"density": 0.05}, Small, {"precision": precision})
     assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
+
+
+def fit_scaled(rank: int, settings: dict[str, Any], scale: Optional[float]) -> tuple[dict[str, Tensor], float]:
+    """Fit in fp32 with a gradient scaler that doubles its scale every third step, or without one."""
+    plugins = []
+    if scale is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        plugins[0].forward_context = nullcontext  # type: ignore[method-assign]  # the forward stays in fp32
+    parameters, _ = fit(rank, SparseDDPStrategy(**settings), plugins=plugins)
+    return parameters, scaler.get_scale() if scale is not None else 1.0
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_a_changing_loss_scale_changes_nothing(pair: Pool, compressor: str, wire: str) -> None:
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire}
+    (unscaled, _), _ = pair.run(fit_scaled, settings, None)
+    (scaled, last_scale), _ = pair.run(fit_scaled, settings, 2.0**10)
+    assert last_scale == 2.0**15
+    assert all(torch.equal(unscaled[name], scaled[name]) for name in unscaled)
 
 
 @pytest.mark.parametrize("ddp_arguments", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
