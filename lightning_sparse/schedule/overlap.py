@@ -29,6 +29,7 @@ class ExchangeWorker:
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None
+        self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = self._device_module.Stream(device) if self._device_module else None
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
@@ -44,7 +45,7 @@ class ExchangeWorker:
             run: what to do; on a device it starts after what the calling thread's current stream holds now.
             settle: called after ``run``, also where ``run`` was skipped or raised: somebody waits for it.
         """
-        ready = self._device_module.current_stream().record_event() if self._device_module else None
+        ready = self._device_module.current_stream(self._device).record_event() if self._device_module else None
         self._tasks.put(_Task(run, settle, ready))
 
     def raise_error(self) -> None:
@@ -66,6 +67,8 @@ class ExchangeWorker:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
+        if self._device_module:
+            self._device_module.set_device(self._device)  # a new thread starts on the first device
         with torch.no_grad(), self._on_stream():
             while (task := self._tasks.get()) is not None:
                 self._perform(task)

@@ -1,0 +1,28 @@
+"""The compressor that CONTRIBUTING shows works as it stands there."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from tests.pool import Pool
+from tests.trainers import Small, make_trainer
+
+TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+
+
+def fit_as_shown(rank: int, code: str) -> tuple[float, float]:
+    """Run the code, and fit with its strategy; return the density and a sum over the weights."""
+    shown: dict[str, object] = {}
+    exec(code, shown)
+    model = Small()
+    trainer = make_trainer(rank, shown["strategy"])
+    trainer.fit(model)
+    return trainer.strategy.compression_stats()["density"], float(sum(tensor.detach().sum() for tensor in model.parameters()))
+
+
+def test_the_compressor_in_contributing_trains(pair: Pool) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (density, first), (_, second) = pair.run(fit_as_shown, code)
+    torch.testing.assert_close(density, 0.05, rtol=0.01, atol=0)
+    assert first == second

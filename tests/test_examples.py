@@ -1,0 +1,217 @@
+"""The examples run, and their data is what they say."""
+
+import gzip
+import importlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TEXT_LENGTHS = range(3, 14)
+
+
+@pytest.fixture
+def image_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("image_data")
+
+
+@pytest.fixture
+def text_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("text_data")
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("demo")
+
+
+def run_example(name: str, *flags: str, folder: Path, expected: int = 0) -> str:
+    """Run an example and all its processes for at most 50 seconds; return what it printed."""
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / name), *flags],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=50)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        pytest.fail(f"{name} {' '.join(flags)} took more than 50 seconds:\n{printed}")
+    assert process.returncode == expected, printed
+    return printed
+
+
+def outcome_of(name: str, *flags: str, folder: Path) -> dict[str, Any]:
+    """Run an example for a batch on two processes of a CPU, and return its result."""
+    shared = ("--accelerator", "cpu", "--devices", "2", "--fast-dev-run", "--result", "result.json")
+    run_example(name, *shared, *flags, folder=folder)
+    outcome: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return outcome
+
+
+def write_fashion_mnist(directory: Path, images: torch.Tensor, labels: torch.Tensor, zipped: bool = False) -> None:
+    """Write both parts with the same images and labels."""
+    for part in ("train", "t10k"):
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            content = struct.pack(f">I{array.dim()}I", 0x0800 + array.dim(), *array.shape) + array.numpy().tobytes()
+            if zipped:
+                (directory / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (directory / name).write_bytes(content)
+
+
+def some_images() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 12 images of 28 x 28 pixels, and their labels."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (12, 28, 28), dtype=torch.uint8, generator=generator)
+    return images, torch.arange(12, dtype=torch.uint8) % 10
+
+
+def test_image_example_sends_less_than_ddp(tmp_path: Path) -> None:
+    dense = outcome_of("train_image.py", "--strategy", "ddp", folder=tmp_path)
+    sparse = outcome_of("train_image.py", "--density", "0.01", "--wire", "bfloat16", folder=tmp_path)
+    assert dense["bytes_per_step"] == dense["dense_bytes"] == sparse["dense_bytes"]
+    assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
+
+
+def test_text_example_sends_less_than_ddp(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 200)
+    flags = ("--text", "text.txt", "--hidden", "32")
+    dense = outcome_of("train_text.py", "--strategy", "ddp", *flags, folder=tmp_path)
+    sparse = outcome_of("train_text.py", "--tied", "--schedule", "layerwise", *flags, folder=tmp_path)
+    assert 1 < dense["score"] < 100 and 1 < sparse["score"] < 100
+    assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 10
+
+
+def test_image_example_trains_on_fashion_mnist_files(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path, *some_images(), zipped=True)
+    flags = ("--devices", "1", "--accelerator", "cpu", "--data-dir", ".", "--epochs", "1", "--batch-size", "4")
+    printed = run_example("train_image.py", *flags, folder=tmp_path)
+    assert "accuracy" in printed and "0 bytes sent per step" in printed
+    assert list(tmp_path.glob("logs/image/sparse_topk/version_0/events*"))
+
+
+def test_flags_of_compression_are_refused_for_ddp(tmp_path: Path) -> None:
+    printed = run_example("train_image.py", "--strategy", "ddp", "--density", "0.01", folder=tmp_path, expected=2)
+    assert "--density cannot be given with --strategy ddp" in printed
+
+
+def test_demo_lays_out_a_table(demo: ModuleType) -> None:
+    shared = {"score": 0.98, "bytes_per_step": 605224.0, "compression_ratio": 1.0}
+    lines = demo.table([{"strategy": "ddp", **shared}, {"strategy": "sparse_topk", **shared}]).splitlines()
+    assert len(lines) == 3 and len({len(line) for line in lines}) == 1
+    assert lines[1].split() == ["ddp", "98.0", "%", "605,224", "1.0"]
+
+
+def test_digits_are_split_the_same_way_every_time(image_data: ModuleType) -> None:
+    first, second = image_data.digits(), image_data.digits()
+    assert len(first.train) + len(first.test) == 1797
+    assert torch.equal(first.test.tensors[0], second.test.tensors[0])
+    assert first.train.tensors[0].shape[1:] == (1, 8, 8)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_fashion_mnist_files_are_read_back(image_data: ModuleType, tmp_path: Path, zipped: bool) -> None:
+    images, labels = some_images()
+    write_fashion_mnist(tmp_path, images, labels, zipped)
+    assert torch.equal(image_data.read_idx(tmp_path / "train-images-idx3-ubyte"), images)
+    split = image_data.fashion_mnist(tmp_path)
+    pixels, read_labels = split.test.tensors
+    assert torch.equal(read_labels, labels.long())
+    assert pixels.shape == (12, 1, 28, 28)
+    torch.testing.assert_close(torch.stack(torch.std_mean(pixels)), torch.tensor([1.0, 0.0]), atol=1e-4, rtol=0)
+
+
+def test_missing_file_is_named(image_data: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte nor train-images-idx3-ubyte.gz"):
+        image_data.fashion_mnist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<html>", "is not an idx file.*3c 68 74 6d"),
+        (b"", "is not an idx file.*nothing"),
+        (b"\0\0\x0d\1" + bytes(8), "is not an idx file"),
+        (b"\0\0\x08\1\0\0\0\5abc", "holds 11 bytes.*promises shape"),
+        (b"\0\0\x08\3\0\0", "holds 6 bytes"),
+    ],
+)
+def test_wrong_file_is_refused(image_data: ModuleType, tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        image_data.read_idx(tmp_path / "file")
+
+
+def test_images_and_labels_must_agree(image_data: ModuleType, tmp_path: Path) -> None:
+    images, labels = some_images()
+    write_fashion_mnist(tmp_path, images, labels[:-1])
+    with pytest.raises(ValueError, match="do not belong together"):
+        image_data.fashion_mnist(tmp_path)
+
+
+def test_vocabulary_is_capped_and_knows_only_the_training_part(text_data: ModuleType) -> None:
+    words = text_data.TextDataModule("a a a b b c " * 3 + "z z", vocabulary_size=3, columns=1, bptt=2)
+    assert len(words.vocabulary) == 3
+    assert words.vocabulary.encode(["a", "b", "c", "z", "<unk>"]).tolist() == [1, 2, 0, 0, 0]
+
+
+def test_default_text_is_english(text_data: ModuleType) -> None:
+    words = text_data.tokenize(text_data.load_text(None))
+    assert len(words) > 50_000
+    assert words.count("the") > 1_000
+
+
+def test_text_that_is_not_utf8_is_refused(text_data: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes("déjà vu".encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        text_data.load_text(tmp_path / "latin")
+
+
+def test_short_text_is_refused(text_data: ModuleType) -> None:
+    with pytest.raises(ValueError, match="4 words cannot fill 4 columns"):
+        text_data.cut_columns(torch.arange(4), 4, is_complete=True)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_windows_are_contiguous_and_targets_come_next(text_data: ModuleType, is_complete: bool) -> None:
+    columns = text_data.cut_columns(torch.arange(101), count=4, is_complete=is_complete)
+    windows = list(text_data.Windows(columns, bptt=7))
+    assert [window.inputs.shape[1] for window in windows] == [7, 7, 7, 4]
+    inputs = torch.cat([window.inputs for window in windows], dim=1)
+    targets = torch.cat([window.targets for window in windows], dim=1)
+    assert torch.equal(inputs.flatten(), torch.arange(100))
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_shares_of_ranks_are_disjoint_and_equal(text_data: ModuleType) -> None:
+    columns = text_data.cut_columns(torch.arange(1000), count=2 * 5, is_complete=False)
+    shares = [text_data.rank_share(columns, rank, 2) for rank in range(2)]
+    words = [set(share.inputs.flatten().tolist()) for share in shares]
+    assert words[0].isdisjoint(words[1])
+    assert words[0] | words[1] == set(range(990))
+    assert [len(text_data.Windows(share, bptt=35)) for share in shares] == [3, 3]
+
+
+@pytest.mark.parametrize("length", TEXT_LENGTHS)
+def test_validation_counts_every_word_once(text_data: ModuleType, length: int) -> None:
+    columns = text_data.cut_columns(torch.arange(length), count=2, is_complete=True)
+    counted = columns.targets[columns.targets != text_data.NOT_A_TARGET]
+    assert counted.tolist() == list(range(1, length))
