@@ -11,6 +11,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.memory import widened
 from lightning_sparse.observe import Recorder
 from lightning_sparse.pipeline import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.schedule import ExchangeWorker, Schedule
@@ -78,6 +79,8 @@ class GradientStream:
         pieces = (buffer,) if is_alone else buffer.split([parameter.numel() for parameter in parameters])
         for parameter, gradient in zip(parameters, pieces):
             name = self._names[parameter]
+            if self._group and widened(gradient.dtype) != widened(self._group[0].gradient.dtype):
+                self._submit_group()  # a message has values of one type
             is_used = None if self._usage is None else parameter in self._usage.used
             self._group.append(LocalGradient(name, gradient, is_used))
             self._group_numel += gradient.numel()

@@ -56,7 +56,7 @@ class NoMemory(Memory):
 
     @override
     def compensate(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        return [_widened(gradient) for gradient in gradients]
+        return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
 
     @override
     def update(
@@ -91,7 +91,7 @@ class ResidualMemory(Memory):
 
     @override
     def compensate(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        accumulated = [_widened(gradient) for gradient in gradients]
+        accumulated = [gradient.to(widened(gradient.dtype)) for gradient in gradients]
         torch._foreach_add_(accumulated, self._residuals_of(names, accumulated))
         return accumulated
 
@@ -134,5 +134,6 @@ def _overwrite(tensor: Tensor, selection: Selection) -> Tensor:
     return tensor.index_copy_(0, selection.indices, selection.values)
 
 
-def _widened(gradient: Tensor) -> Tensor:
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of a type are accumulated and kept: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)

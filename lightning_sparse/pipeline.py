@@ -112,7 +112,7 @@ class Pipeline:
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
         with self.recorder.span("exchange"):
-            self._collect(Payload("all_reduce", gradient), [name])
+            self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
 
     def _travel(self, phases: Phases, names: list[str]) -> Arrival:
@@ -125,9 +125,9 @@ class Pipeline:
                 arrival: Arrival = stop.value
                 return arrival
             with self.recorder.span("exchange"):
-                received = self._collect(payload, names)
+                received = self._run_collective(payload, names)
 
-    def _collect(self, payload: Payload, names: list[str]) -> Tensor:
+    def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
         self.recorder.current.wire_bytes += payload.tensor.numel() * payload.tensor.element_size()
         try:
             return self.collectives.run(payload.collective, payload.tensor)
@@ -136,7 +136,7 @@ class Pipeline:
                 f"rank {self.collectives.rank} of {self.collectives.ranks} waited in vain in {payload.collective} of"
                 f" the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}: another rank has died, or"
                 " did not get there before the process group's timeout. Look at the other ranks' output for the first"
-                f" error; raise SparseDDPStrategy(timeout=...) if they are only slow. The backend said: {error}"
+                f" error; give SparseDDPStrategy a longer timeout=... if they are only slow. The backend said: {error}"
             ) from error
 
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:

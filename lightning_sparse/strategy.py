@@ -73,12 +73,13 @@ class SparseDDPStrategy(DDPStrategy):
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
         self._settings = Settings(compressor, density, schedule, wire)
         self._engine: Optional[Engine] = None
+        self._final_stats: dict[str, float] = {}
         super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
 
-        On a GPU, asking waits for that step's exchange.
+        After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
 
         Returns:
             ``density`` (fraction of elements sent), ``wire_bytes`` (all bytes handed to collectives: values, indices,
@@ -86,7 +87,7 @@ class SparseDDPStrategy(DDPStrategy):
             1 where nothing travels), ``select_seconds`` (residual, selection and encoding), ``exchange_seconds``
             (in collectives), ``exposed_seconds`` (from the end of backward until the gradients could be used).
         """
-        return self._engine.compression_stats() if self._engine is not None else {}
+        return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -129,7 +130,9 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         if self._engine is not None:
+            self._final_stats = self._engine.compression_stats()
             self._engine.close()
+            self._engine = None  # its residuals take as much memory as the model
         super().teardown()
 
     @classmethod

@@ -150,6 +150,28 @@ def test_sparse_layout_gradients_go_the_dense_way(pair: Pool) -> None:
         torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
 
 
+class MixedTypes(Small):
+    """A model with parameters of three types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))
+        self.halves = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Use all of them."""
+        extra = self.doubles.sum() * batch.mean() + self.halves.float().square().sum() * batch[0, 0]
+        return (self.network(batch) - batch).square().mean() + 1e-3 * extra
+
+
+def test_parameters_of_several_types(pair: Pool) -> None:
+    (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, MixedTypes)
+    (ddp, _), _ = pair.run(fit_ddp, MixedTypes)
+    assert all(torch.equal(ours[key], second[key]) for key in ours)
+    for name in ddp:
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-2 if "halves" in name else 1e-5, atol=1e-6)
+
+
 class TwoOptimizers(Small):
     """Manual optimization with two optimizers that take turns."""
 
