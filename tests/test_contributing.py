@@ -18,7 +18,9 @@ def fit_as_shown(rank: int, code: str) -> tuple[float, float]:
     model = Small()
     trainer = make_trainer(rank, shown["strategy"])
     trainer.fit(model)
-    return trainer.strategy.compression_stats()["density"], float(sum(tensor.detach().sum() for tensor in model.parameters()))
+    return trainer.strategy.compression_stats()["density"], float(
+        sum(tensor.detach().sum() for tensor in model.parameters())
+    )
 
 
 def test_the_compressor_in_contributing_trains(pair: Pool) -> None:

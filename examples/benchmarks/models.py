@@ -23,7 +23,8 @@ class Lstm(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens ``[batch, time]`` to logits ``[batch, time, vocabulary]``."""
-        return self.decoder(self.lstm(self.embedding(tokens))[0])
+        logits: Tensor = self.decoder(self.lstm(self.embedding(tokens))[0])
+        return logits
 
 
 class DeepNarrow(nn.Module):
@@ -53,7 +54,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens ``[batch, time]`` to logits ``[batch, time, 1000]``."""
-        return self.decoder(self.layers(self.embedding(tokens)))
+        logits: Tensor = self.decoder(self.layers(self.embedding(tokens)))
+        return logits
 
 
 class Workload(NamedTuple):
@@ -102,7 +104,7 @@ class BenchmarkModule(LightningModule):
         """Return SGD without momentum, as language models of this kind are trained."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    def batches(self, count: int) -> DataLoader:
+    def batches(self, count: int) -> DataLoader[tuple[Tensor, ...]]:
         """Return a loader of ``count`` batches made beforehand."""
         inputs, targets = zip(*(self.workload.batch() for _ in range(count)))
         return DataLoader(TensorDataset(torch.stack(inputs), torch.stack(targets)), batch_size=None)

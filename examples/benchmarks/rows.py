@@ -1,19 +1,23 @@
 """The rows of the step benchmark: what a user could try, each as Trainer arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.schedule import Merged
 
-ONE_BUCKET_MB = 10_000
+_ONE_BUCKET_MB = 10_000
+_POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
+
+Shapes = Sequence[Sequence[int]]
 
 
 class Row(NamedTuple):
@@ -21,11 +25,14 @@ class Row(NamedTuple):
 
     Attributes:
         arguments: makes the Trainer's arguments for a number of hosts.
+        sent_bytes: from the shapes of all parameters, the bytes that a rank hands to collectives in an exchange;
+            ``None`` where the strategy counts them itself.
         hook: DDP hook and the maker of its state; Lightning registers hooks on CUDA only.
         batches_per_step: batches between two exchanges.
     """
 
     arguments: Callable[[int], dict[str, Any]]
+    sent_bytes: Optional[Callable[[Shapes], float]] = None
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None
     batches_per_step: int = 1
 
@@ -39,46 +46,103 @@ class RegisterHook(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register, now that the model is wrapped."""
+        assert isinstance(trainer.strategy.model, DistributedDataParallel)
         trainer.strategy.model.register_comm_hook(self.make_state(), self.hook)
 
 
-def round_to_bfloat16_hook(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def round_to_bfloat16_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
     """Call torch's bf16 hook; under its own name DDP refuses it on CPU."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def _power_sgd(rank: int) -> tuple[Callable[[], Any], Callable[..., Any]]:
+def dense_bytes(shapes: Shapes) -> float:
+    """Return the bytes of all elements in fp32."""
+    return 4.0 * sum(_numel(shape) for shape in shapes)
+
+
+def power_sgd_bytes(shapes: Shapes, rank: int) -> float:
+    """Return the bytes that torch's PowerSGD hook hands to its all-reduces, in fp32.
+
+    A tensor of shape ``[n, ...]`` is a matrix of ``n`` rows and ``m`` columns; of it travel ``P``, ``[n, rank]``, and
+    ``Q``, ``[m, rank]``, or the whole where they are not less than half of it.
+    """
+    elements = 0
+    for shape in shapes:
+        rows = shape[0] if shape else 1
+        columns = _numel(shape) // rows
+        factors = (rows + columns) * min(rows, columns, rank)
+        elements += factors if factors * _POWER_SGD_WORTH < rows * columns else rows * columns
+    return 4.0 * elements
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _power_sgd(rank: int) -> Row:
     def make_state() -> powerSGD_hook.PowerSGDState:
-        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-
-    return make_state, powerSGD_hook.powerSGD_hook
-
-
-def _ddp(**ddp_arguments: Any) -> Callable[[int], dict[str, Any]]:
-    return lambda hosts: {"strategy": DDPStrategy(**ddp_arguments), "num_nodes": hosts}
-
-
-def _sparse(**arguments: Any) -> Callable[[int], dict[str, Any]]:
-    return lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts}
-
-
-ROWS: dict[str, Row] = {
-    "no communication": Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}),
-    "ddp": Row(_ddp()),
-    "ddp + bf16 hook": Row(_ddp(), hook=(lambda: None, round_to_bfloat16_hook)),
-    "ddp + PowerSGD rank 1": Row(_ddp(bucket_cap_mb=ONE_BUCKET_MB), hook=_power_sgd(1)),
-    "ddp + PowerSGD rank 4": Row(_ddp(bucket_cap_mb=ONE_BUCKET_MB), hook=_power_sgd(4)),
-    "ddp, accumulate 2": Row(lambda hosts: {**_ddp()(hosts), "accumulate_grad_batches": 2}, batches_per_step=2),
-    "sparse_dense": Row(_sparse(compressor="dense")),
-    "sparse_topk 0.01": Row(_sparse(density=0.01, wire="bfloat16")),
-    "sparse_topk 0.001": Row(_sparse(density=0.001, wire="bfloat16")),
-    "sparse_topk 0.001 float32": Row(_sparse(density=0.001)),
-    "sparse_topk 0.001 layerwise": Row(_sparse(density=0.001, wire="bfloat16", schedule="layerwise")),
-    "sparse_topk 0.001 single": Row(_sparse(density=0.001, wire="bfloat16", schedule="single")),
-    **{
-        f"sparse_topk 0.001 merged {size}": Row(
-            _sparse(density=0.001, wire="bfloat16", schedule=Merged(min_elements=int(float(size) * (1 << 20))))
+        return powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=_POWER_SGD_WORTH
         )
-        for size in ("0.25", "1", "2", "8")
-    },
+
+    # With more than one bucket, the hook's second all-reduces race with each other on gloo.
+    return _ddp(
+        lambda shapes: power_sgd_bytes(shapes, rank),
+        hook=(make_state, powerSGD_hook.powerSGD_hook),
+        bucket_cap_mb=_ONE_BUCKET_MB,
+    )
+
+
+def _ddp(
+    sent_bytes: Callable[[Shapes], float] = dense_bytes,
+    hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None,
+    **ddp_arguments: Any,
+) -> Row:
+    return Row(lambda hosts: {"strategy": DDPStrategy(**ddp_arguments), "num_nodes": hosts}, sent_bytes, hook)
+
+
+def _sparse(**arguments: Any) -> Row:
+    return Row(lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts})
+
+
+def _top_k(density: float, **arguments: Any) -> Row:
+    return _sparse(compressor="topk", density=density, **{"wire": "bfloat16", **arguments})
+
+
+DDP = "ddp"
+NO_COMMUNICATION = "no communication"
+ROWS: dict[str, Row] = {
+    NO_COMMUNICATION: Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0),
+    DDP: _ddp(),
+    "ddp, bucket view": _ddp(gradient_as_bucket_view=True),
+    "ddp + bf16 hook": _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook)),
+    "ddp + PowerSGD rank 1": _power_sgd(1),
+    "ddp + PowerSGD rank 4": _power_sgd(4),
+    "ddp, accumulate 2": Row(
+        lambda hosts: {"strategy": DDPStrategy(), "num_nodes": hosts, "accumulate_grad_batches": 2},
+        dense_bytes,
+        batches_per_step=2,
+    ),
+    "sparse_dense": _sparse(compressor="dense"),
+    "sparse_topk 0.01": _top_k(0.01),
+    "sparse_topk 0.001": _top_k(0.001),
+    "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),
+    "sparse_topk 0.001 layerwise": _top_k(0.001, schedule="layerwise"),
+    "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),
+    "sparse_topk 0.001 merged 256k": _top_k(0.001, schedule=Merged(min_elements=1 << 18)),
+    "sparse_topk 0.001 merged 1M": _top_k(0.001, schedule=Merged(min_elements=1 << 20)),
+    "sparse_topk 0.001 merged 2M": _top_k(0.001, schedule=Merged(min_elements=1 << 21)),
 }
+DEFAULT_ROWS = [
+    NO_COMMUNICATION,
+    DDP,
+    "ddp + bf16 hook",
+    "ddp + PowerSGD rank 1",
+    "ddp + PowerSGD rank 4",
+    "ddp, accumulate 2",
+    "sparse_dense",
+    "sparse_topk 0.01",
+    "sparse_topk 0.001",
+    "sparse_topk 0.001 layerwise",
+    "sparse_topk 0.001 single",
+]

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +14,68 @@ import torch
 import torch.distributed as dist
 from models import WORKLOADS, BenchmarkModule
 from pytorch_lightning import Callback, LightningModule, Trainer
-from rows import ROWS, RegisterHook, Row
+from results import Measurement, milliseconds
+from rows import ROWS, Row
+from training import train
 
 from lightning_sparse import SparseDDPStrategy
 
-_DATA_BATCHES = 8
+_TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
 
 
-class StepTimes(Callback):
-    """Record when each batch ended.
+class StepWatch(Callback):
+    """Record when each batch ended, and what the host's device had transmitted by then.
 
     Args:
         warm_up: batches left out: DDP rebuilds its buckets after the first, PowerSGD starts at the third.
+        batches_per_step: batches between two exchanges.
     """
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.ends: list[float] = []
+    def __init__(self, warm_up: int, batches_per_step: int) -> None:
+        self._warm_up = warm_up * batches_per_step
+        self._batches_per_step = batches_per_step
+        self._ends: list[float] = []
+        self._transmitted: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Take the time."""
-        self.ends.append(time.perf_counter())
+        self._ends.append(time.perf_counter())
+        self._transmitted.append(transmitted_bytes())
 
-    def seconds(self, batches_per_step: int) -> list[float]:
+    def seconds(self) -> list[float]:
         """Return seconds for each batch, averaged over the batches of a step."""
-        ends = self.ends[self.warm_up :: batches_per_step]
-        return [(end - start) / batches_per_step for start, end in zip(ends, ends[1:])]
+        ends = self._ends[self._warm_up :: self._batches_per_step]
+        return [(end - start) / self._batches_per_step for start, end in pairwise(ends)]
+
+    def link_bytes(self) -> float:
+        """Return the bytes that the host's device has transmitted for each batch."""
+        transmitted = self._transmitted[self._warm_up :: self._batches_per_step]
+        return (transmitted[-1] - transmitted[0]) / (len(transmitted) - 1) / self._batches_per_step
 
 
-def measure(row: Row, workload_name: str, hosts: int, steps: int, warm_up: int) -> tuple[list[float], dict[str, float]]:
-    """Train for some steps and return the time of each, and the compression statistics of the last."""
+def transmitted_bytes() -> int:
+    """Return what ``eth0`` has transmitted since it is up, frame headers included; 0 without such a device."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, columns = line.partition(":")
+        if device.strip() == "eth0":
+            return int(columns.split()[_TRANSMITTED_BYTES])
+    return 0
+
+
+def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Measurement:
+    """Train for some steps and return what this rank saw."""
     torch.manual_seed(0)
-    module = BenchmarkModule(WORKLOADS[workload_name])
-    times = StepTimes(warm_up * row.batches_per_step)
-    callbacks = [times] if row.hook is None else [times, RegisterHook(*row.hook)]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=-1,
-        max_steps=warm_up + steps + 1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **row.arguments(hosts),
-    )
-    trainer.fit(module, module.batches(_DATA_BATCHES))
-    strategy = trainer.strategy
-    stats = strategy.compression_stats() if isinstance(strategy, SparseDDPStrategy) else {}
-    return times.seconds(row.batches_per_step), stats
+    module = BenchmarkModule(WORKLOADS[workload])
+    watch = StepWatch(warm_up, row.batches_per_step)
+    trainer = train(row, module, hosts, warm_up + steps + 1, [watch])
+    return Measurement(watch.seconds(), _sent_bytes(row, trainer, module) / row.batches_per_step, watch.link_bytes())
+
+
+def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
+    if row.sent_bytes is not None:
+        return row.sent_bytes([parameter.shape for parameter in module.parameters()])
+    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    return trainer.strategy.compression_stats()["wire_bytes"]
 
 
 def main() -> None:
@@ -83,16 +95,14 @@ def main() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     # The group outlives every Trainer, so that all rows run in the same processes over the same connections.
     dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=options.hosts)
-    results: dict[str, Any] = {name: {"seconds": [], "stats": {}} for name in options.rows}
-    for _ in range(options.rounds):
+    measurements: dict[str, list[Measurement]] = {name: [] for name in options.rows}
+    for round_number in range(1, options.rounds + 1):
         for name in options.rows:
             dist.barrier()
-            seconds, stats = measure(ROWS[name], options.workload, options.hosts, options.steps, options.warm_up)
-            results[name]["seconds"] += seconds
-            results[name]["stats"] = stats
-            if os.environ["NODE_RANK"] == "0":
-                print(f"  {name:32s} {1e3 * sorted(seconds)[len(seconds) // 2]:8.1f} ms", flush=True)
-    options.output.write_text(json.dumps(results))
+            seen = measure(ROWS[name], options.workload, options.hosts, options.steps, options.warm_up)
+            measurements[name].append(seen)
+            print(f"round {round_number}/{options.rounds}  {name:32s}{milliseconds(seen.seconds)}", flush=True)
+    options.output.write_text(json.dumps(measurements))
     dist.barrier()
     dist.destroy_process_group()
 

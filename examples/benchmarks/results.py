@@ -1,0 +1,121 @@
+"""From step times to a table: pure functions, and how a table is written."""
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+
+class Measurement(NamedTuple):
+    """What one rank saw of one row in one round.
+
+    Attributes:
+        seconds: for each batch.
+        sent_bytes: that the rank handed to collectives, for each batch.
+        link_bytes: that the host's device transmitted, for each batch.
+    """
+
+    seconds: list[float]
+    sent_bytes: float
+    link_bytes: float
+
+
+class Line(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        workload: name of the model.
+        row: name of the way to train.
+        median_ms: median over the batches of all ranks and rounds, in milliseconds.
+        spread_ms: interquartile range of the same.
+        to_ddp: median relative to that of ``ddp`` in the same run; ``None`` where it did not run.
+        to_no_communication: median relative to that of ``no communication`` in the same run, or ``None``.
+        sent_mb: megabytes (10**6) that a rank handed to collectives for each batch; the largest of all ranks.
+        link_mb: megabytes that a host transmitted for each batch; mean over ranks and rounds.
+    """
+
+    workload: str
+    row: str
+    median_ms: float
+    spread_ms: float
+    to_ddp: Optional[float]
+    to_no_communication: Optional[float]
+    sent_mb: float
+    link_mb: float
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Write the median of some times."""
+    return f"{1e3 * statistics.median(seconds):9.1f} ms"
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the interquartile range, by linear interpolation; 0 for a single value."""
+    if len(values) == 1:
+        return 0.0
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return upper - lower
+
+
+def summarise(
+    workload: str, measurements: Mapping[str, Sequence[Measurement]], ddp: str, no_communication: str
+) -> list[Line]:
+    """Make the lines of one workload.
+
+    Args:
+        workload: its name.
+        measurements: by row, those of all ranks and rounds.
+        ddp: row to compare with.
+        no_communication: the other row to compare with.
+
+    Returns:
+        a line for each row.
+    """
+    pooled = {row: [second for seen in some for second in seen.seconds] for row, some in measurements.items()}
+    medians = {row: statistics.median(seconds) for row, seconds in pooled.items()}
+    return [
+        Line(
+            workload,
+            row,
+            1e3 * medians[row],
+            1e3 * spread(pooled[row]),
+            _ratio(medians[row], medians.get(ddp)),
+            _ratio(medians[row], medians.get(no_communication)),
+            max(seen.sent_bytes for seen in some) / 1e6,
+            statistics.fmean(seen.link_bytes for seen in some) / 1e6,
+        )
+        for row, some in measurements.items()
+    ]
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """Write a table for people."""
+    width = max(len(line.row) for line in lines)
+    titles = [("median", 9), ("spread", 9), ("x ddp", 7), ("x no comm", 9), ("sent MB", 9), ("link MB", 9)]
+    head = " ".join([" " * (width + 1), *(f"{title:>{columns}s}" for title, columns in titles)])
+    body = [
+        f"{line.row:{width}s}  {line.median_ms:6.1f} ms {line.spread_ms:6.1f} ms {_written(line.to_ddp):>7s}"
+        f" {_written(line.to_no_communication):>9s} {line.sent_mb:9.3f} {line.link_mb:9.3f}"
+        for line in lines
+    ]
+    return "\n".join([head, *body])
+
+
+def as_csv(lines: Iterable[Line], comments: Iterable[str]) -> str:
+    """Write a table for programs, with comments above it."""
+    text = io.StringIO()
+    text.writelines(f"# {comment}\n" for comment in comments)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Line._fields)
+    for line in lines:
+        writer.writerow([f"{field:.4f}" if isinstance(field, float) else field for field in line])
+    return text.getvalue()
+
+
+def _ratio(value: float, reference: Optional[float]) -> Optional[float]:
+    return value / reference if reference else None
+
+
+def _written(ratio: Optional[float]) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"

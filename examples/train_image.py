@@ -1,0 +1,100 @@
+"""Train a small convolutional network to recognise images, on several processes that send sparse gradients.
+
+By default the images are scikit-learn's digits, which need no download; ``--data-dir`` trains on Fashion-MNIST. The
+progress bar shows how many times less is sent (``sparse/compression_ratio``), the log the rest.
+
+One process, then two, then two with ordinary DDP::
+
+    python examples/train_image.py --devices 1
+    python examples/train_image.py --density 0.01
+    python examples/train_image.py --strategy ddp
+
+Two nodes with two processes each; the first command on a host that the other reaches as ``first``::
+
+    MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=0 python examples/train_image.py --nodes 2 --devices 2
+    MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=1 python examples/train_image.py --nodes 2 --devices 2
+
+The same under SLURM::
+
+    srun --nodes=2 --ntasks-per-node=2 python examples/train_image.py --nodes 2 --devices 2
+
+Fashion-MNIST, with the four files of https://github.com/zalandoresearch/fashion-mnist in a directory::
+
+    python examples/train_image.py --data-dir fashion --epochs 5 --batch-size 64
+"""
+
+from pathlib import Path
+
+import torch
+from command_line import build_trainer, example_parser
+from image_data import digits, fashion_mnist
+from pytorch_lightning import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+_CLASSES = 10
+
+
+class ImageClassifier(LightningModule):
+    """Two convolutions and two linear layers, for images ``[batch, 1, height, width]`` of 8 pixels or more.
+
+    Args:
+        learning_rate: of SGD with momentum 0.9.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 128),
+            nn.ReLU(),
+            nn.Linear(128, _CLASSES),
+        )
+        self.accuracy = MulticlassAccuracy(_CLASSES, average="micro")
+        self.learning_rate = learning_rate
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        loss = functional.cross_entropy(self.network(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        self.accuracy(self.network(images), labels)
+        self.log("accuracy", self.accuracy, on_epoch=True, prog_bar=True)
+
+    @override
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = example_parser(__doc__ or "", epochs=10, batch_size=16, learning_rate=0.01)
+    parser.add_argument("--data-dir", type=Path, help="directory of Fashion-MNIST; without it, digits")
+    options = parser.parse_args()
+
+    seed_everything(options.seed, workers=True)
+    split = digits() if options.data_dir is None else fashion_mnist(options.data_dir)
+    trainer = build_trainer(parser, options, "image", metric="accuracy")
+    trainer.fit(
+        ImageClassifier(options.lr),
+        DataLoader(split.train, options.batch_size, shuffle=True),
+        DataLoader(split.test, options.batch_size),
+    )
+
+
+if __name__ == "__main__":
+    main()

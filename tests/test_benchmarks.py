@@ -1,0 +1,249 @@
+"""The benchmarks: their arithmetic, what they refuse, and, where root may, the network they run on."""
+
+import csv
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+
+
+def _load(name: str) -> Any:
+    # The scripts find each other as a user's python does: in the folder of the script.
+    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
+        return importlib.import_module(name)
+
+
+shape, network, launch, results, rows, worker, memory, selection, plot, step = map(
+    _load, ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step"]
+)
+needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
+
+RECEIVE = """
+import socket, time
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    connection.sendall(connection.recv(1))
+    start, received = time.monotonic(), 0
+    while data := connection.recv(1 << 20):
+        received += len(data)
+    print(received * 8 / (time.monotonic() - start))
+"""
+SEND = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+start = time.monotonic()
+connection.sendall(b"x"), connection.recv(1)
+print(time.monotonic() - start)
+connection.sendall(bytes(4_000_000))
+"""
+
+
+def test_rates_and_delays_are_read() -> None:
+    assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
+    assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]
+
+
+@pytest.mark.parametrize("text", ["1", "gbit", "1gbps", "0mbit", "-1gbit", "1 gbit", "ms", "-1ms", "1min"])
+def test_other_rates_and_delays_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        shape.parse_rate(text)
+    with pytest.raises(ValueError, match="must be a number and one of us, ms, s"):
+        shape.parse_delay(text)
+
+
+def test_bursts_grow_with_fast_links_only() -> None:
+    assert [shape.burst_bytes(bits) >> 10 for bits in (10**7, 10**9, 10**10)] == [32, 128, 1280]
+
+
+def test_lines_compare_within_the_run() -> None:
+    seen = {
+        "still": [results.Measurement([0.1, 0.1], 0.0, 0.0)],
+        "ddp": [results.Measurement([0.3, 0.4], 8e6, 12e6), results.Measurement([0.5, 0.6, 9.0], 8e6, 14e6)],
+    }
+    still, ddp = results.summarise("model", seen, "ddp", "still")
+    assert (ddp.median_ms, ddp.sent_mb, ddp.link_mb) == pytest.approx((500.0, 8.0, 13.0))
+    assert (ddp.to_ddp, ddp.to_no_communication) == pytest.approx((1.0, 5.0))
+    assert (still.to_ddp, still.to_no_communication) == pytest.approx((0.2, 1.0))
+
+
+def test_lines_without_their_reference_have_no_ratio() -> None:
+    (line,) = results.summarise("model", {"other": [results.Measurement([0.1], 0.0, 0.0)]}, "ddp", "still")
+    assert (line.to_ddp, line.to_no_communication) == (None, None)
+    assert results.as_text([line]).splitlines()[1].split()[-4:-2] == ["-", "-"]
+
+
+@pytest.mark.parametrize(("values", "spread"), [([1.0, 2.0, 3.0, 4.0, 100.0], 2.0), ([7.0], 0.0)])
+def test_spread_is_the_interquartile_range(values: list[float], spread: float) -> None:
+    assert results.spread(values) == spread
+
+
+def test_csv_has_comments_and_reads_back() -> None:
+    line = results.Line("model", "ddp, accumulate 2", 10.0, 1.0, 0.5, None, 1.0, 2.0)
+    comment, *table = results.as_csv([line], ["command"]).splitlines()
+    (read,) = csv.DictReader(table)
+    assert comment == "# command"
+    assert (read["row"], float(read["median_ms"]), read["to_no_communication"]) == ("ddp, accumulate 2", 10.0, "")
+
+
+def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([0.0, 5.0, 6.0, 6.5, 9.0, 9.5, 11.0])
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(ends))
+    monkeypatch.setattr(worker, "transmitted_bytes", iter(range(0, 700, 100)).__next__)
+    watch = worker.StepWatch(warm_up=1, batches_per_step=2)
+    for _ in range(7):
+        watch.on_train_batch_end(None, None)
+    assert watch.seconds() == [1.5, 1.0]
+    assert watch.link_bytes() == 100.0
+
+
+def test_memory_of_an_element_is_a_slope() -> None:
+    small, large = memory.Memory(held=108.0, peak=112.0), memory.Memory(held=180.0, peak=220.0)
+    assert memory.per_element(small, large, 1, 10) == (8.0, 12.0)
+
+
+@pytest.mark.parametrize("kind", selection.INPUTS)
+def test_selection_is_timed(kind: str) -> None:
+    times = selection.median_times(selection.INPUTS[kind](10_000, torch.device("cpu")), count=10, repeats=2)
+    assert 0.0 < times.select < times.ours
+
+
+@pytest.mark.parametrize("name", sorted({*rows.ROWS, *rows.DEFAULT_ROWS}))
+def test_every_row_can_be_built(name: str) -> None:
+    row = rows.ROWS[name]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **row.arguments(2))
+    assert trainer.accumulate_grad_batches == row.batches_per_step
+    if row.hook is not None:
+        rows.RegisterHook(*row.hook)
+        row.hook[0]()
+
+
+def test_bytes_follow_from_shapes() -> None:
+    shapes = [(100, 10, 5), (100,), ()]
+    assert rows.dense_bytes(shapes) == 4 * 5101
+    assert rows.power_sgd_bytes(shapes, rank=1) == 4 * (100 + 50 + 100 + 1)
+    assert rows.power_sgd_bytes(shapes, rank=20) == rows.dense_bytes(shapes)
+
+
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.draw([results.Line("model", "ddp", 10.0, 1.0, 1.0, 2.0, 1.0, 2.0)], "title", tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 1000
+
+
+def test_root_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="need root: run this with sudo"):
+        step.main(["--output", str(tmp_path)])
+
+
+def test_iproute2_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(SystemExit, match="ip and tc not found: install iproute2"):
+        step.main(["--output", str(tmp_path)])
+
+
+def test_wrong_rates_are_refused_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step.main(["--rate", "1gbps"])
+    assert "rate '1gbps' must be a number and one of kbit, mbit, gbit" in capsys.readouterr().err
+
+
+class HereNetwork(network.ShapedNetwork):
+    """Hosts that are this one: for what needs no network."""
+
+    def start(self, host: int, command: Sequence[str], environment: Any = None, **arguments: Any) -> Any:
+        self._processes.append(subprocess.Popen(command, env=environment, **arguments))
+        return self._processes[-1]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def here() -> Iterator[HereNetwork]:
+    network_here = HereNetwork(2, "1gbit", "0")
+    yield network_here
+    network_here.stop()
+
+
+def test_progress_of_rank_0_is_shown(here: HereNetwork, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["-S", "-c", "import os; print('noise'); print('round {rank} of', os.environ['WORLD_SIZE'])"]
+    launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + 60, show="round ")
+    assert capsys.readouterr().out == "  round 0 of 2\n"
+
+
+def test_failing_rank_is_reported_with_its_log(here: HereNetwork, tmp_path: Path) -> None:
+    program = ["-S", "-c", "import time; 1 / {rank}; time.sleep(60)"]
+    with pytest.raises(launch.WorkerError, match=r"rank 0 ended with status 1(.|\n)*ZeroDivisionError"):
+        launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + 60, show="round ")
+
+
+def test_time_limit_is_kept(here: HereNetwork, tmp_path: Path) -> None:
+    with pytest.raises(launch.WorkerError, match="time is up"):
+        launch.run_on_all_hosts(here, ["-S", "-c", "import time; time.sleep(60)"], tmp_path, 0.0, show="round ")
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """Give a name that no other test run uses; nothing of it may be left."""
+    name = f"lstest{os.getpid()}"
+    yield name
+    assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@needs_network
+@pytest.mark.parametrize("delay", ["0", "2ms"])
+def test_network_keeps_rate_and_delay(name: str, delay: str) -> None:
+    with network.ShapedNetwork(2, "100mbit", delay, name) as hosts:
+        receiver = hosts.start(1, [sys.executable, "-S", "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+        assert receiver.stdout.readline() == "listening\n"
+        command = [sys.executable, "-S", "-c", SEND, hosts.address(1)]
+        round_trip = float(hosts.start(0, command, stdout=subprocess.PIPE).communicate(timeout=20)[0])
+        bits_per_second = float(receiver.communicate(timeout=20)[0])
+    assert 1e7 < bits_per_second < 1.1e8
+    assert "WITHOUT" in hosts.description or round_trip >= 2e-6 * shape.parse_delay(delay)
+
+
+@needs_network
+def test_network_ends_with_an_exception(name: str) -> None:
+    processes = []
+
+    def fail_inside() -> None:
+        with network.ShapedNetwork(2, "100mbit", "100us", name) as hosts:
+            processes.append(hosts.start(0, ["sleep", "60"]))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert processes[0].poll() is not None
+
+
+@needs_network
+def test_leftovers_are_removed(name: str) -> None:
+    subprocess.run(["ip", "netns", "add", f"{name}-host7"], check=True)
+    left = subprocess.Popen(["ip", "netns", "exec", f"{name}-host7", "sleep", "60"])
+    with network.ShapedNetwork(1, "100mbit", "0", name):
+        assert left.wait(timeout=10) != 0
+
+
+@needs_network
+def test_networks_of_one_name_exclude_each_other(name: str) -> None:
+    first, second = (network.ShapedNetwork(1, "100mbit", "0", name) for _ in range(2))
+    with first, pytest.raises(network.NetworkRefusedError, match="wait until it ends"):
+        second.__enter__()
