@@ -34,25 +34,25 @@ class Collectives:
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
 
-    def run(self, name: str, tensor: Tensor) -> Tensor:
-        """Call the collective of a name."""
-        received: Tensor = getattr(self, name)(tensor)
+    def run(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        """Call the collective of a name; ``out`` may hold the result."""
+        received: Tensor = getattr(self, name)(tensor, out)
         return received
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
-        gathered = tensor.new_empty(self.ranks * tensor.numel())
-        _all_gather_into(gathered, tensor, group=self.group)
-        return gathered.view(self.ranks, -1)
+        gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
+        _all_gather_into(gathered.view(-1), tensor, group=self.group)
+        return gathered
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
+    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Send row ``r`` of ``[ranks, numel]`` to rank ``r``; row ``r`` of the result came from rank ``r``."""
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor) if out is None else out
         # gloo moves bytes of every width, but has no name for some 16-bit types.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=self.group)
         return received
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Add up a tensor over ranks, in place; for layouts that have no fixed size (``sparse_coo``)."""
         dist.all_reduce(tensor, group=self.group)
         return tensor

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sparse.functional import copy_elements
 from lightning_sparse.selection import Selection
 
 
@@ -130,7 +131,7 @@ class ResidualMemory(Memory):
 
 def _overwrite(tensor: Tensor, selection: Selection) -> Tensor:
     if selection.indices is None:
-        return tensor.copy_(selection.values)
+        return copy_elements(selection.values, tensor)
     return tensor.index_copy_(0, selection.indices, selection.values)
 
 

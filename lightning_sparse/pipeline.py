@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.functional import round_to
+from lightning_sparse.functional import copy_elements, round_to
 from lightning_sparse.memory import Memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.selection import Selection
@@ -130,7 +130,7 @@ class Pipeline:
     def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
         self.recorder.current.wire_bytes += payload.tensor.numel() * payload.tensor.element_size()
         try:
-            return self.collectives.run(payload.collective, payload.tensor)
+            return self.collectives.run(*payload)
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.collectives.rank} of {self.collectives.ranks} waited in vain in {payload.collective} of"
@@ -155,7 +155,7 @@ def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
         torch._foreach_zero_([out for _, out in scattered])
     for received, out in zip(means, outs):
         if received.indices is None:
-            out.copy_(received.values)
+            copy_elements(received.values, out)
         elif out.device.type == "cpu":
             out.index_add_(0, received.indices.flatten(), received.values.flatten())
         else:

@@ -10,7 +10,8 @@ class Selection(NamedTuple):
 
     Attributes:
         values: floating point, ``[count]``, or ``[ranks, count]`` where several ranks selected.
-        indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element.
+        indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element, in
+            order; ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor selected from.
     """
 

@@ -8,7 +8,7 @@ nearly all of them, and only the few that remain are compared:
   can exceed. This "sample" can therefore not mislead, whatever the distribution, and its shapes are known in advance,
   so nothing waits for a GPU;
 * higher densities on CPU: the threshold is read off a strided sample, a little too low on purpose, what reaches it is
-  counted, and where the count shows that the sample misled, ``torch.topk`` decides.
+  counted, and where the count shows that the sample misled (or that many elements are equal), ``torch.topk`` decides.
 
 Either way the answer is exact, and a function of the tensor alone. Tensors of equal size share their calls, since a
 model's many small tensors cost more in calls than in elements.
@@ -30,6 +30,7 @@ _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside 
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
+_SURPLUS = 2  # candidates for each element kept, beyond which dropping the surplus costs more than it saves
 _WORD = 8  # boolean flags read as one int64
 
 
@@ -133,7 +134,7 @@ def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     candidates = _reaching(tensor, _sampled_threshold(tensor, count))
-    if candidates.numel() < count:
+    if not count <= candidates.numel() <= _SURPLUS * count:
         return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
     # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.

@@ -17,10 +17,12 @@ class Payload(NamedTuple):
         collective: name of the collective that carries it, a method of
             :class:`~lightning_sparse.collectives.Collectives`.
         tensor: what this rank hands in.
+        out: where the result goes, if the format keeps memory for it.
     """
 
     collective: str
     tensor: Tensor
+    out: Optional[Tensor] = None
 
 
 class Arrival(NamedTuple):

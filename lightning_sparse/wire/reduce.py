@@ -29,29 +29,46 @@ class ReduceFormat(WireFormat):
 
     collectives: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
+        super().__init__(dtype, rank, ranks)
+        # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
+        self._workspace: dict[str, Tensor] = {}
+
     @override
     def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
-        values = torch.cat([self._sharded(selection.values) for selection in selections], dim=1)
+        values = self._end_to_end([selection.values for selection in selections])
         sent = round_to(values, self.dtype)
-        mean = self._mean((yield Payload("all_to_all", sent)), values.dtype)
+        parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))
+        mean = self._mean(parts, values.dtype)
         returned = round_to(mean, self.dtype)
         received = (yield Payload("all_gather", returned)).to(values.dtype)
         used_by_any = None if used is None else (yield Payload("all_gather", used)).any(dim=0)
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,
-            means=self._unsharded(received, selections),
-            kept=self._unsharded(self._left_here(values, sent, mean, returned), selections),
+            means=self._split(received, selections),
+            kept=self._split(self._left_here(values, sent, mean, returned), selections),
         )
+
+    def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
+        sharded = [self._sharded(tensor) for tensor in tensors]
+        return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
 
     def _sharded(self, tensor: Tensor) -> Tensor:
         padding = -tensor.numel() % self.ranks
         return functional.pad(tensor, (0, padding)).view(self.ranks, -1) if padding else tensor.view(self.ranks, -1)
 
-    def _unsharded(self, shards: Tensor, selections: Sequence[Selection]) -> list[Selection]:
+    def _reused(self, name: str, *likes: Tensor) -> Tensor:
+        numel = sum(like.numel() for like in likes)
+        held = self._workspace.get(name)
+        if held is None or held.numel() < numel or held.dtype != likes[0].dtype:
+            held = self._workspace[name] = likes[0].new_empty(numel)
+        return held[:numel].view(self.ranks, -1)
+
+    def _split(self, shards: Tensor, selections: Sequence[Selection]) -> list[Selection]:
         numels = [selection.numel for selection in selections]
         pieces = shards.split([-(-numel // self.ranks) for numel in numels], dim=1)
-        return [Selection(piece.flatten()[:numel], None, numel) for piece, numel in zip(pieces, numels)]
+        return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         mean = parts[0].to(dtype) / self.ranks

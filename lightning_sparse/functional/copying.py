@@ -1,0 +1,25 @@
+"""Copying between a flat tensor and shards of it."""
+
+from torch import Tensor
+
+
+def copy_elements(source: Tensor, out: Tensor) -> Tensor:
+    """Copy elements in order from a tensor of any shape, which may end in padding, to a flat one.
+
+    Args:
+        source: at least as many elements as ``out``.
+        out: flat tensor; changed in place.
+
+    Returns:
+        ``out``.
+
+    Example::
+
+        >>> import torch
+        >>> copy_elements(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.empty(3))
+        tensor([1., 2., 3.])
+    """
+    if source.numel() == out.numel():
+        out.view(source.shape).copy_(source)
+        return out
+    return out.copy_(source.reshape(-1)[: out.numel()])
