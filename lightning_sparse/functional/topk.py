@@ -16,6 +16,7 @@ model's many small tensors cost more in calls than in elements.
 
 import math
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside 
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
-_SURPLUS = 2  # candidates for each element kept, beyond which dropping the surplus costs more than it saves
+_SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
 _WORD = 8  # boolean flags read as one int64
 
 
@@ -133,8 +134,11 @@ def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
-    candidates = _reaching(tensor, _sampled_threshold(tensor, count))
-    if not count <= candidates.numel() <= _SURPLUS * count:
+    threshold = _sampled_threshold(tensor, count)
+    if threshold is None:
+        return _largest(tensor.abs(), count)
+    candidates = _reaching(tensor, threshold)
+    if candidates.numel() < count:
         return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
     # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.
@@ -142,13 +146,15 @@ def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     return candidates[torch.ones_like(candidates, dtype=torch.bool).index_fill_(0, surplus, False)]
 
 
-def _sampled_threshold(tensor: Tensor, count: int) -> Tensor:
+def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
+    """Read a threshold off a sample; ``None`` if so many elements are equal to it that it would separate nothing."""
     # An odd stride does not fall into step with rows whose length is a power of two.
     stride = max(_SAMPLE_STRIDE, tensor.numel() // _SAMPLE) | 1
     sample = tensor[::stride].abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     expected = count / tensor.numel() * sample.numel()
     rank = min(sample.numel(), math.ceil(expected + _SAMPLE_SIGMAS * math.sqrt(expected)))
-    return torch.topk(sample, rank, sorted=False).values.min()
+    threshold = torch.topk(sample, rank, sorted=False).values.min()
+    return threshold if (sample >= threshold).sum() <= _SURPLUS * rank else None
 
 
 def _reaching(tensor: Tensor, floor: Tensor) -> Tensor:
