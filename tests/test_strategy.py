@@ -205,15 +205,16 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
     handed = []
     original = Collectives.run
 
-    def watched(self: Collectives, name: str, tensor: Tensor) -> Tensor:
+    def watched(self: Collectives, name: str, tensor: Tensor, *out: Optional[Tensor]) -> Tensor:
         handed.append(tensor.numel() * tensor.element_size())
-        return original(self, name, tensor)
+        return original(self, name, tensor, *out)
 
     lightning_sparse.collectives.Collectives.run = watched
     try:
         with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
             handed.clear()
             ddp(torch.randn(4, 300)).sum().backward()
+            engine.raise_error()
             return float(sum(handed)), engine.compression_stats()["wire_bytes"]
     finally:
         lightning_sparse.collectives.Collectives.run = original
