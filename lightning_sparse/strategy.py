@@ -41,8 +41,8 @@ class SparseDDPStrategy(DDPStrategy):
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
-        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more;
-            0.01 is safe nearly everywhere. ``None`` for the compressor's own default.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
+            ``None`` for the compressor's own default.
         schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. It
             never changes the numbers.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
