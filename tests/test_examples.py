@@ -20,28 +20,30 @@ TEXT_LENGTHS = range(3, 14)
 TIMEOUT_SECONDS = 100
 
 
+def import_example(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """Import a module of the examples as the scripts beside it do."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(name)
+
+
 @pytest.fixture
 def image_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("image_data")
+    return import_example(monkeypatch, "image_data")
 
 
 @pytest.fixture
 def text_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("text_data")
+    return import_example(monkeypatch, "text_data")
 
 
 @pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("command_line")
+    return import_example(monkeypatch, "command_line")
 
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("demo")
+    return import_example(monkeypatch, "demo")
 
 
 @pytest.fixture

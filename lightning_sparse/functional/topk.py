@@ -135,10 +135,8 @@ def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     threshold = _sampled_threshold(tensor, count)
-    if threshold is None:
-        return _largest(tensor.abs(), count)
-    candidates = _reaching(tensor, threshold)
-    if candidates.numel() < count:
+    candidates = None if threshold is None else _reaching(tensor, threshold)
+    if candidates is None or candidates.numel() < count:
         return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
     # Dropping the few surplus candidates is cheaper than choosing the many that stay, and keeps their order.
