@@ -1,7 +1,9 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Optional, Union
+from types import MappingProxyType
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.feedback import ErrorFeedback, Hyperparameters
 from lightning_sparse.hook import GradientStream
-from lightning_sparse.memory import Memory, NoMemory, ResidualMemory
+from lightning_sparse.layout import ModelLayout
+from lightning_sparse.memory import Memory, NoMemory, build_memory
 from lightning_sparse.observe import Recorder
-from lightning_sparse.pipeline import Pipeline
+from lightning_sparse.pipeline import Pipeline, StepContext
 from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Schedule
 from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
 
@@ -26,9 +30,11 @@ class Settings:
         density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
         schedule: name or object.
         wire: name of the type of the values that travel.
+        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
 
     Raises:
-        ValueError: for an unknown name, a density out of range, or a density for a compressor that has none.
+        ValueError: for an unknown name, a density out of range, a density for a compressor that has none, or a
+            warm-up that is negative.
         TypeError: for an object of the wrong kind.
     """
 
@@ -38,16 +44,31 @@ class Settings:
         density: Optional[float],
         schedule: Union[str, Schedule],
         wire: str,
+        warmup_epochs: Optional[int] = None,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
+        self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = SCHEDULES.resolve(schedule)
         self.wire = wire_dtype(wire)
 
-    def memory_for(self, gradient_dtypes: set[torch.dtype]) -> Memory:
-        """Choose the memory: none where everything is sent and nothing is rounded."""
+    def density_at(self, epoch: int) -> float:
+        """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
+
+        With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
+        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
+        """
+        if epoch >= self.warmup_epochs:
+            return self.density
+        return float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1)))
+
+    def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
+        """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
-        return NoMemory() if self.compressor.is_lossless and wire_is_exact else ResidualMemory()
+        feedback = self.compressor.feedback
+        if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
+            return NoMemory()
+        return build_memory(feedback, ranks)
 
 
 class Engine:
@@ -64,31 +85,44 @@ class Engine:
     """
 
     def __init__(self, ddp: DistributedDataParallel, settings: Settings, timeout: Optional[timedelta] = None) -> None:
-        parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        device = parameters[0].device
+        parameters = {name: tensor for name, tensor in ddp.module.named_parameters() if tensor.requires_grad}
+        device = next(iter(parameters.values())).device
+        self._density = settings.density_at(0)
+        self._settings = settings
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         wire_format = WIRE_FORMATS[settings.compressor.wire_format]
         self._collectives.check(wire_format.collectives)
-        self.memory = settings.memory_for({parameter.dtype for parameter in parameters})
+        ranks = self._collectives.ranks
+        numels = tuple(tensor.numel() for tensor in parameters.values())
+        settings.compressor.begin(ModelLayout(tuple(parameters), numels, self._collectives.rank, ranks, device))
+        self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
         self.pipeline = Pipeline(
             settings.compressor,
             self.memory,
-            wire_format(settings.wire, self._collectives.rank, self._collectives.ranks),
+            wire_format(settings.wire, self._collectives.rank, ranks),
             self._collectives,
             self._recorder,
-            density_of=lambda name: settings.density,
+            density_of=lambda name: settings.compressor.density_of(name, self._density),
         )
         self._worker = ExchangeWorker(device)
         self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder)
 
-    def begin_backward(self, loss_scale: Optional[Tensor] = None) -> None:
-        """Take note of what the loss of the coming backward was multiplied by.
+    def begin_backward(
+        self,
+        loss_scale: Optional[Tensor] = None,
+        hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
+        epoch: int = 0,
+    ) -> None:
+        """Take note of what the outside knows of the step whose backward comes next.
 
         Args:
-            loss_scale: tensor of one element on the gradients' device; ``None`` for 1.
+            loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
+            hyperparameters: what the optimizer does, by parameter name.
+            epoch: from 0.
         """
-        self.pipeline.loss_scale = loss_scale
+        self.pipeline.context = StepContext(loss_scale, hyperparameters)
+        self._density = self._settings.density_at(epoch)
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
@@ -97,6 +131,10 @@ class Engine:
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
         return self._recorder.last.as_stats() if self._recorder.last is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
+        return {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
 
     def close(self) -> None:
         """End the worker and give the process group back; safe to call twice."""
@@ -123,3 +161,16 @@ def _checked_density(density: Optional[float], compressor: Compressor) -> float:
             " For a compression ratio such as 100, pass its inverse."
         )
     return float(density)
+
+
+def _checked_warmup(epochs: Optional[int], compressor: Compressor) -> int:
+    if epochs is None:
+        return compressor.default_warmup_epochs
+    if compressor.default_density is None and epochs:
+        raise ValueError(
+            f"warmup_epochs={epochs} was given to {type(compressor).__name__}, which has no density to warm up: leave"
+            " it out"
+        )
+    if not isinstance(epochs, int) or epochs < 0:
+        raise ValueError(f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)")
+    return epochs

@@ -47,11 +47,13 @@ class GradientStream:
         self._worker = worker
         self._recorder = recorder
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
         device = next(iter(self._names)).device
         self._future_devices = None if device.type == "cpu" else [device]
         self._group: list[LocalGradient] = []
         self._group_numel = 0
+        self._held: list[list[LocalGradient]] = []
         self._exchanged: list[Exchanged] = []
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         ddp.register_comm_hook(self, exchange_hook)
@@ -89,9 +91,22 @@ class GradientStream:
 
     def _submit_group(self) -> None:
         group, self._group, self._group_numel = self._group, [], 0
-        if group:
-            exchanged = self._exchanged
-            self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group)))
+        if group and self._pipeline.waits_for_whole_step:
+            self._held.append(group)
+        elif group:
+            self._submit_exchange(group)
+
+    def _submit_exchange(self, group: list[LocalGradient]) -> None:
+        exchanged = self._exchanged
+        self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group)))
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            step = sorted((local for group in held for local in group), key=lambda local: self._positions[local.name])
+            self._worker.submit(lambda: self._pipeline.prepare(step))
+        for group in held:
+            self._submit_exchange(group)
 
     def _submit_sparse_layout(self, bucket: GradBucket, buffer: Tensor) -> None:
         self._submit_group()
@@ -100,6 +115,7 @@ class GradientStream:
 
     def _end_step(self) -> None:
         self._submit_group()
+        self._release_held()
         self._recorder.current.backward_end = self._recorder.clock.mark()
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []

@@ -1,6 +1,7 @@
 """Tables of names: a word in a yaml file, or an object, becomes an object."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar, Union, cast
 
@@ -24,6 +25,10 @@ class NamedTable(Generic[Item]):
     def names(self) -> list[str]:
         """Return the names in alphabetical order."""
         return sorted(self._rows)
+
+    def descriptions(self) -> dict[str, str]:
+        """Return for each name the first line of its documentation."""
+        return {name: (inspect.getdoc(self._rows[name]) or "").partition("\n")[0] for name in self.names()}
 
     def register(self, name: str, build: Callable[[], Item]) -> None:
         """Add a row.

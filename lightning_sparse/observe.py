@@ -2,11 +2,14 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
+from torch import Tensor
+
+from lightning_sparse.selection import Selection
 
 Mark = Any  # a host time in seconds (float), or an event of the device
 
@@ -39,7 +42,6 @@ class StepFacts:
 
     Attributes:
         elements: gradient elements that were to be exchanged.
-        sent: elements that this rank selected.
         wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
         backward_end: when the last gradient was ready.
         end: when the last exchange had been written back.
@@ -47,11 +49,22 @@ class StepFacts:
 
     def __init__(self) -> None:
         self.elements = 0
-        self.sent = 0
         self.wire_bytes = 0
         self.backward_end: Optional[Mark] = None
         self.end: Optional[Mark] = None
+        self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
+        self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
         self._spans: defaultdict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
+
+    def add_selections(self, selections: Iterable[Selection]) -> None:
+        """Take note of what this rank sends of a group."""
+        for selection in selections:
+            self.elements += selection.numel
+            self._sent.append(selection.values.numel() if selection.filled is None else selection.filled.sum())
+
+    def add_means(self, means: Iterable[Selection]) -> None:
+        """Take note of what arrived from all ranks for a group."""
+        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in means)
 
     def add_span(self, stage: str, start: Mark, end: Mark) -> None:
         """Add a stretch of time to a stage."""
@@ -61,12 +74,17 @@ class StepFacts:
         """Return the time spent in stages; on a device this waits for them."""
         return sum(Clock.seconds(*span) for stage in stages for span in self._spans[stage])
 
+    def union(self) -> int:
+        """Return how many elements any rank has sent, which costs a sort of what arrived."""
+        return sum(arrived if isinstance(arrived, int) else _distinct(arrived) for arrived in self._arrived)
+
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
         dense_bytes = 4.0 * self.elements
         exposed = 0.0 if self.end is None else Clock.seconds(self.backward_end, self.end)
         return {
-            "density": self.sent / max(1, self.elements),
+            "density": float(sum(self._sent)) / max(1, self.elements),
+            "union_density": self.union() / max(1, self.elements),
             "wire_bytes": float(self.wire_bytes),
             "dense_bytes": dense_bytes,
             "compression_ratio": dense_bytes / self.wire_bytes if self.wire_bytes else 1.0,
@@ -74,6 +92,11 @@ class StepFacts:
             "exchange_seconds": self.seconds("exchange"),
             "exposed_seconds": max(0.0, exposed),
         }
+
+
+def _distinct(mean: Selection) -> int:
+    assert mean.indices is not None
+    return mean.indices[mean.values != 0].unique().numel()
 
 
 class Recorder:

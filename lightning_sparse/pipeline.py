@@ -1,18 +1,34 @@
 """The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.collectives import Collectives, ExchangeError
-from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.compressors import Agreement, Compressor, element_count
+from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import copy_elements, round_to
 from lightning_sparse.memory import Memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.selection import Selection
-from lightning_sparse.wire import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.wire import Arrival, Payload, WireFormat
+
+Result = TypeVar("Result")
+
+
+class StepContext(NamedTuple):
+    """What the outside knows of the step in progress.
+
+    Attributes:
+        loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
+            step, so what is kept is kept without it.
+        hyperparameters: by parameter name; empty where no optimizer is known.
+    """
+
+    loss_scale: Optional[Tensor] = None
+    hyperparameters: Mapping[str, Hyperparameters] = {}
 
 
 class LocalGradient(NamedTuple):
@@ -53,8 +69,7 @@ class Pipeline:
         density_of: fraction of elements to send of the parameter with a given name.
 
     Attributes:
-        loss_scale: what the loss of the step in progress was multiplied by, as a tensor of one element; ``None`` for 1.
-            It changes from step to step, so what is kept is kept without it.
+        context: what the outside knows of the step in progress.
     """
 
     def __init__(
@@ -72,7 +87,18 @@ class Pipeline:
         self.collectives = collectives
         self.recorder = recorder
         self.density_of = density_of
-        self.loss_scale: Optional[Tensor] = None
+        self.context = StepContext()
+
+    @property
+    def waits_for_whole_step(self) -> bool:
+        """Whether the gradients of the whole model have to be seen by :meth:`prepare` before any group is exchanged."""
+        return self.memory.clips_gradients
+
+    def prepare(self, step: Sequence[LocalGradient]) -> None:
+        """Look at the gradients of the whole model, in the order of the model's definition."""
+        with self.recorder.span("select"):
+            norm = torch.stack(torch._foreach_norm([local.gradient for local in step])).float().norm()
+            self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
     def exchange(self, group: Sequence[LocalGradient]) -> Exchanged:
         """Send what is selected of a group, and receive what the other ranks selected.
@@ -82,13 +108,15 @@ class Pipeline:
         names = [local.name for local in group]
         with self.recorder.span("select"):
             gradients = [local.gradient for local in group]
-            if self.loss_scale is not None:
-                torch._foreach_div_(gradients, self.loss_scale)
-            accumulated = self.memory.compensate(names, gradients)
+            if self.context.loss_scale is not None:
+                torch._foreach_div_(gradients, self.context.loss_scale)
+            self.compressor.prepare(names, gradients)
+            accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
             counts = [element_count(tensor.numel(), self.density_of(name)) for name, tensor in zip(names, accumulated)]
             selections = self.compressor.select(names, accumulated, counts)
-        self._record_sizes(selections)
-        arrival = self._travel(self.wire.exchange(selections, self._used(group)), names)
+        self.recorder.current.add_selections(selections)
+        arrival = self._travel(self.wire.exchange(selections, accumulated, self._used(group)), names)
+        self.recorder.current.add_means(arrival.means)
         return Exchanged(group, accumulated, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
@@ -97,14 +125,15 @@ class Pipeline:
         If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself
         is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
         """
+        finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
+        means = iter(self._conclude(step, finite))
         with self.recorder.span("commit"):
-            finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
             for group, accumulated, arrival in step:
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
-                _write_means(arrival.means, accumulated)
-                if self.loss_scale is not None:
-                    torch._foreach_mul_(accumulated, self.loss_scale)
+                _write_means([next(means) for _ in group], accumulated)
+                if self.context.loss_scale is not None:
+                    torch._foreach_mul_(accumulated, self.context.loss_scale)
                 for local, tensor in zip(group, accumulated):
                     if tensor is not local.gradient:
                         local.gradient.copy_(round_to(tensor, local.gradient.dtype))
@@ -115,15 +144,20 @@ class Pipeline:
             self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
 
-    def _travel(self, phases: Phases, names: list[str]) -> Arrival:
+    def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Selection]:
+        names = [local.name for exchanged in step for local in exchanged.group]
+        means = [mean for exchanged in step for mean in exchanged.arrival.means]
+        return self._travel(_gathered(self.compressor.conclude(names, means, finite)), names)
+
+    def _travel(self, phases: Generator[Payload, Tensor, Result], names: list[str]) -> Result:
         received: Optional[Tensor] = None
         while True:
             try:
                 with self.recorder.span("encode"):
                     payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
             except StopIteration as stop:
-                arrival: Arrival = stop.value
-                return arrival
+                result: Result = stop.value
+                return result
             with self.recorder.span("exchange"):
                 received = self._run_collective(payload, names)
 
@@ -144,9 +178,16 @@ class Pipeline:
             return None
         return torch.tensor([local.is_used for local in group], dtype=torch.uint8).to(self.collectives.device)
 
-    def _record_sizes(self, selections: list[Selection]) -> None:
-        self.recorder.current.elements += sum(selection.numel for selection in selections)
-        self.recorder.current.sent += sum(selection.values.numel() for selection in selections)
+
+def _gathered(agreement: Agreement) -> Generator[Payload, Tensor, Sequence[Selection]]:
+    received: Optional[Tensor] = None
+    while True:
+        try:
+            tensor = agreement.send(received)  # type: ignore[arg-type]  # a generator starts with None
+        except StopIteration as stop:
+            means: Sequence[Selection] = stop.value
+            return means
+        received = yield Payload("all_gather", tensor)
 
 
 def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:

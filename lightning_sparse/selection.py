@@ -5,6 +5,20 @@ from typing import NamedTuple, Optional
 from torch import Tensor
 
 
+class Quantization(NamedTuple):
+    """What the integer codes of a selection stand for: ``code * scale of its bucket``.
+
+    Attributes:
+        scales: fp32 ``[buckets]``; a bucket is ``bucket_size`` elements in a row, the last one may be shorter.
+        bucket_size: elements that share a scale.
+        levels: codes lie in ``[-levels, levels]``.
+    """
+
+    scales: Tensor
+    bucket_size: int
+    levels: int
+
+
 class Selection(NamedTuple):
     """Some elements of a flat tensor.
 
@@ -13,8 +27,13 @@ class Selection(NamedTuple):
         indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element, in
             order; ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor selected from.
+        filled: bool ``[count]``: which of these elements are sent. A message of fixed size carries a zero in the place
+            of the others, and they stay here. ``None`` where all are sent.
+        quantization: what ``values`` stand for where they are integer codes (int64 ``[numel]``); else ``None``.
     """
 
     values: Tensor
     indices: Optional[Tensor]
     numel: int
+    filled: Optional[Tensor] = None
+    quantization: Optional[Quantization] = None

@@ -47,6 +47,8 @@ class SparseDDPStrategy(DDPStrategy):
             never changes the numbers.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
             the residual.
+        warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
+            fast to wait. ``None`` for the compressor's own default.
         **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
             ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
 
@@ -66,12 +68,13 @@ class SparseDDPStrategy(DDPStrategy):
         density: Optional[float] = None,
         schedule: Union[str, Schedule] = "merged",
         wire: str = "float32",
+        warmup_epochs: Optional[int] = None,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
-        self._settings = Settings(compressor, density, schedule, wire)
+        self._settings = Settings(compressor, density, schedule, wire, warmup_epochs)
         self._engine: Optional[Engine] = None
         self._final_stats: dict[str, float] = {}
         super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
@@ -82,10 +85,11 @@ class SparseDDPStrategy(DDPStrategy):
         After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
 
         Returns:
-            ``density`` (fraction of elements sent), ``wire_bytes`` (all bytes handed to collectives: values, indices,
-            counts, flags, padding), ``dense_bytes`` (what fp32 would have been), ``compression_ratio`` (the quotient;
-            1 where nothing travels), ``select_seconds`` (residual, selection and encoding), ``exchange_seconds``
-            (in collectives), ``exposed_seconds`` (from the end of backward until the gradients could be used).
+            ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
+            ``wire_bytes`` (all bytes handed to collectives: values, indices, counts, flags, padding), ``dense_bytes``
+            (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels),
+            ``select_seconds`` (residual, selection and encoding), ``exchange_seconds`` (in collectives),
+            ``exposed_seconds`` (from the end of backward until the gradients could be used).
         """
         return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
 

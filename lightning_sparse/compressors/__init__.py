@@ -1,6 +1,6 @@
 """Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
 
-from lightning_sparse.compressors.base import Compressor, element_count
+from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
@@ -8,15 +8,15 @@ from lightning_sparse.named import NamedTable
 COMPRESSORS: NamedTable[Compressor] = NamedTable("compressor", Compressor, {"dense": Dense, "topk": TopK})
 
 
-def available_compressors() -> list[str]:
-    """Return the names that ``compressor=`` understands.
+def available_compressors() -> dict[str, str]:
+    """Return the names that ``compressor=`` understands, and for each one line that says what it sends.
 
     Example::
 
-        >>> available_compressors()
-        ['dense', 'topk']
+        >>> available_compressors()["topk"]
+        'Send exactly ``max(1, round(density * n))`` largest magnitudes of every parameter of ``n`` elements.'
     """
-    return COMPRESSORS.names()
+    return COMPRESSORS.descriptions()
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:
@@ -35,6 +35,7 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
 
 __all__ = [
     "COMPRESSORS",
+    "Agreement",
     "Compressor",
     "Dense",
     "TopK",

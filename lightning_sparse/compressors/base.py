@@ -1,33 +1,68 @@
 """What a compressor is: the answer to WHAT is sent."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Optional
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, Optional
 
 from torch import Tensor
 
+from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.layout import ModelLayout
 from lightning_sparse.selection import Selection
+
+Agreement = Generator[Tensor, Tensor, Sequence[Selection]]
 
 
 class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
-    A compressor is pure: it calls no collective, changes no tensor that it is given and keeps no state that depends on
-    how parameters are grouped. If an accumulated gradient holds a NaN or an infinity, at least one of them
-    must be selected, because that is how all ranks learn of it.
+    Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
+    what it answers for a tensor does not depend on which other tensors come with it. If an accumulated gradient holds
+    a NaN or an infinity, at least one of them must be selected, because that is how all ranks learn of it.
+
+    A method with a state of its own (a threshold, a partition) reads it in :meth:`select` and changes it in
+    :meth:`conclude` only, when the whole step is known: so it, too, does not depend on how parameters are grouped.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
+        default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
         wire_format: name of the way its selections travel, see :mod:`lightning_sparse.wire`.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
+        param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
+            apart; ``None`` for never. Only read where ``replicas_diverge``.
+        replicas_diverge: whether ranks apply different updates.
     """
 
     default_density: ClassVar[Optional[float]]
+    default_warmup_epochs: ClassVar[int] = 0
     wire_format: ClassVar[str]
     is_lossless: ClassVar[bool] = False
+    replicas_diverge: ClassVar[bool] = False
+    param_sync_every: Optional[int] = None
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """What is asked of the memory."""
+        return ErrorFeedback()
+
+    def begin(self, layout: ModelLayout) -> None:
+        """Start anew with a model: check settings that name parameters, forget all state.
+
+        Raises:
+            ValueError: if a setting does not fit the model.
+        """
+        return
+
+    def density_of(self, name: str, density: float) -> float:
+        """Return the density of one parameter, where ``density`` is that of the model."""
+        return density
+
+    def prepare(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Look at the fresh gradients of a group, before the memory adds what waits; they must not be changed."""
+        return
 
     @abstractmethod
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         """Choose what is sent of each tensor of a group.
 
         Args:
@@ -38,6 +73,38 @@ class Compressor(ABC):
         Returns:
             one selection for each tensor.
         """
+
+    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+        """Look back at a whole step, on every rank, and take on the state of the next.
+
+        Each ``yield`` gathers a small tensor, of equal size on all ranks, and receives it as ``[ranks, n]``.
+
+        Args:
+            names: parameter names, in the order in which they were exchanged.
+            means: for each what arrived, see :class:`~lightning_sparse.wire.Arrival`.
+            finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
+
+        Returns:
+            what is to be written as the mean gradients; ``means`` unless the method changes them.
+        """
+        yield from ()
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the method as plain tensors and numbers, by parameter name where each has its own."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the state of the method.
+
+        Raises:
+            ValueError: if the state is another method's.
+        """
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} keeps no state, but was given {', '.join(map(repr, list(state)[:3]))}; load it"
+                " into the compressor that it was saved with"
+            )
 
 
 def element_count(numel: int, density: float) -> int:

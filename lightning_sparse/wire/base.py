@@ -66,11 +66,15 @@ class WireFormat(ABC):
         self.ranks = ranks
 
     @abstractmethod
-    def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
+    def exchange(
+        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
+    ) -> Phases:
         """Write the selections of a group; each ``yield`` is one collective and receives its result.
 
         Args:
             selections: one for each tensor of the group; not changed.
+            accumulated: what was selected from, for a format in which one rank asks for the values of another's
+                choice; not changed.
             used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.
 
         Returns:

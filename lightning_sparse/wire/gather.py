@@ -33,14 +33,16 @@ class GatherFormat(WireFormat):
         self._layout = lru_cache(maxsize=1024)(_layout)
 
     @override
-    def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
+    def exchange(
+        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
+    ) -> Phases:
         layout = self._layout(
             tuple(selection.numel for selection in selections),
             tuple(selection.values.numel() for selection in selections),
             selections[0].values.device,
         )
         values = torch.cat([selection.values for selection in selections])
-        sent = round_to(values, self.dtype)
+        sent = round_to(_filled(values, selections), self.dtype)
         indices = torch.cat([_positions(selection) for selection in selections])
         sections = [sent.view(torch.uint8), layout.codec.encode(indices + layout.starts, layout.numel)]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
@@ -81,6 +83,13 @@ class _Layout(NamedTuple):
 def _layout(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> _Layout:
     starts = torch.tensor((0, *numels[:-1])).cumsum(0).repeat_interleave(torch.tensor(counts)).to(device)
     return _Layout(numels, counts, sum(numels), starts, index_codec(sum(numels), sum(counts)))
+
+
+def _filled(values: Tensor, selections: Sequence[Selection]) -> Tensor:
+    masks = [selection.filled for selection in selections if selection.filled is not None]
+    if len(masks) < len(selections):
+        return values
+    return torch.where(torch.cat(masks), values, 0.0)
 
 
 def _positions(selection: Selection) -> Tensor:

@@ -35,7 +35,9 @@ class ReduceFormat(WireFormat):
         self._workspace: dict[str, Tensor] = {}
 
     @override
-    def exchange(self, selections: Sequence[Selection], used: Optional[Tensor]) -> Phases:
+    def exchange(
+        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
+    ) -> Phases:
         values = self._end_to_end([selection.values for selection in selections])
         sent = round_to(values, self.dtype)
         parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))

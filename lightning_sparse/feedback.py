@@ -1,0 +1,45 @@
+"""What a compressor asks of the memory: plain settings, so that the two need not know each other."""
+
+from typing import NamedTuple, Optional, Union
+
+FROM_OPTIMIZER = "optimizer"
+
+
+class ErrorFeedback(NamedTuple):
+    """How what is not sent is kept.
+
+    Attributes:
+        keeps_residual: whether what was not sent waits for the next step. Without it, it is dropped, which only an
+            unbiased or an exact method can afford.
+        momentum: momentum that is accumulated here, before selection, instead of in the optimizer after it (momentum
+            correction of Deep Gradient Compression): a number, ``"optimizer"`` to take over what the SGD optimizer was
+            given, ``None`` to leave it there.
+        nesterov: whether that momentum is Nesterov's; follows the optimizer where ``momentum`` does.
+        masks_momentum: whether the momentum of an element that was sent starts again from zero (momentum factor
+            masking).
+        clip_norm: largest norm of the mean gradient; every rank clips its own gradient, before it is accumulated, to
+            this divided by the square root of the number of ranks. ``None`` not to clip.
+        follows_learning_rate: whether what waits is counted in units of the update, learning rate times gradient, so
+            that a change of the learning rate does not change what was gathered under the old one.
+    """
+
+    keeps_residual: bool = True
+    momentum: Union[float, str, None] = None
+    nesterov: bool = False
+    masks_momentum: bool = True
+    clip_norm: Optional[float] = None
+    follows_learning_rate: bool = False
+
+
+class Hyperparameters(NamedTuple):
+    """What the optimizer does with a parameter in this step.
+
+    Attributes:
+        learning_rate: of its parameter group.
+        momentum: that the memory has taken over from its parameter group.
+        nesterov: whether that is Nesterov's.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    nesterov: bool = False

@@ -1,0 +1,38 @@
+"""What is KEPT: what has not been sent yet, one flat tensor for each parameter name."""
+
+import math
+
+from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+from lightning_sparse.memory.base import Memory, MemoryState, widened
+from lightning_sparse.memory.momentum import MomentumMemory
+from lightning_sparse.memory.none import NoMemory
+from lightning_sparse.memory.residual import ResidualMemory
+
+
+def build_memory(feedback: ErrorFeedback, ranks: int) -> Memory:
+    """Build the memory that a compressor asks for.
+
+    Args:
+        feedback: how what is not sent is kept.
+        ranks: how many ranks the gradient is averaged over: the norm of a mean of that many independent gradients is
+            smaller by its square root, and a local clip has to allow for it.
+    """
+    if not feedback.keeps_residual:
+        return NoMemory()
+    local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
+    if feedback.momentum is None:
+        return ResidualMemory(local_clip_norm, feedback.follows_learning_rate)
+    unknown = feedback.momentum == FROM_OPTIMIZER
+    without_optimizer = Hyperparameters(0.0, 0.0 if unknown else float(feedback.momentum), feedback.nesterov)
+    return MomentumMemory(without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.follows_learning_rate)
+
+
+__all__ = [
+    "Memory",
+    "MemoryState",
+    "MomentumMemory",
+    "NoMemory",
+    "ResidualMemory",
+    "build_memory",
+    "widened",
+]

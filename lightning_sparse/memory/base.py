@@ -1,0 +1,72 @@
+"""What a memory is: the answer to what is KEPT."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.feedback import Hyperparameters
+from lightning_sparse.selection import Selection
+
+MemoryState = dict[str, dict[str, Tensor]]
+
+
+class Memory(ABC):
+    """Add what waits to the gradient before selection, and keep what was not sent after it.
+
+    A step is a transaction: :meth:`compensate` changes nothing that is kept, and :meth:`update` is told which tensors'
+    exchange counts. A non-finite gradient or an unused parameter therefore leaves the memory bit for bit as it was.
+
+    Attributes:
+        clips_gradients: whether the norm of the whole gradient has to be known before the first group is compensated.
+        gradient_norm: that norm in this step, a tensor of one element; only set where ``clips_gradients``.
+    """
+
+    clips_gradients: bool = False
+    gradient_norm: Optional[Tensor] = None
+
+    @abstractmethod
+    def compensate(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        """Add what waits to the gradients.
+
+        Args:
+            names: parameter names.
+            gradients: for each its flat local gradient. Changed in place where its type is wide enough.
+            hyperparameters: by parameter name; empty where no optimizer is known.
+
+        Returns:
+            for each the accumulated gradient, in at least fp32; the gradient itself where that was wide enough.
+        """
+
+    @abstractmethod
+    def update(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+    ) -> None:
+        """Keep the accumulated gradients, with ``kept`` written over the positions that were sent.
+
+        Args:
+            names: parameter names.
+            accumulated: what :meth:`compensate` returned; may be changed.
+            kept: for each, what is left at the positions that were sent.
+            accepted: bool ``[len(names)]``; where false, the memory of that parameter stays as it is.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> MemoryState:
+        """Return what is kept, as ``{kind: {parameter name: flat tensor}}`` (not copied).
+
+        The kind ``"residual"`` is what has not been sent.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: MemoryState) -> None:
+        """Replace what is kept by a copy of ``state``."""
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of a type are accumulated and kept: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)

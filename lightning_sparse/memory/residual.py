@@ -1,0 +1,133 @@
+"""Error feedback: what was not sent waits for the next gradient.
+
+Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD"
+(arXiv 1901.09847). Rescaling at a change of the learning rate: Zheng, Huang and Kwok, "Communication-Efficient
+Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al.,
+"Deep Gradient Compression" (arXiv 1712.01887), section 3.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.feedback import Hyperparameters
+from lightning_sparse.functional import copy_elements
+from lightning_sparse.memory.base import Memory, MemoryState, widened
+from lightning_sparse.selection import Selection
+
+_MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up what waits
+
+
+class ResidualMemory(Memory):
+    """Error feedback: what was not sent is added to the next gradient.
+
+    The residual of a parameter is allocated when its first gradient arrives, in fp32 (float64 for a float64 gradient),
+    and from then on updated in place: 4 bytes an element.
+
+    Args:
+        local_clip_norm: largest norm of this rank's gradient over the whole model; a larger one is scaled down before
+            it is accumulated. ``None`` not to clip.
+        follows_learning_rate: multiply what waits by the last learning rate over the present one (within a tenth and
+            ten), so that what was gathered acts with the learning rate under which it was gathered.
+    """
+
+    def __init__(self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False) -> None:
+        self.clips_gradients = local_clip_norm is not None
+        self._local_clip_norm = local_clip_norm
+        self._follows_learning_rate = follows_learning_rate
+        self._residuals: dict[str, Tensor] = {}
+        self._rates: dict[str, Tensor] = {}
+        self._new_rates: dict[str, Tensor] = {}
+
+    @override
+    def compensate(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        accumulated = [gradient.to(widened(gradient.dtype)) for gradient in gradients]
+        self._clip(accumulated)
+        self._add_residuals(names, accumulated, hyperparameters)
+        return accumulated
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        if self._local_clip_norm is None:
+            return
+        assert self.gradient_norm is not None
+        # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
+        factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)
+
+    def _add_residuals(
+        self, names: Sequence[str], accumulated: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        residuals = kept_like(self._residuals, names, accumulated)
+        if not (self._follows_learning_rate and hyperparameters):
+            torch._foreach_add_(accumulated, residuals)
+            return
+        ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], accumulated[0])
+        for tensor, residual, ratio in zip(accumulated, residuals, ratios.unbind()):
+            tensor.addcmul_(residual, ratio)
+
+    def _rate_ratios(self, names: Sequence[str], rates: list[float], like: Tensor) -> Tensor:
+        present = torch.tensor(rates, dtype=like.dtype).to(like.device, non_blocking=True)
+        self._new_rates.update(zip(names, present.unbind()))
+        last = torch.stack([self._rates.get(name, rate) for name, rate in zip(names, present.unbind())])
+        # From 0 to 0 is no change.
+        return (last / present).nan_to_num(nan=1.0).clamp(1 / _MAX_RATE_RATIO, _MAX_RATE_RATIO)
+
+    @override
+    def update(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+    ) -> None:
+        self._accept_rates(names, accepted)
+        residuals = kept_like(self._residuals, names, accumulated)
+        if accepted.device.type == "cpu":
+            decided = zip(accepted.tolist(), residuals, accumulated, kept)
+            rows = [row for is_accepted, *row in decided if is_accepted]
+            if rows:
+                targets, sources, selections = zip(*rows)
+                torch._foreach_copy_(targets, sources)
+                for target, selection in zip(targets, selections):
+                    _overwrite(target, selection)
+            return
+        # Asking the device for the decision would stop the host; both outcomes cost one pass, so the device chooses.
+        for position, (residual, source, selection) in enumerate(zip(residuals, accumulated, kept)):
+            torch.where(accepted[position], _overwrite(source, selection), residual, out=residual)
+
+    def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
+        if not self._new_rates:
+            return
+        present = torch.stack([self._new_rates[name] for name in names])
+        last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
+        self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
+
+    @override
+    def state_dict(self) -> MemoryState:
+        state = {"residual": dict(self._residuals)}
+        return {**state, "learning_rate": dict(self._rates)} if self._rates else state
+
+    @override
+    def load_state_dict(self, state: MemoryState) -> None:
+        self._residuals = cloned(state.get("residual", {}))
+        self._rates = cloned(state.get("learning_rate", {}))
+
+
+def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return what is kept under some names; zeros, from now on kept, under a new one."""
+    for name, like in zip(names, likes):
+        if name not in kept:
+            kept[name] = torch.zeros_like(like)
+    return [kept[name] for name in names]
+
+
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors by name."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _overwrite(tensor: Tensor, selection: Selection) -> Tensor:
+    if selection.indices is None:
+        return copy_elements(selection.values, tensor)
+    return tensor.index_copy_(0, selection.indices, selection.values)
