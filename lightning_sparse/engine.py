@@ -18,6 +18,7 @@ from lightning_sparse.layout import ModelLayout
 from lightning_sparse.memory import Memory, NoMemory, build_memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.pipeline import Pipeline, StepContext
+from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Schedule
 from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
 
@@ -106,6 +107,12 @@ class Engine:
             density_of=lambda name: settings.compressor.density_of(name, self._density),
         )
         self._worker = ExchangeWorker(device)
+        compressor = settings.compressor
+        self._averager = (
+            ReplicaAverager(ddp.module, self._collectives, compressor.param_sync_every)
+            if compressor.replicas_diverge
+            else None
+        )
         self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder)
 
     def begin_backward(
@@ -124,13 +131,28 @@ class Engine:
         self.pipeline.context = StepContext(loss_scale, hyperparameters)
         self._density = self._settings.density_at(epoch)
 
+    def end_step(self) -> None:
+        """Take note that the optimizer has made a step; average the replicas where that is due."""
+        if self._averager is not None and self._averager.count_step():
+            self.synchronize_replicas()
+
+    def synchronize_replicas(self) -> None:
+        """Average parameters and buffers over ranks, where the method has let them drift apart; all ranks must call."""
+        if self._averager is not None and self._averager.have_drifted:
+            self._worker.run(self._averager.average)
+            if self._recorder.last is not None:
+                self._recorder.last.wire_bytes += self._averager.sent_bytes
+
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
         self._worker.raise_error()
 
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
-        return self._recorder.last.as_stats() if self._recorder.last is not None else {}
+        if self._recorder.last is None:
+            return {}
+        stats = self._recorder.last.as_stats()
+        return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""

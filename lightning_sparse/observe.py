@@ -96,7 +96,7 @@ class StepFacts:
 
 def _distinct(mean: Selection) -> int:
     assert mean.indices is not None
-    return mean.indices[mean.values != 0].unique().numel()
+    return int(mean.indices[mean.values != 0].unique().numel())
 
 
 class Recorder:

@@ -20,6 +20,9 @@ class System(NamedTuple):
 
 SYSTEMS = (
     System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
+    System("sparse_lags", "LAGS-SGD: the largest magnitudes of each layer at its own density", {"compressor": "lags"}),
+    System("sparse_sdagc", "SDAGC (reconstruction): what exceeds a layer's deviation", {"compressor": "sdagc"}),
+    System("sparse_dgc", "Deep Gradient Compression: momentum before selection, warm-up", {"compressor": "dgc"}),
     System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
 )
 

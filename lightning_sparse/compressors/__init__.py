@@ -2,10 +2,15 @@
 
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.dgc import DGC
+from lightning_sparse.compressors.lags import LAGS
+from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
-COMPRESSORS: NamedTable[Compressor] = NamedTable("compressor", Compressor, {"dense": Dense, "topk": TopK})
+COMPRESSORS: NamedTable[Compressor] = NamedTable(
+    "compressor", Compressor, {"dense": Dense, "dgc": DGC, "lags": LAGS, "sdagc": SDAGC, "topk": TopK}
+)
 
 
 def available_compressors() -> dict[str, str]:
@@ -35,6 +40,9 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
 
 __all__ = [
     "COMPRESSORS",
+    "DGC",
+    "LAGS",
+    "SDAGC",
     "Agreement",
     "Compressor",
     "Dense",
