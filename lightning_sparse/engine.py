@@ -120,6 +120,7 @@ class Engine:
         loss_scale: Optional[Tensor] = None,
         hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
         epoch: int = 0,
+        samples_deltas: bool = False,
     ) -> None:
         """Take note of what the outside knows of the step whose backward comes next.
 
@@ -127,7 +128,9 @@ class Engine:
             loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
             hyperparameters: what the optimizer does, by parameter name.
             epoch: from 0.
+            samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
         """
+        self.pipeline.samples_deltas = samples_deltas
         self.pipeline.context = StepContext(loss_scale, hyperparameters)
         self._density = self._settings.density_at(epoch)
 
@@ -153,6 +156,10 @@ class Engine:
             return {}
         stats = self._recorder.last.as_stats()
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
+
+    def layer_deltas(self) -> dict[str, Tensor]:
+        """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
+        return {} if self._recorder.last is None else dict(self._recorder.last.deltas)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""

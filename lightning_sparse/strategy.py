@@ -81,6 +81,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._engine: Optional[Engine] = None
         self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
+        self._samples_deltas = False
         super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
 
     def compression_stats(self) -> dict[str, float]:
@@ -96,6 +97,17 @@ class SparseDDPStrategy(DDPStrategy):
             ``exposed_seconds`` (from the end of backward until the gradients could be used).
         """
         return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
+
+    def sample_layer_deltas(self) -> None:
+        """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
+        self._samples_deltas = True
+
+    def layer_deltas(self) -> dict[str, Tensor]:
+        """Return, by parameter name, ``delta`` of LAGS' assumption in the last step; empty if it was not asked for.
+
+        See :class:`~lightning_sparse.metrics.LayerDelta`, which averages them over steps.
+        """
+        return self._engine.layer_deltas() if self._engine is not None else {}
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -143,7 +155,8 @@ class SparseDDPStrategy(DDPStrategy):
             assert self._optimizer_view is not None
             assert self.lightning_module is not None
             epoch = self.lightning_module.current_epoch
-            self._engine.begin_backward(self._loss_scale(), self._optimizer_view.hyperparameters(), epoch)
+            settings = self._optimizer_view.hyperparameters()
+            self._engine.begin_backward(self._loss_scale(), settings, epoch, self._samples_deltas)
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -159,6 +172,7 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._samples_deltas = False
         if self._engine is not None:
             self._engine.end_step()
         return output
