@@ -105,10 +105,11 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
     maxima = _block_maxima(rows)
     chosen = _largest(maxima, count)
     examined = rows[0].new_empty(len(rows), count * _BLOCK + numel - body)
-    for row, row_chosen, out in zip(rows, chosen, examined):
-        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=out[: count * _BLOCK].view(-1, _BLOCK))
-        if numel > body:
-            out[count * _BLOCK :] = row[body:]
+    heads = examined[:, : count * _BLOCK].unflatten(1, (count, _BLOCK))
+    for row, row_chosen, head in zip(rows, chosen.unbind(), heads.unbind()):
+        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=head)
+    if numel > body:
+        torch.stack([row[body:] for row in rows], out=examined[:, count * _BLOCK :])
     kept = _select_examined(examined, maxima.gather(1, chosen), count)
     place = (kept // _BLOCK).clamp_(max=count - 1)
     in_tail = kept >= count * _BLOCK
@@ -125,24 +126,32 @@ def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Ten
 
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
-    is_on_cpu = rows[0].device.type == "cpu"
     body = rows[0].numel() // _BLOCK * _BLOCK
-    chunk = _CPU_CHUNK if is_on_cpu else _DEVICE_CHUNK
+    chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
-    if is_on_cpu or body > chunk:
-        scratch = rows[0].new_empty(chunk)
-        for row, row_maxima in zip(rows, maxima):
-            for piece, out in zip(row[:body].split(chunk), row_maxima.split(chunk // _BLOCK)):
-                magnitudes = torch.abs(piece, out=scratch[: piece.numel()])
-                torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=out)
-        return maxima
-    share = chunk // body
-    scratch = rows[0].new_empty(share, body)
-    for start in range(0, len(rows), share):
-        pieces = [row[:body] for row in rows[start : start + share]]
-        magnitudes = torch.stack(pieces, out=scratch[: len(pieces)]).abs_()
-        torch.amax(magnitudes.view(len(pieces), -1, _BLOCK), dim=2, out=maxima[start : start + share])
+    bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
+    if body > chunk:
+        for row, row_maxima in zip(bodies, maxima.unbind()):
+            _maxima_of_each(row.split(chunk), row_maxima.split(chunk // _BLOCK))
+    elif rows[0].device.type == "cpu":
+        _maxima_of_each(bodies, maxima.unbind())
+    else:
+        share = chunk // body
+        for start in range(0, len(rows), share):
+            magnitudes = torch.stack(tuple(bodies[start : start + share])).abs_()
+            torch.amax(magnitudes.unflatten(1, (-1, _BLOCK)), dim=2, out=maxima[start : start + share])
     return maxima
+
+
+def _maxima_of_each(pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    *alike, last = pieces
+    magnitudes = torch.empty_like(pieces[0])
+    blocks = magnitudes.view(-1, _BLOCK)
+    for piece, out in zip(alike, outs):
+        torch.abs(piece, out=magnitudes)
+        torch.amax(blocks, dim=1, out=out)
+    magnitudes = torch.abs(last, out=magnitudes[: last.numel()])
+    torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=outs[-1])
 
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
