@@ -20,6 +20,7 @@ class System(NamedTuple):
 
 SYSTEMS = (
     System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
+    System("sparse_qsgd", "every element as a few random bits, right on average", {"compressor": "qsgd"}),
     System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
 )
 

@@ -2,10 +2,13 @@
 
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
-COMPRESSORS: NamedTable[Compressor] = NamedTable("compressor", Compressor, {"dense": Dense, "topk": TopK})
+COMPRESSORS: NamedTable[Compressor] = NamedTable(
+    "compressor", Compressor, {"dense": Dense, "qsgd": QSGD, "topk": TopK}
+)
 
 
 def available_compressors() -> dict[str, str]:
@@ -35,6 +38,7 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
 
 __all__ = [
     "COMPRESSORS",
+    "QSGD",
     "Agreement",
     "Compressor",
     "Dense",
