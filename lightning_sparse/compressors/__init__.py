@@ -1,5 +1,6 @@
 """Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
 
+from lightning_sparse.compressors.a2sgd import A2SGD
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.qsgd import QSGD
@@ -7,7 +8,7 @@ from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
 COMPRESSORS: NamedTable[Compressor] = NamedTable(
-    "compressor", Compressor, {"dense": Dense, "qsgd": QSGD, "topk": TopK}
+    "compressor", Compressor, {"a2sgd": A2SGD, "dense": Dense, "qsgd": QSGD, "topk": TopK}
 )
 
 
@@ -37,6 +38,7 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
 
 
 __all__ = [
+    "A2SGD",
     "COMPRESSORS",
     "QSGD",
     "Agreement",
