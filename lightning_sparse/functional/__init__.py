@@ -1,6 +1,7 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
 from lightning_sparse.functional.copying import copy_elements
+from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
 from lightning_sparse.functional.quantization import NORMS, bucket_views, quantize
@@ -15,6 +16,7 @@ __all__ = [
     "bucket_views",
     "copy_elements",
     "index_codec",
+    "layer_deltas",
     "pack_codes",
     "packed_nbytes",
     "quantize",

@@ -70,7 +70,7 @@ class CodesFormat(WireFormat):
         nothing = mean.new_zeros(())
         return Arrival(
             finite=scales.isfinite().all(),
-            used=used.any(dim=0) if has_used else None,
+            used=used.bool().any(dim=0) if has_used else None,
             means=[Selection(piece, None, numel) for piece, numel in pieces],
             kept=[Selection(nothing.expand(numel), None, numel) for numel in numels],
         )
