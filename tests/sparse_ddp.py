@@ -1,6 +1,6 @@
 """Build models behind the engine inside a pool's processes, without a Trainer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -18,6 +18,17 @@ SCHEDULE_NAMES = ["layerwise", "merged", "single"]
 WIRES = ["float32", "bfloat16", "float16"]
 # Without a density; a sparsifier with its own default would send little enough to hide mistakes in what is kept.
 DENSITY = {name: 0.05 if COMPRESSORS.resolve(name).default_density is not None else None for name in COMPRESSOR_NAMES}
+
+
+def declaring(promise: Callable[[Compressor], bool]) -> list[str]:
+    """Return the names of the compressors that declare a property, and so are held to the law that follows from it."""
+    return [name for name in COMPRESSOR_NAMES if promise(COMPRESSORS.resolve(name))]
+
+
+KEEPING_NAMES = declaring(lambda compressor: compressor.feedback.keeps_residual)
+# Whoever has no density can only be DDP by sending everything anyway.
+EXACT_NAMES = declaring(lambda compressor: compressor.is_lossless or compressor.default_density is not None)
+AGREEING_NAMES = declaring(lambda compressor: not compressor.replicas_diverge)
 
 
 @contextmanager
