@@ -16,7 +16,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=examples $(BIN)/mypy examples/*.py
-	MYPYPATH=examples/benchmarks $(BIN)/mypy examples/benchmarks/*.py
+	MYPYPATH=examples:examples/benchmarks $(BIN)/mypy examples/benchmarks/*.py
 
 # Needs root: it makes network namespaces with shaped links.
 bench: $(READY)

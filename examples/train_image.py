@@ -23,7 +23,9 @@ Fashion-MNIST, with the four files of https://github.com/zalandoresearch/fashion
     python examples/train_image.py --data-dir fashion --epochs 5 --batch-size 64
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Optional
 
 import torch
 from command_line import build_trainer, example_parser
@@ -80,11 +82,11 @@ class ImageClassifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
 
-def main() -> None:
-    """Train as the command line says."""
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Train as the command line, or other arguments in its place, say."""
     parser = example_parser(__doc__ or "", epochs=10, batch_size=16, learning_rate=0.01)
     parser.add_argument("--data-dir", type=Path, help="directory of Fashion-MNIST; without it, digits")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     seed_everything(options.seed, workers=True)
     split = digits() if options.data_dir is None else fashion_mnist(options.data_dir)

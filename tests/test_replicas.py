@@ -1,0 +1,95 @@
+"""Replicas that drift apart by design are one model again whenever somebody looks."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.compressors import A2SGD
+from tests.pool import Pool
+from tests.trainers import Small, make_trainer
+
+
+class Watched(Small):
+    """A model with a buffer that differs between ranks, and notes of its state at every moment that matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.insert(1, nn.BatchNorm1d(64))
+        self.notes: dict[str, list[Tensor]] = {"batch": [], "validation": []}
+
+    def state(self) -> Tensor:
+        """Return all parameters and floating-point buffers as one vector."""
+        tensors = [*self.parameters(), *(buffer for buffer in self.buffers() if buffer.is_floating_point())]
+        return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take a note."""
+        self.notes["batch"].append(self.state())
+
+    def on_validation_epoch_start(self) -> None:
+        """Take a note."""
+        self.notes["validation"].append(self.state())
+
+
+def fit_watched(rank: int, every: Optional[int], path: str) -> tuple[dict[str, list[Tensor]], dict[str, float], Any]:
+    """Fit two epochs of 16 steps with a checkpoint in between; return notes, statistics and the checkpoint."""
+    model = Watched()
+
+    def save(*_: Any) -> None:
+        model.notes["saved"] = [model.state()]
+
+    model.on_save_checkpoint = save
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=every))
+    trainer = make_trainer(rank, strategy, max_epochs=2, val_check_interval=7, num_sanity_val_steps=1)
+    trainer.fit(model)
+    trainer.save_checkpoint(path)
+    model.notes["end"] = [model.state()]
+    return model.notes, trainer.strategy.compression_stats(), torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("every", [5, None])
+def test_what_is_measured_and_saved_is_one_model(pair: Pool, tmp_path: Any, every: Optional[int]) -> None:
+    (first, stats, saved), (second, _, _) = pair.run(fit_watched, every, str(tmp_path / "drift.ckpt"))
+    for moment in ("validation", "end"):
+        assert len(first[moment]) > 0
+        assert all(torch.equal(one, other) for one, other in zip(first[moment], second[moment]))
+    identical = [torch.equal(one, other) for one, other in zip(first["batch"], second["batch"])]
+    assert [step for step, is_identical in enumerate(identical) if is_identical] == steps_with_average(every)
+    assert 0 < stats["replica_divergence"] < 1
+    total = sum(tensor.sum().double() for name, tensor in saved.items() if "num_batches" not in name)
+    torch.testing.assert_close(total, first["end"][0].sum().double(), rtol=1e-4, atol=1e-4)
+
+
+def steps_with_average(every: Optional[int]) -> list[int]:
+    """Count steps from the last average on; one before validation, too, starts the count anew."""
+    steps, since = [], 0
+    for step in range(32):
+        since += 1
+        if every is not None and since >= every:
+            steps.append(step)
+            since = 0
+        if step % 16 in (6, 13):  # validation follows
+            since = 0
+    return steps
+
+
+def fit_bytes(rank: int, every: Optional[int]) -> float:
+    """Fit 16 steps, the last of which may end in an average; return the bytes of that step."""
+    trainer = make_trainer(rank, SparseDDPStrategy(A2SGD(param_sync_every=every)), limit_val_batches=0, max_steps=15)
+    stats = {}
+
+    class Kept(Small):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            stats.update(self.trainer.strategy.compression_stats())
+
+    trainer.fit(Kept())
+    return stats["wire_bytes"]
+
+
+def test_an_average_is_counted_in_the_bytes_of_its_step(pair: Pool) -> None:
+    elements = 32 * 64 + 64 + 64 * 32 + 32
+    assert pair.run(fit_bytes, 4) == [8.0] * 2
+    assert pair.run(fit_bytes, 5) == [8.0 + 4 * elements + 4] * 2
