@@ -16,7 +16,7 @@ model's many small tensors cost more in calls than in elements.
 
 import math
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     threshold = _sampled_threshold(tensor, count)
-    candidates = None if threshold is None else _reaching(tensor, threshold)
+    candidates = None if threshold is None else indices_reaching(tensor, threshold)
     if candidates is None or candidates.numel() < count:
         return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
@@ -155,8 +155,23 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
     return threshold if (sample >= threshold).sum() <= _SURPLUS * rank else None
 
 
-def _reaching(tensor: Tensor, floor: Tensor) -> Tensor:
-    """Find, on CPU, where the magnitude is not below ``floor`` (a NaN never is), in ascending order."""
+def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
+    """Find where the magnitude is not below a floor; it never is where there is a NaN.
+
+    Args:
+        tensor: flat floating-point tensor of at least one element; not changed.
+        floor: number, or tensor of one element.
+
+    Returns:
+        int64 ``[count]``: positions in ascending order. Off the CPU the host waits for their number.
+
+    Example::
+
+        >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
+        tensor([1, 2, 3])
+    """
+    if tensor.device.type != "cpu":
+        return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
     magnitudes = tensor.new_empty(chunk)
     mask = torch.zeros(chunk, dtype=torch.bool)
