@@ -21,6 +21,8 @@ class System(NamedTuple):
 SYSTEMS = (
     System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
     System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
+    System("sparse_exdyna", "exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),
+    System("sparse_micro", "exclusive partitions of equal size, one threshold", {"compressor": "micro"}),
 )
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -2,10 +2,14 @@
 
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.exdyna import ExDyna
+from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
-COMPRESSORS: NamedTable[Compressor] = NamedTable("compressor", Compressor, {"dense": Dense, "topk": TopK})
+COMPRESSORS: NamedTable[Compressor] = NamedTable(
+    "compressor", Compressor, {"dense": Dense, "exdyna": ExDyna, "micro": MiCRO, "topk": TopK}
+)
 
 
 def available_compressors() -> dict[str, str]:
@@ -38,6 +42,8 @@ __all__ = [
     "Agreement",
     "Compressor",
     "Dense",
+    "ExDyna",
+    "MiCRO",
     "TopK",
     "available_compressors",
     "element_count",
