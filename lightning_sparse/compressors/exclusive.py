@@ -30,9 +30,9 @@ class ExclusiveSelection(Compressor):
 
     While there is no threshold (mode ``"default"``, at the start), each rank takes the largest magnitudes of each
     tensor, in proportion to how much of it lies in its partition, and counts the magnitudes of its partition. The
-    counts of all ranks together give the threshold of the next step. So it is again when a threshold has selected
-    nothing on any rank: it is then no longer known how far off it is. As long as fewer elements than are wanted differ
-    from zero, there is none.
+    counts of all ranks together (32 KiB from each) give the threshold of the next step. So it is again when a threshold
+    has selected twice as much as was wanted, or half: what waits has then grown or shrunk too fast to be followed step
+    by step. As long as fewer elements than are wanted differ from zero, there is no threshold.
 
     The number of elements wanted follows from the density of the whole model, of which :meth:`density_of` takes note:
     the counts of the tensors, one at least for each, add up to more in a model of many small tensors.
@@ -140,7 +140,7 @@ class ExclusiveSelection(Compressor):
                 gathered = yield counted
                 self._threshold = magnitude_quantile(gathered.sum(dim=0), wanted) or None
             else:
-                self._threshold = self._rule.follow(threshold, positions.numel() / wanted)
+                self._threshold = self._rule.follow(threshold, positions.numel(), wanted)
         self._next_partitions(positions)
         self._step += 1
         return means

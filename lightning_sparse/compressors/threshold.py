@@ -6,8 +6,10 @@ from typing import NamedTuple, Optional
 
 _SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127
-_GAIN = 0.05  # from a tenfold error this settles in some 25 steps; three times as much oscillates
+_GAIN = 0.05  # settles in some 25 steps; three times as much oscillates
 _LARGEST_STEP = 0.1
+_FAR_OFF = 2.0  # times too many or too few elements: measuring anew is then faster than any number of such steps,
+_SIGMAS = 4.0  # unless there are so few that chance does that
 _DEAD_BAND = (0.909, 1.1)  # published, as are the factors
 
 
@@ -16,22 +18,24 @@ class ThresholdRule(NamedTuple):
 
     Attributes:
         start: from the number of elements wanted, the threshold of the first step; ``None`` to measure it in that step.
-        follow: from a threshold, and the elements it selected over those wanted, the threshold of the next step;
-            ``None`` to measure it in that step.
+        follow: from a threshold, the number of elements it has selected and the number wanted, the threshold of the
+            next step; ``None`` to measure it in that step.
     """
 
     start: Callable[[int], Optional[float]]
-    follow: Callable[[float, float], Optional[float]]
+    follow: Callable[[float, int, int], Optional[float]]
 
 
 def _measured_start(wanted: int) -> Optional[float]:
     return None
 
 
-def _follow_log(threshold: float, ratio: float) -> Optional[float]:
-    if not ratio:
+def _follow_log(threshold: float, selected: int, wanted: int) -> Optional[float]:
+    is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
+    if is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
         return None
-    step = max(-_LARGEST_STEP, min(_LARGEST_STEP, _GAIN * math.log(ratio)))
+    error = math.log(selected / wanted) if selected else -math.inf
+    step = max(-_LARGEST_STEP, min(_LARGEST_STEP, _GAIN * error))
     return _within_range(threshold * math.exp(step))
 
 
@@ -39,8 +43,9 @@ def _published_start(wanted: int) -> Optional[float]:
     return 1.0 / (2.0 * math.sqrt(wanted))
 
 
-def _follow_published(threshold: float, ratio: float) -> Optional[float]:
+def _follow_published(threshold: float, selected: int, wanted: int) -> Optional[float]:
     low, high = _DEAD_BAND
+    ratio = selected / wanted
     if ratio > high:
         factor = 1.005
     elif ratio > 1.0:
