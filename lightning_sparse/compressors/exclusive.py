@@ -30,7 +30,7 @@ class ExclusiveSelection(Compressor):
 
     While there is no threshold (mode ``"default"``, at the start), each rank takes the largest magnitudes of each
     tensor, in proportion to how much of it lies in its partition, and counts the magnitudes of its partition. The
-    counts of all ranks together (32 KiB from each) give the threshold of the next step. So it is again when a threshold
+    counts of all ranks together (8 KiB from each) give the threshold of the next step. So it is again when a threshold
     has selected twice as much as was wanted, or half: what waits has then grown or shrunk too fast to be followed step
     by step. As long as fewer elements than are wanted differ from zero, there is no threshold.
 
@@ -137,8 +137,9 @@ class ExclusiveSelection(Compressor):
             threshold = self._present_threshold()
             if threshold is None:
                 counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
-                gathered = yield counted
-                self._threshold = magnitude_quantile(gathered.sum(dim=0), wanted) or None
+                # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
+                gathered = yield counted.float()
+                self._threshold = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
             else:
                 self._threshold = self._rule.follow(threshold, positions.numel(), wanted)
         self._next_partitions(positions)

@@ -46,7 +46,7 @@ class Partitions(NamedTuple):
 
     def block_loads(self, positions: Tensor) -> Tensor:
         """Count how many of some positions in the flat vector (int64, on any device) lie in each block."""
-        edges = torch.tensor(self.edges[1:-1], device=positions.device)
+        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64, device=positions.device)
         blocks = torch.bucketize(positions, edges, right=True)
         loads = torch.zeros(self.blocks, dtype=torch.int64, device=positions.device)
         return loads.index_add_(0, blocks, torch.ones_like(blocks)).cpu()

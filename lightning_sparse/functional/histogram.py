@@ -1,11 +1,13 @@
 """Histograms of magnitudes: counts that add up over tensors and ranks, in any order, to the same quantile."""
 
+import math
+
 import torch
 from torch import Tensor
 
 # The upper bits of a fp32 number that is not negative are its exponent and the first bits of its mantissa: numbers that
-# share them lie within a sixteenth of each other, and their order is that of the numbers.
-_BIN_BITS = 12
+# share them lie within an eighth of each other, and their order is that of the numbers.
+_BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
 _CHUNK = 1 << 20  # elements binned at a time; bounds the memory of their copies (13 MiB)
 
@@ -17,13 +19,12 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
         tensor: flat floating-point tensor; not changed.
 
     Returns:
-        int64 ``[4096]``: sixteen bins for each power of two, from zero (and what is too small for a normal fp32 number)
-        upwards.
+        int64 ``[2048]``: eight bins for each power of two, from zero (and what fp32 hardly tells from it) upwards.
 
     Example::
 
         >>> magnitude_histogram(torch.tensor([1.0, -1.01, 4.0])).nonzero().squeeze(1)
-        tensor([2032, 2064])
+        tensor([1016, 1032])
     """
     histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
     for piece in tensor.split(_CHUNK):
@@ -36,15 +37,17 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """Read off a histogram the magnitude that about ``count`` elements reach.
 
     Args:
-        histogram: int64, sum of what :func:`magnitude_histogram` returns.
+        histogram: float64, sum of what :func:`magnitude_histogram` returns.
         count: number of elements, from 1 to the number counted.
 
     Returns:
-        magnitude, interpolated within its bin; 0 if fewer than ``count`` elements differ from zero.
+        magnitude, 0 if fewer than ``count`` elements differ from zero. Within a bin the logarithm of the number that
+        reaches a magnitude is taken to be straight in that of the magnitude, which at densities around 0.001 is off by
+        some 2 % of the count for a normal distribution.
 
     Example::
 
-        >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001))
+        >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)
         0.9
     """
@@ -58,5 +61,7 @@ def magnitude_quantile(histogram: Tensor, count: int) -> float:
     # The bits beyond the last number are those of infinity and NaN: what float64 holds and fp32 does not.
     limit = torch.finfo(torch.float32).max
     lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
-    surplus = (int(reaching[chosen]) - count) / int(histogram[chosen])
-    return float(lower + surplus * (upper - lower))
+    reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
+    # The largest magnitude of all is half an element from the edge that none reaches.
+    share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
+    return float(lower * (upper / lower) ** share)

@@ -76,17 +76,19 @@ class Reference:
                 chosen += (vector[low:high].abs().topk(quota).indices + low).tolist()
         for value in vector[start:end].abs().tolist():
             exponent = math.floor(math.log2(value)) if value else -200
-            counted[exponent, math.floor((value / 2.0**exponent - 1) * 16)] += 1
+            counted[exponent, math.floor((value / 2.0**exponent - 1) * 8)] += 1
         return sorted(chosen)
 
     def _learn(self, chosen: list[list[int]], union: list[int], counted: Counter) -> None:
         ratio = len(union) / self.wanted
         if self.theta is None:
             above = 0
-            for (exponent, sixteenth), count in sorted(counted.items(), reverse=True):
+            for (exponent, eighth), count in sorted(counted.items(), reverse=True):
                 if above + count >= self.wanted:
-                    share = (above + count - self.wanted) / count
-                    self.theta = 2.0**exponent * (1 + (sixteenth + share) / 16)
+                    bottom, top = math.log(above + count), math.log(above or 0.5)
+                    share = (bottom - math.log(self.wanted)) / (bottom - top)
+                    lower, upper = 2.0**exponent * (1 + eighth / 8), 2.0**exponent * (1 + (eighth + 1) / 8)
+                    self.theta = math.exp(math.log(lower) + share * (math.log(upper) - math.log(lower)))
                     break
                 above += count
         elif self.mode == "default":
