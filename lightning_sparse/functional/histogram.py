@@ -9,7 +9,7 @@ from torch import Tensor
 # share them lie within an eighth of each other, and their order is that of the numbers.
 _BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
-_CHUNK = 1 << 20  # elements binned at a time; bounds the memory of their copies (13 MiB)
+_CHUNK = 1 << 17  # elements binned at a time: their copies (half a MiB each) stay in a second-level cache
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:

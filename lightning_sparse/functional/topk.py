@@ -32,6 +32,7 @@ _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus cand
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
+_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
 _WORD = 8  # boolean flags read as one int64
 
 
@@ -170,7 +171,7 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
         >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
         tensor([1, 2, 3])
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
     magnitudes = tensor.new_empty(chunk)
