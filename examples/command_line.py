@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 
-_OVERRIDES = ("density", "wire", "schedule")
+_OVERRIDES = ("density", "wire", "schedule", "warmup_epochs")
 
 
 class Outcome(NamedTuple):
@@ -123,6 +123,7 @@ def build_trainer(
 def _add_strategy_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="sparse_topk", metavar="NAME", help="sparse_topk (default), ddp, ...")
     parser.add_argument("--density", type=float, help="fraction of gradient elements sent, such as 0.01")
+    parser.add_argument("--warmup-epochs", type=int, help="epochs over which the density falls to its target")
     parser.add_argument("--wire", help="type of the values sent: float32, bfloat16, float16")
     parser.add_argument("--schedule", help="when gradients travel: layerwise, merged, single")
 
@@ -135,7 +136,7 @@ def _chosen_strategy(parser: argparse.ArgumentParser, options: argparse.Namespac
     given = {flag: getattr(options, flag) for flag in _OVERRIDES if getattr(options, flag) is not None}
     if not _is_sparse(options.strategy):
         if given:
-            flags = ", ".join(f"--{flag}" for flag in given)
+            flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
             parser.error(f"{flags} cannot be given with --strategy {options.strategy}, which sends whole gradients")
         return str(options.strategy)
     entry = StrategyRegistry[options.strategy]

@@ -18,6 +18,7 @@ from lightning_sparse.layout import ModelLayout
 from lightning_sparse.memory import Memory, NoMemory, build_memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.pipeline import Pipeline, StepContext
+from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Schedule
 from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
 
@@ -106,6 +107,12 @@ class Engine:
             density_of=lambda name: settings.compressor.density_of(name, self._density),
         )
         self._worker = ExchangeWorker(device)
+        compressor = settings.compressor
+        self._averager = (
+            ReplicaAverager(ddp.module, self._collectives, compressor.param_sync_every)
+            if compressor.replicas_diverge
+            else None
+        )
         self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder)
 
     def begin_backward(
@@ -113,6 +120,7 @@ class Engine:
         loss_scale: Optional[Tensor] = None,
         hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
         epoch: int = 0,
+        samples_deltas: bool = False,
     ) -> None:
         """Take note of what the outside knows of the step whose backward comes next.
 
@@ -120,9 +128,23 @@ class Engine:
             loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
             hyperparameters: what the optimizer does, by parameter name.
             epoch: from 0.
+            samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
         """
+        self.pipeline.samples_deltas = samples_deltas
         self.pipeline.context = StepContext(loss_scale, hyperparameters)
         self._density = self._settings.density_at(epoch)
+
+    def end_step(self) -> None:
+        """Take note that the optimizer has made a step; average the replicas where that is due."""
+        if self._averager is not None and self._averager.count_step():
+            self.synchronize_replicas()
+
+    def synchronize_replicas(self) -> None:
+        """Average parameters and buffers over ranks, where the method has let them drift apart; all ranks must call."""
+        if self._averager is not None and self._averager.have_drifted:
+            self._worker.run(self._averager.average)
+            if self._recorder.last is not None:
+                self._recorder.last.wire_bytes += self._averager.sent_bytes
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
@@ -130,7 +152,14 @@ class Engine:
 
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
-        return self._recorder.last.as_stats() if self._recorder.last is not None else {}
+        if self._recorder.last is None:
+            return {}
+        stats = self._recorder.last.as_stats()
+        return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
+
+    def layer_deltas(self) -> dict[str, Tensor]:
+        """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
+        return {} if self._recorder.last is None else dict(self._recorder.last.deltas)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""

@@ -30,6 +30,23 @@ class ErrorFeedback(NamedTuple):
     clip_norm: Optional[float] = None
     follows_learning_rate: bool = False
 
+    def checked(self) -> "ErrorFeedback":
+        """Pass through if in range.
+
+        Raises:
+            ValueError: for a momentum outside ``[0, 1)`` or an unknown word for it, or a ``clip_norm`` that is not
+                positive.
+        """
+        is_number = isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1
+        if not is_number and self.momentum not in (None, FROM_OPTIMIZER):
+            raise ValueError(
+                f"momentum={self.momentum!r} must be 'optimizer' (taken over from the SGD optimizer), a number with"
+                " 0 <= momentum < 1, or None (left to the optimizer)"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm} must be a positive norm, or None not to clip")
+        return self
+
 
 class Hyperparameters(NamedTuple):
     """What the optimizer does with a parameter in this step.

@@ -2,10 +2,11 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, Union, cast
 
 Item = TypeVar("Item")
+_MAX_LISTED = 20  # a model may have thousands of parameter names
 
 
 class NamedTable(Generic[Item]):
@@ -68,6 +69,17 @@ class NamedTable(Generic[Item]):
         raise ValueError(unknown_name(self._noun, name, self.names()))
 
 
+def one_of(noun: str, name: str, known: Sequence[str]) -> str:
+    """Pass a name through.
+
+    Raises:
+        ValueError: if it is not among those known.
+    """
+    if name not in known:
+        raise ValueError(unknown_name(noun, name, known))
+    return name
+
+
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """Compose the message for a name that is not in a table.
 
@@ -77,6 +89,7 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
         "wire='float23' is unknown; choose one of: float16, float32 (did you mean 'float32'?)"
     """
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    listed = known if len(known) <= _MAX_LISTED else [*known[:_MAX_LISTED], "..."]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{noun}={name!r} is unknown; choose one of: {', '.join(known)}{hint}"
+    return f"{noun}={name!r} is unknown; choose one of: {', '.join(listed)}{hint}"

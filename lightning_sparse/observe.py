@@ -45,6 +45,7 @@ class StepFacts:
         wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
         backward_end: when the last gradient was ready.
         end: when the last exchange had been written back.
+        deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class StepFacts:
         self.wire_bytes = 0
         self.backward_end: Optional[Mark] = None
         self.end: Optional[Mark] = None
+        self.deltas: dict[str, Tensor] = {}
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
         self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
         self._spans: defaultdict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
@@ -96,7 +98,7 @@ class StepFacts:
 
 def _distinct(mean: Selection) -> int:
     assert mean.indices is not None
-    return mean.indices[mean.values != 0].unique().numel()
+    return int(mean.indices[mean.values != 0].unique().numel())
 
 
 class Recorder:

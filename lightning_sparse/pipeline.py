@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import Agreement, Compressor, element_count
 from lightning_sparse.feedback import Hyperparameters
-from lightning_sparse.functional import copy_elements, round_to
+from lightning_sparse.functional import copy_elements, layer_deltas, round_to
 from lightning_sparse.memory import Memory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.selection import Selection
@@ -50,6 +50,7 @@ class Exchanged(NamedTuple):
 
     group: Sequence[LocalGradient]
     accumulated: list[Tensor]
+    counts: list[int]
     arrival: Arrival
 
 
@@ -70,6 +71,8 @@ class Pipeline:
 
     Attributes:
         context: what the outside knows of the step in progress.
+        samples_deltas: whether the step in progress compares what is applied with the dense mean of what had
+            accumulated, which costs a dense all-reduce; on all ranks or on none.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Pipeline:
         self.recorder = recorder
         self.density_of = density_of
         self.context = StepContext()
+        self.samples_deltas = False
 
     @property
     def waits_for_whole_step(self) -> bool:
@@ -117,7 +121,7 @@ class Pipeline:
         self.recorder.current.add_selections(selections)
         arrival = self._travel(self.wire.exchange(selections, accumulated, self._used(group)), names)
         self.recorder.current.add_means(arrival.means)
-        return Exchanged(group, accumulated, arrival)
+        return Exchanged(group, accumulated, counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -128,10 +132,14 @@ class Pipeline:
         finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
         means = iter(self._conclude(step, finite))
         with self.recorder.span("commit"):
-            for group, accumulated, arrival in step:
+            for group, accumulated, counts, arrival in step:
+                dense_means = self._dense_means(group, accumulated) if self.samples_deltas else None
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
                 _write_means([next(means) for _ in group], accumulated)
+                if dense_means is not None:
+                    deltas = layer_deltas(dense_means, accumulated, counts)
+                    self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
                 if self.context.loss_scale is not None:
                     torch._foreach_mul_(accumulated, self.context.loss_scale)
                 for local, tensor in zip(group, accumulated):
@@ -143,6 +151,12 @@ class Pipeline:
         with self.recorder.span("exchange"):
             self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
+
+    def _dense_means(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Tensor]:
+        flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
+        names = [local.name for local in group]
+        means = self._run_collective(Payload("all_reduce", flat), names)
+        return list(means.split([tensor.numel() for tensor in accumulated]))
 
     def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Selection]:
         names = [local.name for exchanged in step for local in exchanged.group]

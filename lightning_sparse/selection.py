@@ -29,7 +29,7 @@ class Selection(NamedTuple):
         numel: number of elements of the tensor selected from.
         filled: bool ``[count]``: which of these elements are sent. A message of fixed size carries a zero in the place
             of the others, and they stay here. ``None`` where all are sent.
-        quantization: what ``values`` stand for where they are integer codes (int64 ``[numel]``); else ``None``.
+        quantization: what ``values`` stand for where they are integer codes (int8 ``[numel]``); else ``None``.
     """
 
     values: Tensor

@@ -5,15 +5,18 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine, Settings
 from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
 
@@ -76,7 +79,9 @@ class SparseDDPStrategy(DDPStrategy):
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
         self._settings = Settings(compressor, density, schedule, wire, warmup_epochs)
         self._engine: Optional[Engine] = None
+        self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
+        self._samples_deltas = False
         super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
 
     def compression_stats(self) -> dict[str, float]:
@@ -92,6 +97,17 @@ class SparseDDPStrategy(DDPStrategy):
             ``exposed_seconds`` (from the end of backward until the gradients could be used).
         """
         return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
+
+    def sample_layer_deltas(self) -> None:
+        """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
+        self._samples_deltas = True
+
+    def layer_deltas(self) -> dict[str, Tensor]:
+        """Return, by parameter name, ``delta`` of LAGS' assumption in the last step; empty if it was not asked for.
+
+        See :class:`~lightning_sparse.metrics.LayerDelta`, which averages them over steps.
+        """
+        return self._engine.layer_deltas() if self._engine is not None else {}
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -115,10 +131,32 @@ class SparseDDPStrategy(DDPStrategy):
         self._engine = Engine(self.model, self._settings, self._timeout)
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._engine is None:
+            return
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.compressor.feedback)
+        if self._optimizer_view.takes_momentum:
+            rank_zero_info(f"{type(self).__name__}: {TAKES_MOMENTUM}")
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if self._optimizer_view is None:
+            return state
+        return self._optimizer_view.complete(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._engine is not None:
-            self._engine.begin_backward(self._loss_scale())
+            assert self._optimizer_view is not None
+            assert self.lightning_module is not None
+            epoch = self.lightning_module.current_epoch
+            settings = self._optimizer_view.hyperparameters()
+            self._engine.begin_backward(self._loss_scale(), settings, epoch, self._samples_deltas)
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -132,10 +170,40 @@ class SparseDDPStrategy(DDPStrategy):
             self._engine.raise_error()
 
     @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._samples_deltas = False
+        if self._engine is not None:
+            self._engine.end_step()
+        return output
+
+    @override
+    def on_validation_start(self) -> None:
+        self._synchronize_replicas()
+        super().on_validation_start()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._synchronize_replicas()
+        return super().lightning_module_state_dict()
+
+    @override
+    def on_train_end(self) -> None:
+        self._synchronize_replicas()
+        super().on_train_end()
+
+    def _synchronize_replicas(self) -> None:
+        if self._engine is not None:
+            self._engine.synchronize_replicas()
+
+    @override
     def teardown(self) -> None:
         if self._engine is not None:
             self._final_stats = self._engine.compression_stats()
             self._engine.close()
+            if self._optimizer_view is not None:
+                self._optimizer_view.give_back()
+                self._optimizer_view = None
             self._engine = None  # its residuals take as much memory as the model
         super().teardown()
 

@@ -1,6 +1,6 @@
 """Build models behind the engine inside a pool's processes, without a Trainer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -20,6 +20,17 @@ WIRES = ["float32", "bfloat16", "float16"]
 DENSITY = {name: 0.05 if COMPRESSORS.resolve(name).default_density is not None else None for name in COMPRESSOR_NAMES}
 
 
+def declaring(promise: Callable[[Compressor], bool]) -> list[str]:
+    """Return the names of the compressors that declare a property, and so are held to the law that follows from it."""
+    return [name for name in COMPRESSOR_NAMES if promise(COMPRESSORS.resolve(name))]
+
+
+KEEPING_NAMES = declaring(lambda compressor: compressor.feedback.keeps_residual)
+# Whoever has no density can only be DDP by sending everything anyway.
+EXACT_NAMES = declaring(lambda compressor: compressor.is_lossless or compressor.default_density is not None)
+AGREEING_NAMES = declaring(lambda compressor: not compressor.replicas_diverge)
+
+
 @contextmanager
 def sparse_ddp(
     model: nn.Module,
@@ -27,12 +38,13 @@ def sparse_ddp(
     density: Optional[float] = None,
     schedule: "str | Schedule" = "merged",
     wire: str = "float32",
+    warmup_epochs: Optional[int] = 0,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_CAP_MB, **ddp_arguments}
     ddp = DistributedDataParallel(model, **arguments)
-    engine = Engine(ddp, Settings(compressor, density, schedule, wire))
+    engine = Engine(ddp, Settings(compressor, density, schedule, wire, warmup_epochs))
     try:
         yield ddp, engine
     finally:

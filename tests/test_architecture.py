@@ -10,9 +10,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
-    {"selection", "named", "functional", "layout", "feedback"},
-    {"compressors", "memory", "wire", "collectives", "schedule", "observe"},
-    {"pipeline"},
+    {"selection", "named", "functional", "layout", "feedback", "metrics"},
+    {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
+    {"pipeline", "replicas"},
     {"hook"},
     {"engine"},
     {"registry"},

@@ -1,6 +1,7 @@
 """The laws that hold for every compressor under every schedule, in real gloo processes.
 
-A compressor gets these tests by being registered.
+A compressor gets these tests by being registered. Three laws follow from what it declares: mass is conserved where a
+residual is kept, density 1 is DDP where everything can be sent, replicas are identical unless they are said to diverge.
 """
 
 import copy
@@ -17,8 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.schedule import ExchangeWorker, Merged, Schedule
 from tests.pool import Pool
 from tests.sparse_ddp import (
+    AGREEING_NAMES,
     COMPRESSOR_NAMES,
     DENSITY,
+    EXACT_NAMES,
+    KEEPING_NAMES,
     SCHEDULE_NAMES,
     WIRES,
     Edges,
@@ -29,6 +33,8 @@ from tests.sparse_ddp import (
 )
 
 each_compressor = pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+each_keeping_compressor = pytest.mark.parametrize("compressor", KEEPING_NAMES)
+each_exact_compressor = pytest.mark.parametrize("compressor", EXACT_NAMES)
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 each_wire = pytest.mark.parametrize("wire", WIRES)
 each_world = pytest.mark.parametrize("ranks", [2, 3])
@@ -68,7 +74,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
 @each_world
 @each_wire
 @each_schedule
-@each_compressor
+@each_keeping_compressor
 def test_mass_is_conserved(pools: dict[int, Pool], ranks: int, compressor: str, schedule: str, wire: str) -> None:
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     books = pools[ranks].run(balance, settings, 4)
@@ -116,7 +122,7 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple
 
 @each_world
 @each_schedule
-@each_compressor
+@each_exact_compressor
 @pytest.mark.parametrize("micro_batches", [1, 3], ids=["no accumulation", "accumulation"])
 def test_density_one_equals_ddp(
     pools: dict[int, Pool], ranks: int, compressor: str, schedule: str, micro_batches: int
@@ -186,10 +192,11 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
     for schedule in schedules:
         settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
         histories = pools[ranks].run(train_sluggishly, settings, 4, False)
-        for history in histories[1:]:
-            for ours, first in zip(history, histories[0]):
-                assert_same_bits(ours, first)
-        outcomes.append(histories[0])
+        if compressor in AGREEING_NAMES:
+            for history in histories[1:]:
+                for ours, first in zip(history, histories[0]):
+                    assert_same_bits(ours, first)
+        outcomes.append([parameters for history in histories for parameters in history])
     for outcome in outcomes[1:]:
         for one, other in zip(outcome, outcomes[0]):
             assert_same_bits(one, other)
@@ -199,8 +206,9 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
 @each_compressor
 def test_the_observer_changes_nothing(pair: Pool, compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
-    observed, unobserved = (pair.run(train_sluggishly, settings, 3, is_observed)[0] for is_observed in (True, False))
-    assert_same_bits(observed[-1], unobserved[-1])
+    runs = [pair.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
+    for observed, unobserved in zip(*runs):
+        assert_same_bits(observed[-1], unobserved[-1])
 
 
 def assert_same_state(one: Any, other: Any) -> None:
@@ -290,7 +298,7 @@ def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, T
 
 @each_wire
 @each_schedule
-@each_compressor
+@each_keeping_compressor
 def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
     pair: Pool, compressor: str, schedule: str, wire: str
 ) -> None:
@@ -300,6 +308,20 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
             owed = sum(owed[name].double() for owed, _, _ in entries) / 2
             kept = sum(after[name].double() for _, _, after in entries) / 2
             torch.testing.assert_close(entries[0][1][name].double() + kept, owed, rtol=1e-5, atol=1e-6)
+
+
+@each_schedule
+@each_compressor
+def test_a_parameter_is_written_where_any_rank_used_it(pair: Pool, compressor: str, schedule: str) -> None:
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
+    for book in pair.run(train_branches, settings):
+        assert all(book[0][1][name].any() for name in ("shared", "sometimes", "never"))
+        for _, applied, _ in book[1:]:
+            assert applied["shared"].any()
+            assert not applied["never"].any()
+    (rank_0, rank_1) = (book[1][1] for book in pair.run(train_branches, settings))
+    assert rank_0["sometimes"].any()
+    assert compressor not in AGREEING_NAMES or torch.equal(rank_0["sometimes"], rank_1["sometimes"])
 
 
 EDGE_GRADIENTS = {
@@ -350,12 +372,15 @@ def test_edges(pair: Pool, compressor: str, wire: str, edge: str, dtype: torch.d
     for applied, _ in answers:
         assert torch.equal(applied, answers[0][0])
         assert applied.dtype == dtype
+        assert applied.isfinite().all()
+        assert not applied[gradient == 0].any()
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(applied.double() + kept, gradient.double(), rtol=max(eps, 1e-6), atol=1e-8)
+        if compressor in KEEPING_NAMES:
+            torch.testing.assert_close(applied.double() + kept, gradient.double(), rtol=max(eps, 1e-6), atol=1e-8)
 
 
 @each_wire
-@each_compressor
+@each_keeping_compressor
 def test_two_of_three_ranks_are_fewer_than_the_elements(pools: dict[int, Pool], compressor: str, wire: str) -> None:
     settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire}
     for gradient in (torch.tensor([1.0, -2.0]), torch.tensor([5.0])):

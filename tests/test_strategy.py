@@ -31,6 +31,7 @@ from tests.trainers import Small, make_trainer, weights
 
 STATS = {
     "density",
+    "union_density",
     "wire_bytes",
     "dense_bytes",
     "compression_ratio",

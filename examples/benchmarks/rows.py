@@ -106,7 +106,13 @@ def _sparse(**arguments: Any) -> Row:
 
 
 def _top_k(density: float, **arguments: Any) -> Row:
-    return _sparse(compressor="topk", density=density, **{"wire": "bfloat16", **arguments})
+    return _sparsifier("topk", density, **arguments)
+
+
+def _sparsifier(compressor: str, density: float, **arguments: Any) -> Row:
+    # A benchmark has one short epoch, which a warm-up of the density would fill.
+    settings = {"compressor": compressor, "density": density, "wire": "bfloat16", "warmup_epochs": 0}
+    return _sparse(**{**settings, **arguments})
 
 
 DDP = "ddp"
@@ -126,6 +132,13 @@ ROWS: dict[str, Row] = {
     "sparse_dense": _sparse(compressor="dense"),
     "sparse_topk 0.01": _top_k(0.01),
     "sparse_topk 0.001": _top_k(0.001),
+    "sparse_lags 0.001": _sparsifier("lags", 0.001),
+    "sparse_exdyna 0.001": _sparsifier("exdyna", 0.001),
+    "sparse_micro 0.001": _sparsifier("micro", 0.001),
+    "sparse_sdagc 0.001": _sparsifier("sdagc", 0.001),
+    "sparse_dgc 0.001": _sparsifier("dgc", 0.001),
+    "sparse_a2sgd": _sparse(compressor="a2sgd"),
+    "sparse_qsgd": _sparse(compressor="qsgd"),
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),
     "sparse_topk 0.001 layerwise": _top_k(0.001, schedule="layerwise"),
     "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),

@@ -1,14 +1,31 @@
 """Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
 
+from lightning_sparse.compressors.a2sgd import A2SGD
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.compressors.exdyna import ExDyna
+from lightning_sparse.compressors.lags import LAGS
 from lightning_sparse.compressors.micro import MiCRO
+from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
 COMPRESSORS: NamedTable[Compressor] = NamedTable(
-    "compressor", Compressor, {"dense": Dense, "exdyna": ExDyna, "micro": MiCRO, "topk": TopK}
+    "compressor",
+    Compressor,
+    {
+        "a2sgd": A2SGD,
+        "dense": Dense,
+        "dgc": DGC,
+        "exdyna": ExDyna,
+        "lags": LAGS,
+        "micro": MiCRO,
+        "qsgd": QSGD,
+        "sdagc": SDAGC,
+        "topk": TopK,
+    },
 )
 
 
@@ -38,7 +55,12 @@ def register_compressor(name: str, compressor: type[Compressor]) -> None:
 
 
 __all__ = [
+    "A2SGD",
     "COMPRESSORS",
+    "DGC",
+    "LAGS",
+    "QSGD",
+    "SDAGC",
     "Agreement",
     "Compressor",
     "Dense",

@@ -13,7 +13,7 @@ from lightning_sparse.compressors.partitions import Partitions
 from lightning_sparse.compressors.threshold import THRESHOLD_RULES
 from lightning_sparse.functional import indices_reaching, magnitude_histogram, magnitude_quantile, top_k_indices
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.named import unknown_name
+from lightning_sparse.named import one_of
 from lightning_sparse.selection import Selection
 
 
@@ -49,9 +49,7 @@ class ExclusiveSelection(Compressor):
     modes: ClassVar[tuple[str, ...]] = ("default", "paper")
 
     def __init__(self, mode: str = "default") -> None:
-        if mode not in self.modes:
-            raise ValueError(unknown_name("mode", str(mode), self.modes))
-        self.mode = mode
+        self.mode = one_of("mode", mode, self.modes)
         self._rule = THRESHOLD_RULES[mode]
         self.begin(ModelLayout((), (), 0, 1, torch.device("cpu")))
 

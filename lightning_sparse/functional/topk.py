@@ -21,6 +21,8 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_sparse.functional.candidates import WORD, flagged, largest_reaching
+
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
@@ -33,7 +35,6 @@ _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
 _FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
-_WORD = 8  # boolean flags read as one int64
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
@@ -102,36 +103,56 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
     numel = rows[0].numel()
     blocks, body = numel // _BLOCK, numel - numel % _BLOCK
-    chosen = _largest(_block_maxima(rows), count)
+    maxima = _block_maxima(rows)
+    chosen = _largest(maxima, count)
     examined = rows[0].new_empty(len(rows), count * _BLOCK + numel - body)
-    for row, row_chosen, out in zip(rows, chosen, examined):
-        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=out[: count * _BLOCK].view(-1, _BLOCK))
-        out[count * _BLOCK :] = row[body:]
-    kept = _select(examined.unbind(), count)
+    heads = examined[:, : count * _BLOCK].unflatten(1, (count, _BLOCK))
+    for row, row_chosen, head in zip(rows, chosen.unbind(), heads.unbind()):
+        torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=head)
+    if numel > body:
+        torch.stack([row[body:] for row in rows], out=examined[:, count * _BLOCK :])
+    kept = _select_examined(examined, maxima.gather(1, chosen), count)
     place = (kept // _BLOCK).clamp_(max=count - 1)
     in_tail = kept >= count * _BLOCK
     shift = torch.where(in_tail, blocks - count, chosen.gather(1, place).sub_(place))
     return kept.add_(shift.mul_(_BLOCK))
 
 
+def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Tensor:
+    # How many reach the smallest of the chosen maxima is for the host to read, so only the CPU may ask.
+    if examined.device.type == "cpu" and examined.dtype != torch.float64:
+        floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
+        return largest_reaching(examined.abs_(), floors, count)
+    return _select(examined.unbind(), count)
+
+
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
     body = rows[0].numel() // _BLOCK * _BLOCK
     chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
+    bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
     if body > chunk:
-        scratch = rows[0].new_empty(chunk)
-        for row, row_maxima in zip(rows, maxima):
-            for piece, out in zip(row[:body].split(chunk), row_maxima.split(chunk // _BLOCK)):
-                magnitudes = torch.abs(piece, out=scratch[: piece.numel()])
-                torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=out)
-        return maxima
-    share = chunk // body
-    scratch = rows[0].new_empty(share, body)
-    for start in range(0, len(rows), share):
-        pieces = [row[:body] for row in rows[start : start + share]]
-        magnitudes = torch.stack(pieces, out=scratch[: len(pieces)]).abs_()
-        torch.amax(magnitudes.view(len(pieces), -1, _BLOCK), dim=2, out=maxima[start : start + share])
+        for row, row_maxima in zip(bodies, maxima.unbind()):
+            _maxima_of_each(row.split(chunk), row_maxima.split(chunk // _BLOCK))
+    elif rows[0].device.type == "cpu":
+        _maxima_of_each(bodies, maxima.unbind())
+    else:
+        share = chunk // body
+        for start in range(0, len(rows), share):
+            magnitudes = torch.stack(tuple(bodies[start : start + share])).abs_()
+            torch.amax(magnitudes.unflatten(1, (-1, _BLOCK)), dim=2, out=maxima[start : start + share])
     return maxima
+
+
+def _maxima_of_each(pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    *alike, last = pieces
+    magnitudes = torch.empty_like(pieces[0])
+    blocks = magnitudes.view(-1, _BLOCK)
+    for piece, out in zip(alike, outs):
+        torch.abs(piece, out=magnitudes)
+        torch.amax(blocks, dim=1, out=out)
+    magnitudes = torch.abs(last, out=magnitudes[: last.numel()])
+    torch.amax(magnitudes.view(-1, _BLOCK), dim=1, out=outs[-1])
 
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
@@ -173,7 +194,7 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
     """
     if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
-    chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
+    chunk = min(_CPU_CHUNK, -(-tensor.numel() // WORD) * WORD)
     magnitudes = tensor.new_empty(chunk)
     mask = torch.zeros(chunk, dtype=torch.bool)
     found = []
@@ -182,8 +203,5 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
         numel = piece.numel()
         torch.lt(torch.abs(piece, out=magnitudes[:numel]), floor, out=mask[:numel]).logical_not_()
         mask[numel:] = False
-        # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
-        words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
-        row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
-        found.append(words.index_select(0, row).mul_(_WORD).add_(flag).add_(start))
+        found.append(flagged(mask).add_(start))
     return torch.cat(found)

@@ -48,6 +48,19 @@ class ExchangeWorker:
         ready = self._device_module.current_stream(self._device).record_event() if self._device_module else None
         self._tasks.put(_Task(run, settle, ready))
 
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task after those that are queued, and wait for it; on a device the calling thread's stream waits.
+
+        Raises:
+            BaseException: what this task or one before it has raised.
+        """
+        done = threading.Event()
+        self.submit(task, settle=done.set)
+        done.wait()
+        self.raise_error()
+        if self._device_module:
+            self._device_module.current_stream(self._device).wait_stream(self._stream)
+
     def raise_error(self) -> None:
         """Raise what a task has raised, if one has."""
         if self.error is not None:

@@ -4,11 +4,19 @@ import torch
 
 from lightning_sparse.named import unknown_name
 from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.wire.codes import CodesFormat
 from lightning_sparse.wire.gather import GatherFormat
+from lightning_sparse.wire.local import LocalFormat
 from lightning_sparse.wire.reduce import ReduceFormat
 from lightning_sparse.wire.union import UnionFormat
 
-WIRE_FORMATS: dict[str, type[WireFormat]] = {"gather": GatherFormat, "reduce": ReduceFormat, "union": UnionFormat}
+WIRE_FORMATS: dict[str, type[WireFormat]] = {
+    "codes": CodesFormat,
+    "gather": GatherFormat,
+    "local": LocalFormat,
+    "reduce": ReduceFormat,
+    "union": UnionFormat,
+}
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

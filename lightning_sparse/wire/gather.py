@@ -60,7 +60,7 @@ class GatherFormat(WireFormat):
         left = values - sent.to(values.dtype)
         return Arrival(
             finite=received.isfinite().all(),
-            used=used.any(dim=0) if has_used else None,
+            used=used.bool().any(dim=0) if has_used else None,
             means=layout.split(received, positions),
             kept=layout.split(left, indices),
         )

@@ -44,7 +44,7 @@ class ReduceFormat(WireFormat):
         mean = self._mean(parts, values.dtype)
         returned = round_to(mean, self.dtype)
         received = (yield Payload("all_gather", returned)).to(values.dtype)
-        used_by_any = None if used is None else (yield Payload("all_gather", used)).any(dim=0)
+        used_by_any = None if used is None else (yield Payload("all_gather", used)).bool().any(dim=0)
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,

@@ -107,3 +107,11 @@ def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int) -> N
 def test_an_impossible_count_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match=rf"count={count} must lie between 1 and the number of elements, 10"):
         top_k_indices(torch.ones(10), count)
+
+
+@pytest.mark.parametrize("numel", [70_000, 300_001])
+def test_neighbours_do_not_decide_between_equal_magnitudes(numel: int) -> None:
+    tensors = [normal(numel).round(), few_rows(numel).round(), normal(numel), torch.full((numel,), 2.0)]
+    count = numel // 1000
+    for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
+        assert torch.equal(indices, top_k_indices(tensor, count))

@@ -1,0 +1,101 @@
+"""A2SGD: two averages of the whole gradient travel, and nothing else.
+
+Bhattacharya, Yu and Chowdhury, "O(1) Communication for Distributed SGD through Two-Level Gradient Averaging", CLUSTER
+2021 (arXiv 2006.07405).
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.base import Agreement, Compressor
+from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.functional import round_to, shift_by_sign, sign_totals
+from lightning_sparse.layout import ModelLayout
+from lightning_sparse.selection import Selection
+
+
+class A2SGD(Compressor):
+    """Send two numbers a step: the mean of all positive, and of all negative gradient elements of the model.
+
+    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives the means ``M+`` and ``M-`` of
+    these over all ranks, and applies::
+
+        g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]
+
+    **Replicas drift apart.** Two numbers cannot carry which element has which sign, so every rank moves along its own
+    gradient, its size corrected. That is local SGD, which needs its parameters averaged: by default every
+    ``param_sync_every`` steps, the literal algorithm never.
+
+    Where the paper's abstract does not say, we chose: zeros belong to neither class and stay zero, so that an
+    embedding's untouched rows are not pushed; a class without elements has mean 0; means of ranks count equally,
+    whatever the number of elements behind them; the error that replacing the gradient by its means makes is added again
+    in the same step, so that nothing waits and nothing has to be kept.
+
+    A gradient that is not finite anywhere on any rank makes all that is applied not finite, on all ranks.
+
+    Args:
+        param_sync_every: steps after which parameters are averaged over ranks, at least 1. Fewer keep replicas
+            closer together, and send more: 4 bytes an element each time. ``None`` never averages.
+
+    Raises:
+        ValueError: if ``param_sync_every`` is not a whole number above 0.
+
+    Example::
+
+        >>> a2sgd = A2SGD()
+        >>> a2sgd.begin(ModelLayout(("weight",), (3,), 0, 2, torch.device("cpu")))
+        >>> selections = a2sgd.select(["weight"], [torch.tensor([1.0, 3.0, -5.0])], counts=[3])
+        >>> step = a2sgd.conclude(["weight"], selections, torch.tensor(True))
+        >>> next(step)
+        tensor([2., 5.])
+    """
+
+    default_density: ClassVar[Optional[float]] = None
+    wire_format: ClassVar[str] = "local"
+    replicas_diverge: ClassVar[bool] = True
+
+    def __init__(self, param_sync_every: Optional[int] = 50) -> None:
+        if param_sync_every is not None and not (isinstance(param_sync_every, int) and param_sync_every >= 1):
+            raise ValueError(
+                f"param_sync_every={param_sync_every!r} must be a whole number of steps, at least 1, or None; 50"
+                " averages the parameters every 50 steps, None never does and lets replicas drift apart"
+            )
+        self.param_sync_every = param_sync_every
+        self._positions: dict[str, int] = {}
+        self._totals: dict[str, Tensor] = {}
+
+    @property
+    @override
+    def feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(keeps_residual=False)
+
+    @override
+    def begin(self, layout: ModelLayout) -> None:
+        self._positions = {name: position for position, name in enumerate(layout.names)}
+        self._totals = {}
+
+    @override
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+        # Noted now, while backward goes on, and added up when the step is concluded.
+        self._totals.update(zip(names, map(sign_totals, accumulated)))
+        return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
+
+    @override
+    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+        local = self._local_means()
+        received = yield local
+        # The shift is from what was sent, so that equal gradients on all ranks are left exactly as they are.
+        shifts = received.double().mean(dim=0) - local.double()
+        above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
+        return [mean._replace(values=shift_by_sign(mean.values, above, -below)) for mean in means]
+
+    def _local_means(self) -> Tensor:
+        # In the order of definition, so that no schedule changes a bit of the sum.
+        totals = [self._totals[name] for name in sorted(self._totals, key=self._positions.__getitem__)]
+        self._totals = {}
+        sums, counts = torch.stack(totals).sum(dim=0).unbind(dim=1)
+        return round_to(sums / counts.clamp(min=1.0), torch.float32)

@@ -1,0 +1,73 @@
+"""LAGS-SGD: top-k of every layer, with its own residual and its own density.
+
+Shi, Tang, Wang, Zhao and Chu, "Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with
+Convergence Guarantees", ECAI 2020 (arXiv 1911.08727).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Optional
+
+from typing_extensions import override
+
+from lightning_sparse.compressors.topk import TopK
+from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.layout import ModelLayout
+from lightning_sparse.named import one_of, unknown_name
+
+
+class LAGS(TopK):
+    """Send the largest magnitudes of every layer, each at its own density.
+
+    The paper accumulates learning rate times gradient; every released implementation, the authors' included,
+    accumulates the gradient. The two differ only while the learning rate changes: what waits then acts with the present
+    rate (``"gradient"``) or with the one under which it was gathered (``"update"``). The second is exact for plain SGD.
+
+    Args:
+        densities: density by parameter name, for those that are not to have the strategy's.
+        max_compression: largest compression ratio that ``densities`` may ask for, ``c_u`` of the paper.
+        error_feedback: ``"gradient"`` or ``"update"``.
+
+    Raises:
+        ValueError: for an unknown ``error_feedback``, or a density outside ``[1 / max_compression, 1]``; at the start
+            of training, for a name that no parameter has.
+
+    Example::
+
+        >>> LAGS(densities={"encoder.weight": 0.01}).density_of("encoder.weight", 0.001)
+        0.01
+    """
+
+    default_density: ClassVar[Optional[float]] = 0.001
+
+    def __init__(
+        self,
+        densities: Optional[Mapping[str, float]] = None,
+        max_compression: float = 1000.0,
+        error_feedback: str = "gradient",
+    ) -> None:
+        if max_compression < 1:
+            raise ValueError(f"max_compression={max_compression} must be at least 1; 1000 sends at least 0.1 %")
+        self.max_compression = max_compression
+        self.error_feedback = one_of("error_feedback", error_feedback, ("gradient", "update"))
+        self.densities = dict(densities or {})
+        for name, density in self.densities.items():
+            if not 1 / max_compression <= density <= 1:
+                raise ValueError(
+                    f"densities[{name!r}]={density} must lie between 1 / max_compression = {1 / max_compression:g} and"
+                    " 1; raise the density, or max_compression"
+                )
+
+    @property
+    @override
+    def feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(follows_learning_rate=self.error_feedback == "update")
+
+    @override
+    def begin(self, layout: ModelLayout) -> None:
+        for name in self.densities:
+            if name not in layout.names:
+                raise ValueError(unknown_name("densities", name, layout.names))
+
+    @override
+    def density_of(self, name: str, density: float) -> float:
+        return self.densities.get(name, density)

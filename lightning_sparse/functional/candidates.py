@@ -1,0 +1,70 @@
+"""The few elements that may be among the largest: found by a floor, and separated by unique keys. On CPU only.
+
+How many elements reach a floor is for the host to read, which costs nothing on CPU and would stop a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+WORD = 8  # boolean flags read as one int64
+_RANK_BITS = 32
+
+
+def flagged(mask: Tensor) -> Tensor:
+    """Find the true elements of a flat mask, in ascending order.
+
+    Args:
+        mask: bool; the number of elements is a multiple of ``WORD``.
+
+    Example::
+
+        >>> flagged(torch.arange(16) % 7 == 3)
+        tensor([ 3, 10])
+    """
+    # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
+    words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
+    row, flag = torch.nonzero(mask.view(-1, WORD).index_select(0, words)).unbind(1)
+    return words.index_select(0, row).mul_(WORD).add_(flag)
+
+
+def largest_reaching(magnitudes: Tensor, floors: Tensor, count: int) -> Tensor:
+    """Find the ``count`` largest of each row, of which at least so many are known to reach a floor.
+
+    Of equal magnitudes the first are taken, whatever the other rows hold. A NaN is larger than any number.
+
+    Args:
+        magnitudes: ``[rows, width]``, not negative, of a type that fp32 holds exactly.
+        floors: ``[rows]``; at least ``count`` elements of the row are not below it.
+        count: number of elements to select of each row.
+
+    Returns:
+        int64 ``[rows, count]``: positions within the row, ascending.
+
+    Example::
+
+        >>> largest_reaching(torch.tensor([[3.0, 1.0, 5.0, 3.0]]), torch.tensor([3.0]), 2)
+        tensor([[0, 2]])
+    """
+    rows, width = magnitudes.shape
+    mask = torch.zeros(-(-rows * width // WORD) * WORD, dtype=torch.bool)
+    torch.lt(magnitudes, floors.unsqueeze(1), out=mask[: rows * width].view(rows, width)).logical_not_()
+    found = flagged(mask)
+    if found.numel() > rows * count:
+        found = _without_surplus(found, magnitudes, count)
+    return found.view(rows, count) % width
+
+
+def _without_surplus(found: Tensor, magnitudes: Tensor, count: int) -> Tensor:
+    rows, width = magnitudes.shape
+    starts = torch.searchsorted(found, torch.arange(rows + 1) * width)
+    row = found // width
+    slot = torch.arange(found.numel()).sub_(starts.index_select(0, row))
+    # The bits of a float that is not negative are ordered as it is. With the place below them no two keys are equal,
+    # so that it is the row alone that decides, and not how many candidates its neighbours have.
+    bits = magnitudes.flatten().index_select(0, found).float().view(torch.int32).long()
+    keys = (bits << _RANK_BITS).sub_(slot)
+    most = int(starts.diff().max())
+    table = torch.full((rows, most), torch.iinfo(torch.int64).min)
+    table.view(-1).index_copy_(0, slot.add_(row * most), keys)
+    least = torch.topk(table, count, sorted=False).values.amin(dim=1)
+    return found[keys >= least.index_select(0, row)]

@@ -1,0 +1,37 @@
+"""How good a selection is, next to a random one of the same size."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Compute ``delta`` of the assumption of LAGS-SGD for every layer.
+
+    With ``x`` the mean over ranks of what had accumulated, ``r`` what was applied, ``k`` elements sent of ``d``::
+
+        delta = ||x - r||^2 / ((1 - k/d) ||x||^2)
+
+    The denominator is what a random selection would leave over in expectation; the paper (arXiv 1911.08727) draws one
+    instead. The method's convergence proof asks for ``delta <= 1``.
+
+    Args:
+        dense_means: ``x`` of each layer.
+        applied: ``r`` of each layer, of the same sizes.
+        counts: ``k`` of each layer.
+
+    Returns:
+        fp32 ``[layers]``; 0 for a layer that is all zero or was sent whole.
+
+    Example::
+
+        >>> layer_deltas([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 4.0])], counts=[1])
+        tensor([0.7200])
+    """
+    left = [dense_mean - mean for dense_mean, mean in zip(dense_means, applied)]
+    left_out = torch.stack(torch._foreach_norm(left)).float().square()
+    energy = torch.stack(torch._foreach_norm(list(dense_means))).float().square()
+    fractions = [1 - count / mean.numel() for count, mean in zip(counts, applied)]
+    random_left_out = energy * torch.tensor(fractions, device=energy.device)
+    return torch.where(random_left_out > 0, left_out / random_left_out, 0.0)

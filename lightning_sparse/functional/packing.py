@@ -1,0 +1,84 @@
+"""Packing: small integers written side by side, bit by bit, without a gap."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Temporaries of a piece stay in the cache, and their memory is used again for the next piece.
+_PIECE = 1 << 18
+
+
+def packed_nbytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` codes of ``bits`` bits take: ``bits`` for every eight codes begun.
+
+    Example::
+
+        >>> packed_nbytes(count=17, bits=3)
+        9
+    """
+    return -(-count // 8) * bits
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Write codes side by side.
+
+    Args:
+        codes: uint8 ``[count]``, each below ``2 ** bits``.
+        bits: width of a code, 1 to 8.
+
+    Returns:
+        uint8 ``[packed_nbytes(count, bits)]``; bits that no code fills are zero.
+
+    Example::
+
+        >>> packed = pack_codes(torch.tensor([1, 0, 7, 3], dtype=torch.uint8), bits=3)
+        >>> packed.numel()
+        3
+        >>> unpack_codes(packed, bits=3, count=4)
+        tensor([1, 0, 7, 3], dtype=torch.uint8)
+    """
+    codes_each, bytes_each = _word_sizes(bits)
+    packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
+    for piece, out in zip(codes.split(_PIECE), packed.split(packed_nbytes(_PIECE, bits))):
+        padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
+        _write_parts(_words(padded.view(-1, codes_each), bits, bytes_each), out.view(-1, bytes_each), 8)
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Read what :func:`pack_codes` wrote.
+
+    Args:
+        packed: uint8 ``[packed_nbytes(count, bits)]``.
+        bits: width of a code, 1 to 8.
+        count: number of codes.
+
+    Returns:
+        uint8 ``[count]``.
+    """
+    codes_each, bytes_each = _word_sizes(bits)
+    codes = packed.new_empty(packed_nbytes(count, 8))
+    for piece, out in zip(packed.split(packed_nbytes(_PIECE, bits)), codes.split(_PIECE)):
+        _write_parts(_words(piece.view(-1, bytes_each), 8, bytes_each), out.view(-1, codes_each), bits)
+    return codes[:count]
+
+
+def _word_sizes(bits: int) -> tuple[int, int]:
+    """Return the fewest codes that fill whole bytes, and these bytes."""
+    shared = math.gcd(bits, 8)
+    return 8 // shared, bits // shared
+
+
+def _words(parts: Tensor, width: int, nbytes: int) -> Tensor:
+    # Shifts, and not a view of the word as bytes: that would depend on the order of bytes in the machine.
+    dtype = torch.uint8 if nbytes == 1 else torch.int64
+    word = parts[:, 0].to(dtype)
+    for position in range(1, parts.shape[1]):
+        word = word | parts[:, position].to(dtype) << (width * position)
+    return word
+
+
+def _write_parts(words: Tensor, out: Tensor, width: int) -> None:
+    for position in range(out.shape[1]):
+        out[:, position] = (words >> (width * position)) & ((1 << width) - 1)

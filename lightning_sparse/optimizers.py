@@ -1,0 +1,138 @@
+"""What the optimizers do with each parameter, and the momentum that the memory takes over from them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+
+TAKES_MOMENTUM = (
+    "the momentum of the SGD optimizer is accumulated before compression from now on, and given back at the end of"
+    " training; meanwhile the optimizer runs without, and with its weight decay divided by 1 - momentum."
+)
+_CURE = "choose torch.optim.SGD, or a memory without momentum, such as compressor=DGC(momentum=None)"
+
+
+class _Taken(NamedTuple):
+    """What a parameter group had before, and the weight decay that it has instead."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    scaled_decay: float
+
+
+class OptimizerView:
+    """Read hyperparameters by parameter name, and hold the optimizers' momentum while the memory accumulates it.
+
+    An optimizer without momentum applies weight decay without momentum, too, which is weaker by ``1 - momentum``; its
+    weight decay is therefore divided by that while the momentum is away.
+
+    Args:
+        parameters: the model's, by name.
+        optimizers: that train it.
+        feedback: what the memory accumulates.
+
+    Raises:
+        ValueError: if the memory accumulates momentum, and an optimizer is not SGD, has dampening, or has momentum of
+            its own beside one given as a number.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        feedback: ErrorFeedback,
+    ) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._optimizers = optimizers
+        self._feedback = feedback
+        self._taken: dict[tuple[int, int], _Taken] = {}
+        if feedback.momentum is not None:
+            for optimizer in optimizers:
+                _check(optimizer, feedback)
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether the optimizers' momentum is taken over."""
+        return self._feedback.momentum == FROM_OPTIMIZER
+
+    def hyperparameters(self) -> dict[str, Hyperparameters]:
+        """Return them for the coming step, by parameter name; empty where the memory has no use for them.
+
+        Momentum that an optimizer has, or that a schedule has written into it since, is taken over.
+        """
+        if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
+            return {}
+        found = dict.fromkeys(self._names.values(), Hyperparameters(1.0))
+        for key, group in self._groups():
+            if self.takes_momentum:
+                self._take(key, group)
+            # A learning rate that is a tensor on a device has to be asked for; it is one where the user made it one.
+            settings = self._settings(key, float(group["lr"]))
+            found.update(
+                (self._names[parameter], settings) for parameter in group["params"] if parameter in self._names
+            )
+        return found
+
+    def give_back(self) -> None:
+        """Give the optimizers what was taken from them."""
+        for key, group in self._groups():
+            if key in self._taken:
+                group.update(_original(self._taken[key]))
+        self._taken.clear()
+
+    def complete(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Write what was taken into an optimizer's state dictionary, so that it can be loaded without us."""
+        index = next((index for index, known in enumerate(self._optimizers) if known is optimizer), None)
+        for position, group in enumerate(state["param_groups"]):
+            if index is not None and (index, position) in self._taken:
+                group.update(_original(self._taken[index, position]))
+        return state
+
+    def _groups(self) -> Iterable[tuple[tuple[int, int], dict[str, Any]]]:
+        for index, optimizer in enumerate(self._optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                yield (index, position), group
+
+    def _take(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+        if not group["momentum"]:
+            return
+        before = self._taken.get(key)
+        is_ours = before is not None and group["weight_decay"] == before.scaled_decay
+        decay = before.weight_decay if before is not None and is_ours else group["weight_decay"]
+        nesterov = group["nesterov"] or (before is not None and before.nesterov)
+        scaled = decay / (1 - group["momentum"])
+        self._taken[key] = _Taken(group["momentum"], nesterov, decay, scaled)
+        group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
+
+    def _settings(self, key: tuple[int, int], learning_rate: float) -> Hyperparameters:
+        if not self.takes_momentum:
+            return Hyperparameters(learning_rate, float(self._feedback.momentum or 0.0), self._feedback.nesterov)
+        taken = self._taken.get(key)
+        return Hyperparameters(learning_rate, *(taken[:2] if taken is not None else ()))
+
+
+def _original(taken: _Taken) -> dict[str, Any]:
+    return {"momentum": taken.momentum, "nesterov": taken.nesterov, "weight_decay": taken.weight_decay}
+
+
+def _check(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, SGD):
+        raise ValueError(
+            f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD;"
+            f" {name} works on the gradients themselves, not on velocities: {_CURE}"
+        )
+    for group in optimizer.param_groups:
+        if group["dampening"]:
+            raise ValueError(
+                f"momentum={feedback.momentum!r} cannot take over {name}'s dampening={group['dampening']}: set it to 0"
+            )
+        if feedback.momentum != FROM_OPTIMIZER and group["momentum"]:
+            raise ValueError(
+                f"momentum={feedback.momentum} was given to the memory and momentum={group['momentum']} to {name}: give"
+                " it to one of them, or to the optimizer alone and momentum='optimizer' to the memory"
+            )

@@ -1,0 +1,143 @@
+"""A2SGD against its formula, and what two numbers cannot do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.compressors import A2SGD
+from tests.pool import Pool
+from tests.sparse_ddp import SCHEDULE_NAMES, Edges, batch, sparse_ddp
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    """Copy all parameters into one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(rank: int, steps: int, settings: dict[str, Any]) -> tuple[Tensor, list[float]]:
+    """Train the literal algorithm; return the parameters after every step, and its bytes."""
+    torch.manual_seed(0)
+    history, wire_bytes = [], []
+    with sparse_ddp(Edges(), A2SGD(param_sync_every=None), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+            history.append(flat_parameters(ddp))
+            wire_bytes.append(engine.compression_stats()["wire_bytes"])
+    return torch.stack(history), wire_bytes
+
+
+def slow_histories(ranks: int, steps: int) -> list[Tensor]:
+    """Train a model for each virtual worker by the formula, on one flat gradient in float64."""
+    models, optimizers = [], []
+    for _ in range(ranks):
+        torch.manual_seed(0)
+        models.append(Edges())
+        optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.01, momentum=0.9))
+    histories: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for step in range(steps):
+        gradients, up, down = [], [], []
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model(batch(rank, step)).backward()
+            flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+            gradients.append(flat)
+            up.append(flat[flat > 0].mean())
+            down.append(-flat[flat < 0].mean())
+        for rank, (model, flat) in enumerate(zip(models, gradients)):
+            is_up, is_down = flat > 0, flat < 0
+            flat[is_up] += sum(up) / ranks - up[rank]
+            flat[is_down] -= sum(down) / ranks - down[rank]
+            parameters = list(model.parameters())
+            for parameter, piece in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
+                parameter.grad.copy_(piece.view_as(parameter))
+            optimizers[rank].step()
+            histories[rank].append(flat_parameters(model))
+    return [torch.stack(history) for history in histories]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_trains_as_its_formula_says(pools: dict[int, Pool], ranks: int) -> None:
+    answers = pools[ranks].run(train, 50, {})
+    for (ours, _), theirs in zip(answers, slow_histories(ranks, 50)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("tracks_usage", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_eight_bytes_a_step_whatever_the_schedule(pair: Pool, schedule: str, tracks_usage: bool) -> None:
+    settings = {"schedule": schedule, "find_unused_parameters": tracks_usage}
+    assert [wire_bytes for _, wire_bytes in pair.run(train, 3, settings)] == [[8.0] * 3] * 2
+
+
+def test_replicas_of_the_literal_algorithm_drift_apart(pair: Pool) -> None:
+    (first, _), (second, _) = pair.run(train, 20, {})
+    distances = (first - second).norm(dim=1)
+    assert 0 < distances[0] < distances[9] < distances[19]
+
+
+class Given(nn.Module):
+    """Two parameters whose gradients are whatever they are multiplied by."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.zeros(3, dtype=dtype))
+        self.right = nn.Parameter(torch.zeros(2, dtype=dtype))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return a loss with these gradients."""
+        return (self.left * left).sum() + (self.right * right).sum()
+
+
+def exchange(rank: int, gradients: list[list[float]], dtype: torch.dtype = torch.float32) -> list[float]:
+    """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
+    left, right = torch.tensor(gradients[rank], dtype=dtype).split([3, 2])
+    with sparse_ddp(Given(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
+        ddp(left, right).backward()
+        engine.raise_error()
+        return [*ddp.module.left.grad.tolist(), *ddp.module.right.grad.tolist()]
+
+
+BY_HAND = {
+    # means 2, 4 and 2, 2: together 2, 3
+    "both signs": ([[1, 3, -4, 0, 0], [2, -1, -3, 0, 2]], [[1, 3, -3, 0, 0], [2, -2, -4, 0, 2]]),
+    # means 2, 0 and 0, 4: together 1, 2
+    "one sign each": ([[1, 2, 3, 0, 2], [0, -4, 0, 0, -4]], [[0, 1, 2, 0, 1], [0, -2, 0, 0, -2]]),
+    # means 0, 0 and 6, 2: together 3, 1
+    "nothing here": ([[0, 0, 0, 0, 0], [6, 0, -2, 0, 6]], [[0, 0, 0, 0, 0], [3, 0, -1, 0, 3]]),
+    "nothing anywhere": ([[0, 0, 0, 0, 0]] * 2, [[0, 0, 0, 0, 0]] * 2),
+    "equal": ([[1, -7, 3, 0, 1e-3]] * 2, [[1, -7, 3, 0, 1e-3]] * 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("gradients", "applied"), BY_HAND.values(), ids=BY_HAND)
+def test_means_are_of_the_whole_model_and_zeros_stay(
+    pair: Pool, gradients: list[list[float]], applied: list[list[float]], dtype: torch.dtype
+) -> None:
+    assert pair.run(exchange, gradients, dtype) == torch.tensor(applied, dtype=dtype).tolist()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(pair: Pool, poison: float) -> None:
+    for applied in pair.run(exchange, [[0, 0, 0, 0, 0], [1, 1, poison, 1, 1]]):
+        assert not torch.tensor(applied).isfinite().any()
+
+
+def test_it_declares_what_it_does() -> None:
+    assert A2SGD().replicas_diverge
+    assert A2SGD().default_density is None
+    assert A2SGD().param_sync_every == 50
+    assert A2SGD(param_sync_every=3).param_sync_every == 3
+    assert A2SGD(param_sync_every=None).param_sync_every is None
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, "50"])
+def test_bad_arguments_are_refused_with_a_cure(every: Any) -> None:
+    with pytest.raises(ValueError, match=r"param_sync_every=.* at least 1, or None; 50 averages"):
+        A2SGD(param_sync_every=every)

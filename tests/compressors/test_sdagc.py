@@ -1,0 +1,133 @@
+"""SDAGC against a slow reference; its density under control, and out of control without the loop."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import SDAGC, element_count
+from lightning_sparse.layout import ModelLayout
+from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.pool import Pool
+
+DENSITY = 0.05
+
+
+class VirtualSDAGC:
+    """Section by section, for N workers, one element of state at a time."""
+
+    def __init__(self, momentum: float, capacity: float) -> None:
+        self.momentum, self.capacity = momentum, capacity
+        self.alphas: dict[tuple[int, str], float] = {}
+        self.velocities: dict[tuple[int, str], Tensor] = {}
+        self.momenta: dict[tuple[int, str], Tensor] = {}
+        self.last_rate = math.nan
+
+    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+        ratio = 1.0 if math.isnan(self.last_rate) else min(10.0, max(0.1, self.last_rate / rate))
+        self.last_rate = rate
+        means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
+        for rank, gradient in enumerate(gradients):
+            for name, raw in gradient.items():
+                means[name] += self.worker((rank, name), raw, ratio) / len(gradients)
+        return means
+
+    def worker(self, key: tuple[int, str], gradient: Tensor, ratio: float) -> Tensor:
+        """Return what one worker sends of one layer."""
+        momentum = self.momentum * self.momenta.get(key, torch.zeros_like(gradient)) + gradient
+        velocity = self.velocities.get(key, torch.zeros_like(gradient)) * ratio + momentum
+        wanted = max(1, round(DENSITY * gradient.numel()))
+        alpha = self.alphas.get(key, math.log(gradient.numel() / wanted) / math.sqrt(2))
+        threshold = alpha * velocity.std(correction=0)
+        order = velocity.abs().argsort(descending=True)
+        room = min(gradient.numel(), math.ceil(self.capacity * wanted))
+        chosen = [int(i) for i in order[:room] if velocity[i].abs() >= threshold] or [int(order[0])]
+        row = torch.zeros_like(gradient)
+        row[chosen] = velocity[chosen]
+        velocity[chosen] = momentum[chosen] = 0
+        step = min(0.1, max(-0.1, 0.05 * math.log(len(chosen) / wanted)))
+        if len(chosen) == room < gradient.numel():
+            step = 0.1
+        self.alphas[key] = min(50.0, max(0.5, alpha * math.exp(step)))
+        self.velocities[key], self.momenta[key] = velocity, momentum
+        return row
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sdagc_equals_its_reference(pools: dict[int, Pool], ranks: int, schedule: str) -> None:
+    settings = {"compressor": SDAGC(), "density": DENSITY, "schedule": schedule}
+    assert_same_as_virtual(pools[ranks], settings, VirtualSDAGC(0.9, 1.5), momentum=0.9, relative=1e-4)
+
+
+def densities(
+    compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 100_000, alpha: float | None = None
+) -> list[float]:
+    """Accumulate a layer's gradients with error feedback on one worker; return what was sent at every step."""
+    compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, torch.device("cpu")))
+    if alpha is not None:
+        compressor.load_state_dict({"alpha": {"layer": torch.tensor(alpha)}})
+    residual = torch.zeros(numel)
+    sent = []
+    for step in range(steps):
+        gradient = gradients(step, numel)
+        compressor.prepare(["layer"], [gradient])
+        residual += gradient
+        (selection,) = compressor.select(["layer"], [residual], [element_count(numel, wanted)])
+        residual[selection.indices[selection.filled]] = 0
+        list(compressor.conclude(["layer"], [selection], torch.tensor(True)))
+        sent.append(int(selection.filled.sum()) / numel)
+    return sent
+
+
+def laplace(step: int, numel: int) -> Tensor:
+    """Return independent elements of a heavy-tailed distribution; from step 150 on they are ten times as large."""
+    generator = torch.Generator().manual_seed(step)
+    uniform = torch.rand(numel, generator=generator) - 0.5
+    return -uniform.sign() * torch.log1p(-2 * uniform.abs()) * (10.0 if step >= 150 else 1.0)
+
+
+@pytest.mark.parametrize("factor", [0.01, 1.0, 100.0])
+def test_the_loop_holds_the_density_from_a_start_that_is_far_off_and_through_a_change_of_scale(factor: float) -> None:
+    wanted = 0.01
+    sent = densities(SDAGC(), laplace, 300, wanted, alpha=factor * math.log(1 / wanted) / math.sqrt(2))
+    for settled in (sent[50:100], sent[100:150], sent[200:250], sent[250:300]):
+        assert sum(settled) / 50 == pytest.approx(wanted, rel=0.15)
+
+
+def test_a_fixed_multiple_of_the_residuals_deviation_runs_away() -> None:
+    sent = densities(SDAGC(threshold="residual_fixed", alpha=4.0, capacity=100), laplace, 140, 0.001)
+    assert sent[0] > 1e-3
+    assert sum(sent[90:140]) / 50 < sent[0] / 30
+    held = densities(SDAGC(threshold="fresh_fixed", alpha=6.0, capacity=100), laplace, 140, 0.001)
+    assert sum(held[90:140]) / 50 == pytest.approx(sum(held[60:90]) / 30, rel=0.3)
+
+
+def test_gaussian_finds_the_quantile_of_a_normal_distribution() -> None:
+    (sent,) = densities(
+        SDAGC(threshold="gaussian", capacity=10),
+        lambda step, numel: torch.randn(numel, generator=torch.Generator().manual_seed(1)),
+        1,
+        0.01,
+    )
+    assert sent == pytest.approx(0.01, rel=0.1)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "threshold": (
+        {"threshold": "open_loop"},
+        r"threshold='open_loop' is unknown; choose one of: residual_closed",
+    ),
+    "alpha": ({"alpha": 0.0}, r"alpha=0.0 must be a positive number"),
+    "alpha for gaussian": ({"alpha": 3.0, "threshold": "gaussian"}, r"threshold='gaussian' takes none"),
+    "capacity": ({"capacity": 0.5}, r"capacity=0.5 must be at least 1"),
+    "momentum": ({"momentum": -0.1}, r"momentum=-0.1 must be 'optimizer'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SDAGC(**arguments)

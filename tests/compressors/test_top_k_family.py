@@ -1,0 +1,159 @@
+"""LAGS and DGC against slow references, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import DGC, LAGS
+from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.pool import Pool
+from tests.sparse_ddp import sparse_ddp
+
+DENSITY = 0.05
+
+
+def largest(tensor: Tensor, density: float) -> Tensor:
+    """Return the positions of the largest magnitudes, by sorting all of them."""
+    return tensor.abs().argsort(descending=True)[: max(1, round(density * tensor.numel()))]
+
+
+def mean_of(rows: list[Tensor]) -> Tensor:
+    """Return the mean, each divided before it is added, in order of rank."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row / len(rows)
+    return total
+
+
+class VirtualLAGS:
+    """Algorithm 1 of the paper for N workers."""
+
+    def __init__(self, densities: dict[str, float], in_update_units: bool) -> None:
+        self.densities = densities
+        self.in_update_units = in_update_units
+        self.residuals: dict[tuple[int, str], Tensor] = {}
+
+    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+        unit = rate if self.in_update_units else 1.0
+        means = {}
+        for name in gradients[0]:
+            sent = []
+            for rank, gradient in enumerate(gradients):
+                accumulated = self.residuals.get((rank, name), 0.0) + unit * gradient[name]
+                positions = largest(accumulated, self.densities.get(name, DENSITY))
+                row = torch.zeros_like(accumulated)
+                row[positions] = accumulated[positions]
+                self.residuals[rank, name] = accumulated - row
+                sent.append(row / unit)
+            means[name] = mean_of(sent)
+        return means
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lags_equals_its_reference(pools: dict[int, Pool], ranks: int, schedule: str) -> None:
+    densities = {"first.weight": 0.01, "second.bias": 1.0}
+    settings = {"compressor": LAGS(densities), "density": DENSITY, "schedule": schedule}
+    assert_same_as_virtual(pools[ranks], settings, VirtualLAGS(densities, in_update_units=False))
+
+
+def test_lags_in_units_of_the_update_equals_its_reference_across_a_change_of_the_rate(pair: Pool) -> None:
+    settings = {"compressor": LAGS(error_feedback="update"), "density": DENSITY}
+    assert_same_as_virtual(pair, settings, VirtualLAGS({}, in_update_units=True), relative=1e-4)
+
+
+class VirtualDGC:
+    """Momentum correction, factor masking and local clipping for N workers."""
+
+    def __init__(self, momentum: float, nesterov: bool, masks: bool, clip_norm: float) -> None:
+        self.momentum, self.nesterov, self.masks, self.clip_norm = momentum, nesterov, masks, clip_norm
+        self.velocities: dict[tuple[int, str], Tensor] = {}
+        self.momenta: dict[tuple[int, str], Tensor] = {}
+
+    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+        sent = [self.worker(rank, gradient, len(gradients)) for rank, gradient in enumerate(gradients)]
+        return {name: mean_of([rows[name] for rows in sent]) for name in gradients[0]}
+
+    def worker(self, rank: int, gradient: Tensors, ranks: int) -> Tensors:
+        """Return what one worker sends."""
+        norm = torch.cat(list(gradient.values())).norm()
+        factor = min(1.0, float(self.clip_norm / ranks**0.5 / norm))
+        rows = {}
+        for name, raw in gradient.items():
+            clipped = raw * factor
+            momentum = self.momenta.get((rank, name), torch.zeros_like(raw))
+            velocity = self.velocities.get((rank, name), torch.zeros_like(raw))
+            if self.nesterov:
+                momentum = self.momentum * (momentum + clipped)
+                velocity = velocity + (momentum + clipped)
+            else:
+                momentum = self.momentum * momentum + clipped
+                velocity = velocity + momentum
+            positions = largest(velocity, DENSITY)
+            rows[name] = torch.zeros_like(raw)
+            rows[name][positions] = velocity[positions]
+            velocity[positions] = 0
+            if self.masks:
+                momentum[positions] = 0
+            self.momenta[rank, name], self.velocities[rank, name] = momentum, velocity
+        return rows
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.05], ids=["no clip", "clip"])
+@pytest.mark.parametrize("masks", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
+def test_dgc_equals_its_reference(pools: dict[int, Pool], nesterov: bool, masks: bool, clip_norm: float) -> None:
+    compressor = DGC(masks_momentum=masks, clip_norm=None if clip_norm == 1e9 else clip_norm)
+    settings = {"compressor": compressor, "density": DENSITY, "warmup_epochs": 0}
+    reference = VirtualDGC(0.9, nesterov, masks, clip_norm)
+    assert_same_as_virtual(pools[3], settings, reference, momentum=0.9, nesterov=nesterov, relative=1e-4)
+
+
+def test_local_clipping_bounds_what_each_rank_accumulates(pair: Pool) -> None:
+    norms = pair.run(accumulated_norm, 0.05)
+    assert all(norm == pytest.approx(0.05 / 2**0.5, rel=1e-5) for norm in norms)
+
+
+def accumulated_norm(rank: int, clip_norm: float) -> float:
+    """Exchange one large gradient without sending much; return the norm of what is kept and sent."""
+    model = torch.nn.Linear(100, 100)
+    with sparse_ddp(model, compressor=DGC(clip_norm=clip_norm), density=1e-9, warmup_epochs=0) as (ddp, engine):
+        ddp(torch.ones(1, 100)).square().sum().backward()
+        engine.raise_error()
+        kept = torch.cat([tensor.flatten() for tensor in engine.state_dict()["memory"]["residual"].values()])
+        # Both ranks have the same gradient, so the mean that was applied is what each of them sent.
+        applied = torch.cat([ddp.module.weight.grad.flatten(), ddp.module.bias.grad])
+        return float((kept + applied).norm())
+
+
+REFUSALS: dict[str, tuple[Any, str]] = {
+    "error feedback": (lambda: LAGS(error_feedback="lr"), r"error_feedback='lr' is unknown; .*gradient, update"),
+    "density of a layer": (lambda: LAGS({"first.weight": 2.0}), r"densities\['first.weight'\]=2.0 must lie between"),
+    "beyond c_u": (lambda: LAGS({"first.weight": 1e-4}), r"=0.0001 must lie between 1 / max_compression = 0.001"),
+    "c_u": (lambda: LAGS(max_compression=0.5), r"max_compression=0.5 must be at least 1"),
+    "momentum": (lambda: DGC(momentum=1.0), r"momentum=1.0 must be 'optimizer'"),
+    "momentum word": (lambda: DGC(momentum="sgd"), r"momentum='sgd' must be 'optimizer'"),
+    "clip": (lambda: DGC(clip_norm=0.0), r"clip_norm=0.0 must be a positive norm"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_settings_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def refused_layer(rank: int) -> str:
+    """Name a layer that does not exist."""
+    try:
+        with sparse_ddp(torch.nn.Linear(3, 3), compressor=LAGS({"wieght": 0.1})):
+            return "was not refused"
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_density_for_a_layer_that_does_not_exist_is_refused(pair: Pool) -> None:
+    for message in pair.run(refused_layer):
+        assert message == "densities='wieght' is unknown; choose one of: weight, bias (did you mean 'weight'?)"

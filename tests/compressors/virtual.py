@@ -1,0 +1,95 @@
+"""Compare the engine in real processes with an algorithm written down slowly for N virtual workers."""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.feedback import Hyperparameters
+from tests.pool import Pool
+from tests.sparse_ddp import batch, sparse_ddp
+
+Tensors = dict[str, Tensor]
+Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradients and the learning rate -> mean gradient
+
+
+class Net(nn.Module):
+    """A small network without ties between elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 48)
+        self.second = nn.Linear(48, 20)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map ``[batch, 64]`` to one loss."""
+        return (self.second(torch.tanh(self.first(inputs))) - inputs[:, :20]).square().mean()
+
+
+def learning_rate(step: int) -> float:
+    """Return a rate that falls by ten at step 30."""
+    return 0.1 if step < 30 else 0.01
+
+
+def train_engine(
+    rank: int, settings: dict[str, Any], steps: int, momentum: float, nesterov: bool
+) -> list[tuple[Tensors, Tensors]]:
+    """Train in this process; return, for every step, what was applied and the parameters after it."""
+    torch.manual_seed(0)
+    history = []
+    with sparse_ddp(Net(), **settings) as (ddp, engine):
+        for step in range(steps):
+            rate = learning_rate(step)
+            names = [name for name, _ in ddp.module.named_parameters()]
+            engine.begin_backward(None, dict.fromkeys(names, Hyperparameters(rate, momentum, nesterov)))
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            history.append(_apply(ddp.module, {n: p.grad.flatten() for n, p in ddp.module.named_parameters()}, rate))
+    return history
+
+
+def train_virtually(algorithm: Algorithm, ranks: int, steps: int) -> list[tuple[Tensors, Tensors]]:
+    """Train with N virtual workers in this process."""
+    torch.manual_seed(0)
+    net = Net()
+    history = []
+    for step in range(steps):
+        gradients = []
+        for rank in range(ranks):
+            net.zero_grad()
+            net(batch(rank, step)).backward()
+            gradients.append({name: parameter.grad.flatten().clone() for name, parameter in net.named_parameters()})
+        history.append(_apply(net, algorithm(gradients, learning_rate(step)), learning_rate(step)))
+    return history
+
+
+def _apply(net: nn.Module, means: Tensors, rate: float) -> tuple[Tensors, Tensors]:
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter -= rate * means[name].view_as(parameter)
+    applied = {name: mean.clone() for name, mean in means.items()}
+    return applied, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def assert_same_as_virtual(
+    pool: Pool,
+    settings: dict[str, Any],
+    algorithm: Algorithm,
+    steps: int = 50,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    same_sets: bool = True,
+    relative: Optional[float] = None,
+) -> None:
+    """Train both ways, and compare what was applied, and the parameters, after every step."""
+    expected = train_virtually(algorithm, pool.ranks, steps)
+    tolerance = {} if relative is None else {"rtol": relative, "atol": 1e-6}
+    for history in pool.run(train_engine, settings, steps, momentum, nesterov):
+        for (applied, parameters), (expected_applied, expected_parameters) in zip(history, expected):
+            for name, mean in expected_applied.items():
+                if same_sets:
+                    assert torch.equal(applied[name] != 0, mean != 0), name
+                torch.testing.assert_close(applied[name], mean, **tolerance)
+                torch.testing.assert_close(parameters[name], expected_parameters[name], **tolerance)

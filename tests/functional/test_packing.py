@@ -1,0 +1,31 @@
+"""Packed codes: nothing lost, nothing wasted."""
+
+import pytest
+import torch
+
+from lightning_sparse.functional import pack_codes, packed_nbytes, unpack_codes
+
+COUNTS = [0, 1, 7, 8, 9, 1000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_survive(bits: int, count: int) -> None:
+    codes = torch.randint(1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (-(-count // 8) * bits,) == (packed_nbytes(count, bits),)
+    assert torch.equal(unpack_codes(packed, bits, count), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_stand_one_after_the_other_lowest_bits_first(bits: int) -> None:
+    codes = torch.randint(1 << bits, (27,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    number = sum(code << (bits * position) for position, code in enumerate(codes.tolist()))
+    assert bytes(pack_codes(codes, bits).tolist()) == number.to_bytes(4 * bits, "little")
+
+
+def test_extremes_do_not_spill_into_their_neighbours() -> None:
+    for bits in range(1, 9):
+        codes = torch.tensor([(1 << bits) - 1, 0] * 20, dtype=torch.uint8)
+        assert torch.equal(unpack_codes(pack_codes(codes, bits), bits, 40), codes)

@@ -1,0 +1,115 @@
+"""Momentum that the memory takes over from the optimizer, and gives back."""
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.compressors import DGC, SDAGC
+from tests.pool import Pool
+from tests.trainers import Small, make_trainer, weights
+
+
+class WithSGD(Small):
+    """A model whose SGD is told how to run."""
+
+    def __init__(self, one_cycle: bool = False, **arguments: Any) -> None:
+        super().__init__()
+        self.one_cycle = one_cycle
+        self.arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD, with a schedule that cycles its momentum if asked."""
+        optimizer = torch.optim.SGD(self.parameters(), **self.arguments)
+        if not self.one_cycle:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit_both(rank: int, arguments: dict[str, Any], epochs: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fit behind momentum correction at density 1, and behind plain DDP."""
+    fitted = []
+    for strategy in (SparseDDPStrategy(DGC(), density=1.0, warmup_epochs=0), DDPStrategy()):
+        model = WithSGD(**arguments)
+        make_trainer(rank, strategy, max_epochs=epochs).fit(model)
+        fitted.append(weights(model))
+    return fitted[0], fitted[1]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"one_cycle": True}, {"momentum": 0.0}], ids=str)
+def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair: Pool, arguments: dict[str, Any]) -> None:
+    for ours, ddp in pair.run(fit_both, arguments):
+        for name in ddp:
+            torch.testing.assert_close(ours[name], ddp[name], rtol=1e-4, atol=1e-6)
+
+
+def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair: Pool) -> None:
+    # In 192 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
+    for ours, ddp in pair.run(fit_both, {"weight_decay": 0.01, "lr": 0.05}, 12):
+        for name in ("network.0.weight", "network.2.weight"):
+            assert (ours[name] - ddp[name]).norm() < 0.05 * ddp[name].norm()
+
+
+def fit_and_save(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Fit with momentum correction, saving in between; return the saved and final group, and the group in training."""
+    during = []
+
+    class Watched(WithSGD):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            during.append(optimizer.param_groups[0]["momentum"])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                self.trainer.save_checkpoint(path)
+
+    model = Watched(weight_decay=0.01, nesterov=True)
+    trainer = make_trainer(rank, SparseDDPStrategy(DGC()))
+    trainer.fit(model)
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    return saved, dict(trainer.optimizers[0].param_groups[0]), max(during)
+
+
+def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair: Pool, tmp_path: Any) -> None:
+    for saved, final, during in pair.run(fit_and_save, str(tmp_path / "momentum.ckpt")):
+        assert during == 0.0
+        for group in (saved, final):
+            assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.01)
+
+
+class WithAdam(Small):
+    """A model trained by Adam."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters())
+
+
+def refused(rank: int, compressor: Any, model: Any) -> str:
+    """Fit what must be refused; return the message."""
+    try:
+        make_trainer(rank, SparseDDPStrategy(compressor)).fit(model)
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+REFUSALS = {
+    "adam": (DGC(), WithAdam(), "Adam works on the gradients themselves"),
+    "adam and sdagc": (SDAGC(), WithAdam(), "compressor=DGC(momentum=None)"),
+    "dampening": (DGC(), WithSGD(dampening=0.5), "cannot take over SGD's dampening=0.5: set it to 0"),
+    "given twice": (DGC(momentum=0.5), WithSGD(), "momentum=0.5 was given to the memory and momentum=0.9 to SGD"),
+}
+
+
+@pytest.mark.parametrize(("compressor", "model", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_an_optimizer_that_makes_no_sense_is_refused(pair: Pool, compressor: Any, model: Any, message: str) -> None:
+    for answer in pair.run(refused, compressor, model):
+        assert message in answer
+
+
+def test_without_momentum_correction_any_optimizer_will_do(pair: Pool) -> None:
+    assert pair.run(refused, SDAGC(momentum=None), WithAdam()) == ["was not refused"] * 2
