@@ -26,6 +26,8 @@ SYSTEMS = (
     System("sparse_dgc", "Deep Gradient Compression: momentum before selection, warm-up", {"compressor": "dgc"}),
     System("sparse_qsgd", "every element as a few random bits, right on average", {"compressor": "qsgd"}),
     System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
+    System("sparse_exdyna", "exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),
+    System("sparse_micro", "exclusive partitions of equal size, one threshold", {"compressor": "micro"}),
 )
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (

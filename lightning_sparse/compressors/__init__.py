@@ -4,7 +4,9 @@ from lightning_sparse.compressors.a2sgd import A2SGD
 from lightning_sparse.compressors.base import Agreement, Compressor, element_count
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.dgc import DGC
+from lightning_sparse.compressors.exdyna import ExDyna
 from lightning_sparse.compressors.lags import LAGS
+from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
@@ -13,7 +15,17 @@ from lightning_sparse.named import NamedTable
 COMPRESSORS: NamedTable[Compressor] = NamedTable(
     "compressor",
     Compressor,
-    {"a2sgd": A2SGD, "dense": Dense, "dgc": DGC, "lags": LAGS, "qsgd": QSGD, "sdagc": SDAGC, "topk": TopK},
+    {
+        "a2sgd": A2SGD,
+        "dense": Dense,
+        "dgc": DGC,
+        "exdyna": ExDyna,
+        "lags": LAGS,
+        "micro": MiCRO,
+        "qsgd": QSGD,
+        "sdagc": SDAGC,
+        "topk": TopK,
+    },
 )
 
 
@@ -52,6 +64,8 @@ __all__ = [
     "Agreement",
     "Compressor",
     "Dense",
+    "ExDyna",
+    "MiCRO",
     "TopK",
     "available_compressors",
     "element_count",

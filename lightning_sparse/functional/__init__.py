@@ -2,12 +2,13 @@
 
 from lightning_sparse.functional.copying import copy_elements
 from lightning_sparse.functional.deltas import layer_deltas
+from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
 from lightning_sparse.functional.quantization import NORMS, bucket_views, quantize
 from lightning_sparse.functional.rounding import round_to
 from lightning_sparse.functional.signs import shift_by_sign, sign_totals
-from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
+from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 
 __all__ = [
     "NORMS",
@@ -16,7 +17,10 @@ __all__ = [
     "bucket_views",
     "copy_elements",
     "index_codec",
+    "indices_reaching",
     "layer_deltas",
+    "magnitude_histogram",
+    "magnitude_quantile",
     "pack_codes",
     "packed_nbytes",
     "quantize",

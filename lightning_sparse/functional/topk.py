@@ -16,7 +16,7 @@ model's many small tensors cost more in calls than in elements.
 
 import math
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus cand
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
+_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
@@ -156,7 +157,7 @@ def _maxima_of_each(pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
     threshold = _sampled_threshold(tensor, count)
-    candidates = None if threshold is None else _reaching(tensor, threshold)
+    candidates = None if threshold is None else indices_reaching(tensor, threshold)
     if candidates is None or candidates.numel() < count:
         return _largest(tensor.abs(), count)
     magnitudes = tensor.index_select(0, candidates).abs_()
@@ -176,8 +177,23 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
     return threshold if (sample >= threshold).sum() <= _SURPLUS * rank else None
 
 
-def _reaching(tensor: Tensor, floor: Tensor) -> Tensor:
-    """Find, on CPU, where the magnitude is not below ``floor`` (a NaN never is), in ascending order."""
+def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
+    """Find where the magnitude is not below a floor; it never is where there is a NaN.
+
+    Args:
+        tensor: flat floating-point tensor of at least one element; not changed.
+        floor: number, or tensor of one element.
+
+    Returns:
+        int64 ``[count]``: positions in ascending order. Off the CPU the host waits for their number.
+
+    Example::
+
+        >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
+        tensor([1, 2, 3])
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
+        return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // WORD) * WORD)
     magnitudes = tensor.new_empty(chunk)
     mask = torch.zeros(chunk, dtype=torch.bool)

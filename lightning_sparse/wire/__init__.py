@@ -8,12 +8,14 @@ from lightning_sparse.wire.codes import CodesFormat
 from lightning_sparse.wire.gather import GatherFormat
 from lightning_sparse.wire.local import LocalFormat
 from lightning_sparse.wire.reduce import ReduceFormat
+from lightning_sparse.wire.union import UnionFormat
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "codes": CodesFormat,
     "gather": GatherFormat,
     "local": LocalFormat,
     "reduce": ReduceFormat,
+    "union": UnionFormat,
 }
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

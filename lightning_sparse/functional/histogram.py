@@ -1,0 +1,67 @@
+"""Histograms of magnitudes: counts that add up over tensors and ranks, in any order, to the same quantile."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# The upper bits of a fp32 number that is not negative are its exponent and the first bits of its mantissa: numbers that
+# share them lie within an eighth of each other, and their order is that of the numbers.
+_BIN_BITS = 11
+_SHIFT = 31 - _BIN_BITS
+_CHUNK = 1 << 17  # elements binned at a time: their copies (half a MiB each) stay in a second-level cache
+
+
+def magnitude_histogram(tensor: Tensor) -> Tensor:
+    """Count magnitudes by their size.
+
+    Args:
+        tensor: flat floating-point tensor; not changed.
+
+    Returns:
+        int64 ``[2048]``: eight bins for each power of two, from zero (and what fp32 hardly tells from it) upwards.
+
+    Example::
+
+        >>> magnitude_histogram(torch.tensor([1.0, -1.01, 4.0])).nonzero().squeeze(1)
+        tensor([1016, 1032])
+    """
+    histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
+    for piece in tensor.split(_CHUNK):
+        bins = piece.abs().float().view(torch.int32).bitwise_right_shift_(_SHIFT)
+        histogram += torch.bincount(bins, minlength=1 << _BIN_BITS)
+    return histogram
+
+
+def magnitude_quantile(histogram: Tensor, count: int) -> float:
+    """Read off a histogram the magnitude that about ``count`` elements reach.
+
+    Args:
+        histogram: float64, sum of what :func:`magnitude_histogram` returns.
+        count: number of elements, from 1 to the number counted.
+
+    Returns:
+        magnitude, 0 if fewer than ``count`` elements differ from zero. Within a bin the logarithm of the number that
+        reaches a magnitude is taken to be straight in that of the magnitude, which at densities around 0.001 is off by
+        some 2 % of the count for a normal distribution.
+
+    Example::
+
+        >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
+        >>> round(magnitude_quantile(counted, 100), 2)
+        0.9
+    """
+    histogram = histogram.cpu()
+    reaching = histogram.flip(0).cumsum(0).flip(0)
+    # The last bin that enough elements reach; only a bin with elements can be the last.
+    chosen = int(torch.searchsorted(-reaching, -count, right=True)) - 1
+    if chosen <= 0:
+        return 0.0
+    edges = torch.tensor([chosen, chosen + 1], dtype=torch.int32).bitwise_left_shift_(_SHIFT).view(torch.float32)
+    # The bits beyond the last number are those of infinity and NaN: what float64 holds and fp32 does not.
+    limit = torch.finfo(torch.float32).max
+    lower, upper = edges.nan_to_num_(nan=limit, posinf=limit).tolist()
+    reaching_lower, reaching_upper = (*reaching[chosen : chosen + 2].tolist(), 0.0)[:2]
+    # The largest magnitude of all is half an element from the edge that none reaches.
+    share = math.log(reaching_lower / count) / math.log(reaching_lower / max(reaching_upper, 0.5))
+    return float(lower * (upper / lower) ** share)

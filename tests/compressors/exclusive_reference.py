@@ -1,0 +1,137 @@
+"""ExDyna and MiCRO as plainly as they can be written: one flat vector, all workers in one loop, nothing saved.
+
+Written from the papers' rules and this package's documented deviations, sharing no code with it.
+"""
+
+import bisect
+import math
+from collections import Counter
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+class Reference:
+    """``ranks`` workers with residuals, in one process."""
+
+    def __init__(self, method: str, mode: str, numels: list[int], ranks: int, density: float) -> None:
+        self.method, self.mode, self.numels, self.ranks = method, mode, numels, ranks
+        self.numel = sum(numels)
+        self.wanted = max(ranks, round(density * self.numel))
+        self.step_count = 0
+        self.theta = None if mode == "default" else 1 / (2 * math.sqrt(self.wanted))
+        self.residuals = [torch.zeros(self.numel) for _ in range(ranks)]
+        self._cut_first()
+
+    def _cut_first(self) -> None:
+        if self.method == "micro":
+            blocks, size = self.ranks, None
+        else:
+            blocks = max(self.ranks, min(1024, self.numel // 32))
+            size = self.numel // blocks // 32 * 32
+        if self.method == "exdyna" and self.mode == "paper":
+            self.edges = [size * block for block in range(blocks)] + [self.numel]
+        elif self.method == "exdyna":
+            self.edges = [math.floor(block * self.numel / blocks) for block in range(blocks + 1)]
+        else:
+            self.edges = [0]
+            for block in range(blocks):
+                self.edges.append(self.edges[-1] + self.numel // blocks + (block < self.numel % blocks))
+        self.owner_blocks = [blocks // self.ranks + (rank < blocks % self.ranks) for rank in range(self.ranks)]
+        self.loads = [0.0] * blocks
+
+    def partition(self, index: int) -> tuple[int, int]:
+        """Return where a partition starts and ends."""
+        first = sum(self.owner_blocks[:index])
+        return self.edges[first], self.edges[first + self.owner_blocks[index]]
+
+    def step(self, gradients: list[Tensor]) -> tuple[list[list[int]], Tensor]:
+        """Return what every worker selects, and the dense mean gradient."""
+        accumulated = [residual + gradient for residual, gradient in zip(self.residuals, gradients)]
+        chosen, counted = [], Counter()
+        for rank in range(self.ranks):
+            start, end = self.partition((self.step_count + rank) % self.ranks)
+            if self.theta is None:
+                chosen.append(self._first_choice(accumulated[rank], start, end, counted))
+            else:
+                reaching = accumulated[rank][start:end].abs() >= self.theta
+                chosen.append([start + position for position in reaching.nonzero().flatten().tolist()])
+        union = torch.tensor(sorted({position for positions in chosen for position in positions}), dtype=torch.int64)
+        mean = torch.zeros(self.numel)
+        for vector in accumulated:
+            mean[union] += vector[union] / self.ranks
+            vector[union] = 0.0
+        self.residuals = accumulated
+        self._learn(chosen, union.tolist(), counted)
+        return chosen, mean
+
+    def _first_choice(self, vector: Tensor, start: int, end: int, counted: Counter) -> list[int]:
+        chosen, tensor_start = [], 0
+        for numel in self.numels:
+            low, high = max(start, tensor_start), min(end, tensor_start + numel)
+            tensor_start += numel
+            if low < high:
+                quota = math.floor(self.wanted * high / self.numel) - math.floor(self.wanted * low / self.numel)
+                chosen += (vector[low:high].abs().topk(quota).indices + low).tolist()
+        for value in vector[start:end].abs().tolist():
+            exponent = math.floor(math.log2(value)) if value else -200
+            counted[exponent, math.floor((value / 2.0**exponent - 1) * 8)] += 1
+        return sorted(chosen)
+
+    def _learn(self, chosen: list[list[int]], union: list[int], counted: Counter) -> None:
+        ratio = len(union) / self.wanted
+        if self.theta is None:
+            above = 0
+            for (exponent, eighth), count in sorted(counted.items(), reverse=True):
+                if above + count >= self.wanted:
+                    bottom, top = math.log(above + count), math.log(above or 0.5)
+                    share = (bottom - math.log(self.wanted)) / (bottom - top)
+                    lower, upper = 2.0**exponent * (1 + eighth / 8), 2.0**exponent * (1 + (eighth + 1) / 8)
+                    self.theta = math.exp(math.log(lower) + share * (math.log(upper) - math.log(lower)))
+                    break
+                above += count
+        elif self.mode == "default":
+            is_chance = abs(len(union) - self.wanted) < 4 * math.sqrt(self.wanted)
+            if 0.5 < ratio < 2 or is_chance:
+                self.theta = math.exp(math.log(self.theta) + max(-0.1, min(0.1, 0.05 * math.log(ratio))))
+            else:
+                self.theta = None
+        else:
+            inside = 1.00125 if ratio > 1 else 0.9987
+            self.theta *= 1.005 if ratio > 1.1 else inside if ratio > 0.909 else 0.995
+        if self.method == "exdyna" and self.mode == "paper":
+            self._shift(chosen, len(union))
+        elif self.method == "exdyna":
+            self._balance(union)
+        self.step_count += 1
+
+    def _shift(self, chosen: list[list[int]], total: int) -> None:
+        found = {(self.step_count + rank) % self.ranks: float(len(positions)) for rank, positions in enumerate(chosen)}
+        average = total // self.ranks
+        moved = int(self.edges[1] * (total / self.numel))
+        least = (len(self.edges) - 1) / (4 * self.ranks)
+        for left in range(self.ranks - 1):
+            right = left + 1
+            for giver, taker in ((left, right), (right, left)):
+                if found[giver] / average > 1.05 and found[taker] / average < 0.95238:
+                    if self.owner_blocks[giver] - 1 >= least:
+                        self.owner_blocks[giver] -= 1
+                        self.owner_blocks[taker] += 1
+                        found[giver] -= moved
+                        found[taker] += moved
+                    break
+
+    def _balance(self, union: list[int]) -> None:
+        held = Counter(bisect.bisect_right(self.edges, position) - 1 for position in union)
+        self.loads = [0.95 * load + 0.05 * held[block] for block, load in enumerate(self.loads)]
+        if (self.step_count + 1) % 16:
+            return
+        blocks, cuts = len(self.loads), [0]
+        sums = [sum(self.loads[:block]) for block in range(blocks + 1)]
+        for rank in range(1, self.ranks):
+            target = sums[-1] * rank / self.ranks
+            nearest = min(range(blocks + 1), key=lambda block: (abs(sums[block] - target), -block))
+            cuts.append(max(nearest, cuts[-1] + 1))
+        cuts.append(blocks)
+        self.owner_blocks = [after - before for before, after in pairwise(cuts)]

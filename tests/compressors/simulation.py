@@ -1,0 +1,79 @@
+"""Many virtual ranks in one process: compressors that exchange by plain indexing, with no wire and no waiting."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.layout import ModelLayout
+from lightning_sparse.selection import Selection
+
+
+class Simulation:
+    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices."""
+
+    def __init__(self, build: Callable[[], Compressor], numels: dict[str, int], ranks: int, density: float) -> None:
+        self.names = list(numels)
+        self.numels = list(numels.values())
+        self.density = density
+        self.compressors: list[Any] = [build() for _ in range(ranks)]
+        self.residuals = [torch.zeros(sum(self.numels)) for _ in range(ranks)]
+        self.begin()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the model."""
+        return sum(self.numels)
+
+    def begin(self) -> None:
+        """Start all compressors anew."""
+        for rank, compressor in enumerate(self.compressors):
+            layout = ModelLayout(
+                tuple(self.names), tuple(self.numels), rank, len(self.compressors), torch.device("cpu")
+            )
+            compressor.begin(layout)
+
+    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange one flat gradient of each rank; return the flat positions that each rank selected."""
+        accumulated = [residual + gradient for residual, gradient in zip(self.residuals, gradients)]
+        chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
+        union = torch.cat(chosen).unique()
+        finite = torch.stack([flat[union].isfinite().all() for flat in accumulated]).all()
+        self._conclude(union, torch.stack([flat[union] for flat in accumulated]).mean(dim=0), finite)
+        if finite:
+            self.residuals = [flat.index_fill(0, union, 0.0) for flat in accumulated]
+        return chosen
+
+    def _select(self, compressor: Compressor, flat: Tensor) -> Tensor:
+        counts = [
+            element_count(n, compressor.density_of(name, self.density)) for name, n in zip(self.names, self.numels)
+        ]
+        selections = compressor.select(self.names, flat.split(self.numels), counts)
+        starts = torch.tensor([0, *self.numels]).cumsum(0).tolist()
+        for selection, tensor in zip(selections, flat.split(self.numels)):
+            assert torch.equal(selection.values.nan_to_num(), tensor[selection.indices].nan_to_num())
+        return torch.cat([selection.indices + start for selection, start in zip(selections, starts)])
+
+    def _conclude(self, union: Tensor, mean: Tensor, finite: Tensor) -> None:
+        means, start = [], 0
+        for numel in self.numels:
+            inside = (union >= start) & (union < start + numel)
+            means.append(Selection(mean[inside][None], (union[inside] - start)[None], numel))
+            start += numel
+        agreements = [compressor.conclude(self.names, means, finite) for compressor in self.compressors]
+        received: Optional[Tensor] = None
+        while True:
+            handed_in = [_advance(agreement, received) for agreement in agreements]
+            if handed_in[0] is None:
+                assert handed_in == [None] * len(agreements)
+                return
+            received = torch.stack(handed_in)
+
+
+def _advance(agreement: Any, received: Optional[Tensor]) -> Optional[Tensor]:
+    try:
+        return agreement.send(received)
+    except StopIteration:
+        return None

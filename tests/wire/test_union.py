@@ -1,0 +1,101 @@
+"""The union wire, rank by rank in one process: what travels, what arrives, what stays."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.selection import Selection
+from lightning_sparse.wire import Arrival
+from lightning_sparse.wire.union import UnionFormat
+
+NUMELS = (5, 70_000, 3)
+
+
+def exchange(
+    chosen: list[list[list[int]]], dtype: torch.dtype = torch.float32, used: Optional[list[list[int]]] = None
+) -> tuple[list[Arrival], list[list[Tensor]], list[list[Tensor]]]:
+    """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in."""
+    ranks = len(chosen)
+    accumulated = [
+        list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).split(NUMELS))
+        for rank in range(ranks)
+    ]
+    phases: list[Any] = []
+    for rank, choices in enumerate(chosen):
+        indices = [torch.tensor(choice, dtype=torch.int64) for choice in choices]
+        selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
+        flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8)
+        phases.append(UnionFormat(dtype, rank, ranks).exchange(selections, accumulated[rank], flags))
+    sent: list[list[Tensor]] = []
+    received: list[Any] = [None] * ranks
+    while True:
+        payloads, arrivals = [], []
+        for rank, generator in enumerate(phases):
+            try:
+                payloads.append(generator.send(received[rank]))
+            except StopIteration as stop:
+                arrivals.append(stop.value)
+        if arrivals:
+            assert not payloads
+            return arrivals, accumulated, sent
+        sent.append([payload.tensor.clone() for payload in payloads])
+        assert len({payload.collective for payload in payloads}) == 1
+        assert len({payload.tensor.numel() for payload in payloads}) == 1
+        if payloads[0].collective == "all_gather":
+            received = [torch.stack([payload.tensor for payload in payloads])] * ranks
+        else:
+            received = [torch.stack([payload.tensor[rank] for payload in payloads]) for rank in range(ranks)]
+
+
+CHOICES = {
+    "disjoint": [[[0, 4], [7, 69_999], []], [[], [8, 9, 10], [2]], [[1], [], []]],
+    "overlapping": [[[0, 4], [7, 8], []], [[0, 4], [7, 9], [2]], [[4], [], []]],
+    "one rank alone": [[[], [], []], [[3], [100], [0]], [[], [], []]],
+    "everything": [[list(range(5)), list(range(70_000)), []], [[], [], [0, 1, 2]], [[], [], []]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
+def test_everybody_contributes_where_anybody_selected(chosen: list[list[list[int]]], dtype: torch.dtype) -> None:
+    arrivals, accumulated, _ = exchange(chosen, dtype)
+    for place, numel in enumerate(NUMELS):
+        union = torch.tensor(sorted({index for choices in chosen for index in choices[place]}), dtype=torch.int64)
+        owed = torch.stack([tensors[place][union] for tensors in accumulated]).double().mean(dim=0)
+        kept = torch.stack([arrival.kept[place].values for arrival in arrivals]).double().mean(dim=0)
+        for arrival in arrivals:
+            mean = arrival.means[place]
+            assert arrival.finite
+            assert mean.numel == numel
+            assert torch.equal(mean.indices, union[None])
+            assert torch.equal(arrival.kept[place].indices, union)
+            assert torch.equal(mean.values, arrivals[0].means[place].values)
+            torch.testing.assert_close(mean.values[0].double() + kept, owed, rtol=1e-6, atol=1e-7)
+            assert dtype != torch.float32 or not arrival.kept[place].values.any()
+
+
+def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union() -> None:
+    _, _, sent = exchange(CHOICES["disjoint"])
+    counts, positions, values, means = (payloads[0].numel() * payloads[0].element_size() for payloads in sent)
+    assert counts == 8
+    assert positions == 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
+    # Three, five and one elements of three tensors, each padded to a multiple of the ranks.
+    assert (values, means) == ((3 + 6 + 3) * 4, (1 + 2 + 1) * 4)
+
+
+def test_nothing_selected_is_one_small_message() -> None:
+    arrivals, _, sent = exchange([[[], [], []]] * 2, used=[[1, 0, 0], [0, 0, 1]])
+    assert [payloads[0].numel() for payloads in sent] == [8 + 3]
+    for arrival in arrivals:
+        assert arrival.finite
+        assert arrival.used is not None
+        assert arrival.used.tolist() == [True, False, True]
+        assert [mean.values.shape for mean in arrival.means] == [(1, 0)] * 3
+        assert [left.values.shape for left in arrival.kept] == [(0,)] * 3
+
+
+def test_flags_of_unused_parameters_travel_with_the_counts() -> None:
+    arrivals, _, _ = exchange(CHOICES["disjoint"], used=[[0, 0, 1], [0, 1, 0], [0, 0, 0]])
+    assert all(arrival.used is not None and arrival.used.tolist() == [False, True, True] for arrival in arrivals)
