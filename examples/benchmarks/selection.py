@@ -65,7 +65,7 @@ def repeat(gradient: Tensor, count: int) -> Iterator[Times]:
     while True:
         working.copy_(gradient)
         marks = [clock.mark()]
-        accumulated = memory.compensate([_NAME], [working])
+        accumulated = memory.compensate([_NAME], [working], {})
         marks.append(clock.mark())
         (selection,) = compressor.select([_NAME], accumulated, [count])
         marks.append(clock.mark())
