@@ -19,15 +19,15 @@ class System(NamedTuple):
 
 
 SYSTEMS = (
-    System("sparse_a2sgd", "two numbers a step, and parameters averaged now and then", {"compressor": "a2sgd"}),
-    System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
     System("sparse_lags", "LAGS-SGD: the largest magnitudes of each layer at its own density", {"compressor": "lags"}),
+    System("sparse_a2sgd", "A2SGD: two numbers a step, parameters averaged now and then", {"compressor": "a2sgd"}),
     System("sparse_sdagc", "SDAGC (reconstruction): what exceeds a layer's deviation", {"compressor": "sdagc"}),
-    System("sparse_dgc", "Deep Gradient Compression: momentum before selection, warm-up", {"compressor": "dgc"}),
-    System("sparse_qsgd", "every element as a few random bits, right on average", {"compressor": "qsgd"}),
+    System("sparse_exdyna", "ExDyna: exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),
     System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
-    System("sparse_exdyna", "exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),
-    System("sparse_micro", "exclusive partitions of equal size, one threshold", {"compressor": "micro"}),
+    System("sparse_dgc", "Deep Gradient Compression: momentum before selection, warm-up", {"compressor": "dgc"}),
+    System("sparse_micro", "MiCRO: exclusive partitions of equal size, one threshold", {"compressor": "micro"}),
+    System("sparse_qsgd", "QSGD: every element as a few random bits, right on average", {"compressor": "qsgd"}),
+    System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
 )
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -46,7 +46,7 @@ def strategy_entries() -> Iterator[tuple[str, str, dict[str, Any]]]:
     Example::
 
         >>> next(strategy_entries())[0]
-        'sparse_a2sgd'
+        'sparse_lags'
     """
     for system in SYSTEMS:
         for suffix, launch in _VARIANTS:
