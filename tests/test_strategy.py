@@ -74,9 +74,7 @@ def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["layerwise", "merged", "single"])
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-def test_every_system_trains_under_every_schedule_and_ends_as_one_model(
-    pair: Pool, system: Any, schedule: str
-) -> None:
+def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Pool, system: Any, schedule: str) -> None:
     settings = {**system.arguments, "schedule": schedule}
     (first, stats), (second, _) = pair.run(fit_with, settings, Small, {"max_epochs": 2})
     assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
