@@ -24,6 +24,7 @@ class Outcome(NamedTuple):
         strategy: name of the strategy.
         score: value of the metric that judges the model.
         bytes_per_step: bytes that rank 0 handed to collectives for the gradients of the last step.
+        mean_bytes_per_step: the same, averaged over all steps.
         dense_bytes: what the same gradients take as fp32.
         compression_ratio: the quotient; 1 where nothing travels.
         log_dir: directory of the TensorBoard log; empty without a log.
@@ -32,6 +33,7 @@ class Outcome(NamedTuple):
     strategy: str
     score: float
     bytes_per_step: float
+    mean_bytes_per_step: float
     dense_bytes: float
     compression_ratio: float
     log_dir: str
@@ -147,12 +149,14 @@ def _chosen_strategy(parser: argparse.ArgumentParser, options: argparse.Namespac
 def _outcome(trainer: Trainer, module: LightningModule, strategy: str, metric: str) -> Outcome:
     dense_bytes = 4.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     stats = {"wire_bytes": dense_bytes if trainer.world_size > 1 else 0.0, "compression_ratio": 1.0}
+    steps = max(1, trainer.global_step)
     if isinstance(trainer.strategy, SparseDDPStrategy):
         stats.update(trainer.strategy.compression_stats())
     return Outcome(
         strategy=strategy,
         score=trainer.callback_metrics[metric].item(),
         bytes_per_step=stats["wire_bytes"],
+        mean_bytes_per_step=stats.get("total_wire_bytes", stats["wire_bytes"] * steps) / steps,
         dense_bytes=dense_bytes,
         compression_ratio=stats["compression_ratio"],
         log_dir=trainer.logger.log_dir if isinstance(trainer.logger, TensorBoardLogger) else "",

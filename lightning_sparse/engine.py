@@ -154,7 +154,7 @@ class Engine:
         """Return the facts of the last step that ended; empty before the first."""
         if self._recorder.last is None:
             return {}
-        stats = self._recorder.last.as_stats()
+        stats = {**self._recorder.last.as_stats(), "total_wire_bytes": float(self._recorder.total_wire_bytes)}
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
     def layer_deltas(self) -> dict[str, Tensor]:

@@ -108,6 +108,12 @@ class Recorder:
         self.clock = Clock(device)
         self.current = StepFacts()
         self.last: Optional[StepFacts] = None
+        self._bytes_before_last = 0
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes handed to collectives by all steps that have ended."""
+        return self._bytes_before_last + (self.last.wire_bytes if self.last is not None else 0)
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -119,4 +125,5 @@ class Recorder:
     def end_step(self) -> None:
         """Close the facts of this step and open the next."""
         self.current.end = self.clock.mark()
+        self._bytes_before_last = self.total_wire_bytes
         self.last, self.current = self.current, StepFacts()

@@ -93,8 +93,10 @@ class SparseDDPStrategy(DDPStrategy):
             ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
             ``wire_bytes`` (all bytes handed to collectives: values, indices, counts, flags, padding), ``dense_bytes``
             (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels),
-            ``select_seconds`` (residual, selection and encoding), ``exchange_seconds`` (in collectives),
-            ``exposed_seconds`` (from the end of backward until the gradients could be used).
+            ``total_wire_bytes`` (those of all steps of this ``fit``), ``select_seconds`` (residual, selection and
+            encoding), ``exchange_seconds`` (in collectives),
+            ``exposed_seconds`` (from the end of backward until the gradients could be used); with a method that lets
+            replicas drift apart also ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
         """
         return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
 

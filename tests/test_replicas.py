@@ -76,8 +76,8 @@ def steps_with_average(every: Optional[int]) -> list[int]:
     return steps
 
 
-def fit_bytes(rank: int, every: Optional[int]) -> float:
-    """Fit 16 steps, the last of which may end in an average; return the bytes of that step."""
+def fit_bytes(rank: int, every: Optional[int]) -> tuple[float, float]:
+    """Fit 15 steps, the last of which may end in an average; return the bytes of that step and of all."""
     trainer = make_trainer(rank, SparseDDPStrategy(A2SGD(param_sync_every=every)), limit_val_batches=0, max_steps=15)
     stats = {}
 
@@ -86,10 +86,11 @@ def fit_bytes(rank: int, every: Optional[int]) -> float:
             stats.update(self.trainer.strategy.compression_stats())
 
     trainer.fit(Kept())
-    return stats["wire_bytes"]
+    return stats["wire_bytes"], stats["total_wire_bytes"]
 
 
 def test_an_average_is_counted_in_the_bytes_of_its_step(pair: Pool) -> None:
     elements = 32 * 64 + 64 + 64 * 32 + 32
-    assert pair.run(fit_bytes, 4) == [8.0] * 2
-    assert pair.run(fit_bytes, 5) == [8.0 + 4 * elements + 4] * 2
+    average = 4 * elements + 4
+    assert pair.run(fit_bytes, 4) == [(8.0, 15 * 8.0 + 3 * average)] * 2
+    assert pair.run(fit_bytes, 5) == [(8.0 + average, 15 * 8.0 + 3 * average)] * 2

@@ -33,6 +33,7 @@ STATS = {
     "density",
     "union_density",
     "wire_bytes",
+    "total_wire_bytes",
     "dense_bytes",
     "compression_ratio",
     "select_seconds",

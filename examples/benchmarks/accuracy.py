@@ -23,8 +23,8 @@ _SPARSIFIERS = ("sparse_topk", "sparse_lags", "sparse_exdyna", "sparse_micro", "
 _DENSITIES = ("0.01", "0.001")
 _WARMUP_EPOCHS = "4"
 _HEADER = """\
-| system | mean | of each seed | bytes of the last step | compression ratio |
-| --- | --- | --- | --- | --- |"""
+| system | mean | of each seed | bytes of the last step | bytes of a step on average | compression ratio |
+| --- | ---: | --- | ---: | ---: | ---: |"""
 
 
 def rows() -> dict[str, list[str]]:
@@ -60,14 +60,14 @@ def table_row(name: str, outcomes: list[dict[str, Any]]) -> str:
 
     Example::
 
-        >>> outcome = {"score": 0.5, "bytes_per_step": 4000.0, "compression_ratio": 2.0}
+        >>> outcome = {"score": 0.5, "bytes_per_step": 4.0, "mean_bytes_per_step": 8.0, "compression_ratio": 2.0}
         >>> table_row("ddp", [outcome, {**outcome, "score": 0.75}])
-        '| ddp | 0.6250 | 0.5000 0.7500 | 4,000 | 2.0 |'
+        '| ddp | 0.6250 | 0.5000 0.7500 | 4 | 8 | 2.0 |'
     """
     scores = [outcome["score"] for outcome in outcomes]
     each = " ".join(f"{score:.4f}" for score in scores)
     last = outcomes[-1]
-    sent = f"{last['bytes_per_step']:,.0f} | {last['compression_ratio']:.1f}"
+    sent = f"{last['bytes_per_step']:,.0f} | {last['mean_bytes_per_step']:,.0f} | {last['compression_ratio']:.1f}"
     return f"| {name} | {statistics.fmean(scores):.4f} | {each} | {sent} |"
 
 
