@@ -5,7 +5,7 @@ recipe is the usual one: windows of 35 words, 20 columns on two processes, hidde
 next, gradient norm clipped to 0.25, plain SGD with a high learning rate, divided by 4 whenever the validation
 perplexity does not fall.
 
-So short a text gets a small model, in which one matrix embeds and predicts words, and 16 epochs, by which the
+So short a text gets a small model, in which one matrix embeds and predicts words, and 20 epochs, by which the
 validation perplexity of ordinary DDP hardly falls. Whoever stops earlier compares speeds, not results: sparse
 training sends part of every gradient late, and may lag behind while perplexity falls fast.
 
@@ -127,7 +127,7 @@ class LanguageModel(LightningModule):
 
 def main() -> None:
     """Train as the command line says."""
-    parser = example_parser(__doc__ or "", epochs=16, batch_size=10, learning_rate=20.0)
+    parser = example_parser(__doc__ or "", epochs=20, batch_size=10, learning_rate=20.0)
     parser.add_argument("--text", type=Path, help="UTF-8 text file; without it, Python's help pages")
     parser.add_argument("--vocabulary", type=int, default=10_000, help="different words at most (default 10000)")
     parser.add_argument("--bptt", type=int, default=35, help="words in a window (default 35)")

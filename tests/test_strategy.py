@@ -23,6 +23,7 @@ import lightning_sparse.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import TopK
+from lightning_sparse.engine import Settings
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import Merged
 from tests.pool import Pool
@@ -251,6 +252,8 @@ REFUSALS = {
     "density not a number": ({"density": "0.1"}, ValueError, r"density=0.1 must be a fraction"),
     "density without need": ({"compressor": "dense", "density": 0.1}, ValueError, r"Dense, which has no density"),
     "compressor": ({"compressor": "topp"}, ValueError, r"compressor='topp' is unknown.*dense, .*topk.*mean 'topk'"),
+    "warm-up": ({"warmup_epochs": -1}, ValueError, r"warmup_epochs=-1 must be a whole number of epochs, at least 0"),
+    "warm-up of nothing": ({"compressor": "qsgd", "warmup_epochs": 4}, ValueError, r"QSGD, which has no density to"),
     "compressor class": ({"compressor": TopK}, TypeError, r"a Compressor object, got .*a class: call it"),
     "schedule": ({"schedule": "merge"}, ValueError, r"schedule='merge' is unknown.*layerwise, merged, single"),
     "schedule object": ({"schedule": 3}, TypeError, r"schedule must be one of .* got 3"),
@@ -267,6 +270,30 @@ REFUSALS = {
 def test_bad_settings_are_refused_with_a_cure(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SparseDDPStrategy(**arguments)
+
+
+def test_a_warm_up_takes_the_published_densities() -> None:
+    settings = Settings("dgc", 0.001, "merged", "float32")
+    densities = [settings.density_at(epoch) for epoch in range(6)]
+    assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
+
+
+def densities_by_epoch(rank: int) -> list[float]:
+    """Fit four epochs with a warm-up over two; return the density at the end of each."""
+    seen = []
+
+    class Seeing(Small):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.trainer.strategy.compression_stats()["density"])
+
+    strategy = SparseDDPStrategy("topk", density=0.01, warmup_epochs=2)
+    make_trainer(rank, strategy, max_epochs=4).fit(Seeing())
+    return seen
+
+
+def test_the_density_falls_over_the_epochs_of_a_warm_up(pair: Pool) -> None:
+    for seen in pair.run(densities_by_epoch):
+        assert seen == pytest.approx([0.01 ** (1 / 3), 0.01 ** (2 / 3), 0.01, 0.01], rel=0.05)
 
 
 def test_a_merge_of_nothing_is_refused() -> None:
