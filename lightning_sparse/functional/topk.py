@@ -30,6 +30,7 @@ _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
 _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
+_MOST_CANDIDATES = 4  # for each element kept; a floor that leaves more, as zero does, separates too little to pay
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
@@ -122,7 +123,19 @@ def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Ten
     # How many reach the smallest of the chosen maxima is for the host to read, so only the CPU may ask.
     if examined.device.type == "cpu" and examined.dtype != torch.float64:
         floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
-        return largest_reaching(examined.abs_(), floors, count)
+        magnitudes = examined.abs_()
+        is_crowded = (
+            (magnitudes < floors.unsqueeze(1)).sum(dim=1) < magnitudes.shape[1] - _MOST_CANDIDATES * count
+        ).tolist()
+        if not any(is_crowded):
+            return largest_reaching(magnitudes, floors, count)
+        # Each row by itself, so that no row's choice between equal magnitudes depends on its neighbours.
+        return torch.cat(
+            [
+                _select([row], count) if crowded else largest_reaching(row[None], floor[None], count)
+                for row, floor, crowded in zip(magnitudes, floors, is_crowded)
+            ]
+        )
     return _select(examined.unbind(), count)
 
 
