@@ -30,6 +30,15 @@ CLOSED_LOOP = "residual_closed_loop"
 _MODES = (CLOSED_LOOP, "residual_fixed", "fresh_fixed", "gaussian")
 
 
+class _Group(NamedTuple):
+    """What does not change about the tensors of a group: int64 ``[tensors]`` each."""
+
+    positions: Tensor
+    wanted: Tensor
+    rooms: Tensor
+    numels: Tensor
+
+
 class _Proposal(NamedTuple):
     positions: Tensor
     alphas: Tensor
@@ -94,6 +103,7 @@ class SDAGC(TopK):
         self._alphas = torch.empty(0)
         self._fresh_deviations: dict[str, Tensor] = {}
         self._proposals: list[_Proposal] = []
+        self._groups: dict[tuple[tuple[Any, ...], ...], _Group] = {}
 
     @property
     @override
@@ -106,32 +116,40 @@ class SDAGC(TopK):
         unset = math.nan if self.alpha is None else self.alpha
         self._alphas = torch.full((len(layout.names),), unset, device=layout.device)
         self._proposals.clear()
+        self._groups.clear()
 
     @override
     def prepare(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         if self.threshold == "fresh_fixed":
-            self._fresh_deviations.update(zip(names, _moments(gradients)[1].unbind()))
+            numels = tuple(map(Tensor.numel, gradients))
+            group = self._group(tuple(names), numels, numels, numels)
+            self._fresh_deviations.update(zip(names, _moments(gradients, group.numels)[1].unbind()))
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        device = accumulated[0].device
         rooms = [min(tensor.numel(), math.ceil(self.capacity * count)) for tensor, count in zip(accumulated, counts)]
         selections = super().select(names, accumulated, rooms)
-        wanted = torch.tensor(counts, device=device)
-        lengths = torch.tensor(rooms, device=device)
-        numels = torch.tensor([tensor.numel() for tensor in accumulated], device=device)
-        positions = torch.tensor([self._positions[name] for name in names], device=device)
-        alphas = self._alphas[positions]
-        alphas = torch.where(alphas.isnan(), self._start(wanted / numels), alphas)
-        thresholds = self._thresholds(names, accumulated, alphas).masked_fill(wanted == numels, 0.0)
-        filled = _reaching(selections, lengths, thresholds)
-        sent = torch.segment_reduce(filled.float(), "sum", lengths=lengths)
+        group = self._group(tuple(names), tuple(counts), tuple(rooms), tuple(map(Tensor.numel, accumulated)))
+        alphas = self._alphas[group.positions]
+        alphas = torch.where(alphas.isnan(), self._start(group.wanted / group.numels), alphas)
+        thresholds = self._thresholds(names, accumulated, alphas, group.numels)
+        filled = _reaching(selections, group.rooms, thresholds.masked_fill(group.wanted == group.numels, 0.0))
         if self.threshold == CLOSED_LOOP:
-            # In a full message, how many more would have been sent is not known.
-            steps = _step(sent / wanted).masked_fill((sent == lengths) & (lengths < numels), _LARGEST_STEP)
-            alphas = (alphas * steps.masked_fill(sent == 0, 0.0).exp()).clamp(*_ALPHA_RANGE)
-        self._proposals.append(_Proposal(positions, alphas))
+            alphas = _followed(alphas, torch.segment_reduce(filled.float(), "sum", lengths=group.rooms), group)
+        self._proposals.append(_Proposal(group.positions, alphas))
         return [selection._replace(filled=mask) for selection, mask in zip(selections, filled.split(rooms))]
+
+    def _group(
+        self, names: tuple[str, ...], counts: tuple[int, ...], rooms: tuple[int, ...], numels: tuple[int, ...]
+    ) -> _Group:
+        # Groups are the same step after step, until a schedule or a density changes; to make their tensors anew would
+        # stop the host for a GPU each time.
+        key = (names, counts, rooms)
+        if key not in self._groups:
+            positions = [self._positions[name] for name in names]
+            columns = (positions, counts, rooms, numels)
+            self._groups[key] = _Group(*(torch.tensor(column, device=self._alphas.device) for column in columns))
+        return self._groups[key]
 
     def _start(self, densities: Tensor) -> Tensor:
         if self.threshold == "fresh_fixed":
@@ -140,8 +158,10 @@ class SDAGC(TopK):
             return math.sqrt(2) * torch.erfinv(1 - densities)
         return -densities.log() / math.sqrt(2)
 
-    def _thresholds(self, names: Sequence[str], accumulated: Sequence[Tensor], alphas: Tensor) -> Tensor:
-        means, deviations = _moments(accumulated)
+    def _thresholds(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], alphas: Tensor, numels: Tensor
+    ) -> Tensor:
+        means, deviations = _moments(accumulated, numels)
         if self.threshold == "fresh_fixed":
             deviations = torch.stack([self._fresh_deviations[name] for name in names])
         return alphas * deviations + (means.abs() if self.threshold == "gaussian" else 0.0)
@@ -163,9 +183,8 @@ class SDAGC(TopK):
             self._alphas[position] = state["alpha"][name]
 
 
-def _moments(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(tensors: Sequence[Tensor], numels: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and (population) standard deviation of each tensor, in fp32."""
-    numels = torch.tensor([tensor.numel() for tensor in tensors], device=tensors[0].device)
     means = torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
     squares = torch.stack(torch._foreach_norm(list(tensors))).float().square() / numels
     return means, (squares - means.square()).clamp(min=0.0).sqrt()
@@ -180,5 +199,10 @@ def _reaching(selections: Sequence[Selection], lengths: Tensor, thresholds: Tens
     return (magnitudes < floors.repeat_interleave(lengths, output_size=len(values))).logical_not_() & (values != 0)
 
 
-def _step(ratios: Tensor) -> Tensor:
-    return (_GAIN * ratios.clamp(min=_LEAST_DENSITY).log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
+def _followed(alphas: Tensor, sent: Tensor, group: _Group) -> Tensor:
+    """Move alphas towards those that send what is wanted."""
+    ratios = (sent / group.wanted).clamp(min=_LEAST_DENSITY)
+    steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
+    # In a full message, how many more would have been sent is not known.
+    steps = steps.masked_fill((sent == group.rooms) & (group.rooms < group.numels), _LARGEST_STEP)
+    return (alphas * steps.masked_fill(sent == 0, 0.0).exp()).clamp(*_ALPHA_RANGE)
