@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="after --: passed on to the example")
     options = parser.parse_args()
 
-    print(
-        "| system | mean | of each seed | bytes of the last step | compression ratio |\n| --- | --- | --- | --- | --- |"
-    )
+    print(_HEADER)
     for name in options.rows:
         flags = [*rows()[name], *options.flags]
         outcomes = [train(options.example, [*flags, "--seed", str(seed)]) for seed in options.seeds]
