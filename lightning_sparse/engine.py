@@ -92,22 +92,22 @@ class Engine:
         self._settings = settings
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
-        wire_format = WIRE_FORMATS[settings.compressor.wire_format]
+        compressor = settings.compressor
+        wire_format = WIRE_FORMATS[compressor.wire_format]
         self._collectives.check(wire_format.collectives)
         ranks = self._collectives.ranks
         numels = tuple(tensor.numel() for tensor in parameters.values())
-        settings.compressor.begin(ModelLayout(tuple(parameters), numels, self._collectives.rank, ranks, device))
+        compressor.begin(ModelLayout(tuple(parameters), numels, self._collectives.rank, ranks, device))
         self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
         self.pipeline = Pipeline(
-            settings.compressor,
+            compressor,
             self.memory,
             wire_format(settings.wire, self._collectives.rank, ranks),
             self._collectives,
             self._recorder,
-            density_of=lambda name: settings.compressor.density_of(name, self._density),
+            density_of=lambda name: compressor.density_of(name, self._density),
         )
         self._worker = ExchangeWorker(device)
-        compressor = settings.compressor
         self._averager = (
             ReplicaAverager(ddp.module, self._collectives, compressor.param_sync_every)
             if compressor.replicas_diverge
@@ -130,8 +130,7 @@ class Engine:
             epoch: from 0.
             samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
         """
-        self.pipeline.samples_deltas = samples_deltas
-        self.pipeline.context = StepContext(loss_scale, hyperparameters)
+        self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
         self._density = self._settings.density_at(epoch)
 
     def end_step(self) -> None:

@@ -27,6 +27,10 @@ class ModelLayout(NamedTuple):
         """Number of elements of the whole model."""
         return sum(self.numels)
 
+    def positions(self) -> dict[str, int]:
+        """Return for each name its place in the order of definition."""
+        return {name: position for position, name in enumerate(self.names)}
+
     def starts(self) -> dict[str, int]:
         """Return for each name where its elements start when all are laid end to end.
 

@@ -1,13 +1,13 @@
 """The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple, Optional, TypeVar
+from typing import NamedTuple, Optional, TypeVar, Union
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.collectives import Collectives, ExchangeError
-from lightning_sparse.compressors import Agreement, Compressor, element_count
+from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import copy_elements, layer_deltas, round_to
 from lightning_sparse.memory import Memory
@@ -25,10 +25,13 @@ class StepContext(NamedTuple):
         loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
             step, so what is kept is kept without it.
         hyperparameters: by parameter name; empty where no optimizer is known.
+        samples_deltas: whether to compare what is applied with the dense mean of what had accumulated, which costs a
+            dense all-reduce; on all ranks or on none.
     """
 
     loss_scale: Optional[Tensor] = None
     hyperparameters: Mapping[str, Hyperparameters] = {}
+    samples_deltas: bool = False
 
 
 class LocalGradient(NamedTuple):
@@ -71,8 +74,6 @@ class Pipeline:
 
     Attributes:
         context: what the outside knows of the step in progress.
-        samples_deltas: whether the step in progress compares what is applied with the dense mean of what had
-            accumulated, which costs a dense all-reduce; on all ranks or on none.
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class Pipeline:
         self.recorder = recorder
         self.density_of = density_of
         self.context = StepContext()
-        self.samples_deltas = False
 
     @property
     def waits_for_whole_step(self) -> bool:
@@ -133,7 +133,7 @@ class Pipeline:
         means = iter(self._conclude(step, finite))
         with self.recorder.span("commit"):
             for group, accumulated, counts, arrival in step:
-                dense_means = self._dense_means(group, accumulated) if self.samples_deltas else None
+                dense_means = self._dense_means(group, accumulated) if self.context.samples_deltas else None
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
                 _write_means([next(means) for _ in group], accumulated)
@@ -161,18 +161,20 @@ class Pipeline:
     def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Selection]:
         names = [local.name for exchanged in step for local in exchanged.group]
         means = [mean for exchanged in step for mean in exchanged.arrival.means]
-        return self._travel(_gathered(self.compressor.conclude(names, means, finite)), names)
+        return self._travel(self.compressor.conclude(names, means, finite), names)
 
-    def _travel(self, phases: Generator[Payload, Tensor, Result], names: list[str]) -> Result:
+    def _travel(self, phases: Generator[Union[Payload, Tensor], Tensor, Result], names: list[str]) -> Result:
+        """Run each phase and hand in what it brought; a tensor alone, on which ranks are to agree, is gathered."""
         received: Optional[Tensor] = None
         while True:
             try:
                 with self.recorder.span("encode"):
-                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
+                    handed_in = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
             with self.recorder.span("exchange"):
+                payload = handed_in if isinstance(handed_in, Payload) else Payload("all_gather", handed_in)
                 received = self._run_collective(payload, names)
 
     def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
@@ -191,17 +193,6 @@ class Pipeline:
         if group[0].is_used is None:
             return None
         return torch.tensor([local.is_used for local in group], dtype=torch.uint8).to(self.collectives.device)
-
-
-def _gathered(agreement: Agreement) -> Generator[Payload, Tensor, Sequence[Selection]]:
-    received: Optional[Tensor] = None
-    while True:
-        try:
-            tensor = agreement.send(received)  # type: ignore[arg-type]  # a generator starts with None
-        except StopIteration as stop:
-            means: Sequence[Selection] = stop.value
-            return means
-        received = yield Payload("all_gather", tensor)
 
 
 def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:

@@ -57,6 +57,7 @@ class A2SGD(Compressor):
     default_density: ClassVar[Optional[float]] = None
     wire_format: ClassVar[str] = "local"
     replicas_diverge: ClassVar[bool] = True
+    feedback = ErrorFeedback(keeps_residual=False)
 
     def __init__(self, param_sync_every: Optional[int] = 50) -> None:
         if param_sync_every is not None and not (isinstance(param_sync_every, int) and param_sync_every >= 1):
@@ -68,14 +69,9 @@ class A2SGD(Compressor):
         self._positions: dict[str, int] = {}
         self._totals: dict[str, Tensor] = {}
 
-    @property
-    @override
-    def feedback(self) -> ErrorFeedback:
-        return ErrorFeedback(keeps_residual=False)
-
     @override
     def begin(self, layout: ModelLayout) -> None:
-        self._positions = {name: position for position, name in enumerate(layout.names)}
+        self._positions = layout.positions()
         self._totals = {}
 
     @override

@@ -31,6 +31,7 @@ class Compressor(ABC):
         param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
             apart; ``None`` for never. Only read where ``replicas_diverge``.
         replicas_diverge: whether ranks apply different updates.
+        feedback: what is asked of the memory.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -39,11 +40,7 @@ class Compressor(ABC):
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
-
-    @property
-    def feedback(self) -> ErrorFeedback:
-        """What is asked of the memory."""
-        return ErrorFeedback()
+    feedback: ErrorFeedback = ErrorFeedback()
 
     def begin(self, layout: ModelLayout) -> None:
         """Start anew with a model: check settings that name parameters, forget all state.

@@ -6,8 +6,6 @@ Training", ICLR 2018 (arXiv 1712.01887).
 
 from typing import ClassVar, Optional, Union
 
-from typing_extensions import override
-
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback
 
@@ -48,11 +46,6 @@ class DGC(TopK):
         masks_momentum: bool = True,
         clip_norm: Optional[float] = None,
     ) -> None:
-        self._feedback = ErrorFeedback(
+        self.feedback = ErrorFeedback(
             momentum=momentum, nesterov=nesterov, masks_momentum=masks_momentum, clip_norm=clip_norm
         ).checked()
-
-    @property
-    @override
-    def feedback(self) -> ErrorFeedback:
-        return self._feedback

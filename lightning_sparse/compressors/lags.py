@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.named import one_of, unknown_name
+from lightning_sparse.named import one_of
 
 
 class LAGS(TopK):
@@ -49,6 +49,7 @@ class LAGS(TopK):
             raise ValueError(f"max_compression={max_compression} must be at least 1; 1000 sends at least 0.1 %")
         self.max_compression = max_compression
         self.error_feedback = one_of("error_feedback", error_feedback, ("gradient", "update"))
+        self.feedback = ErrorFeedback(follows_learning_rate=error_feedback == "update")
         self.densities = dict(densities or {})
         for name, density in self.densities.items():
             if not 1 / max_compression <= density <= 1:
@@ -57,16 +58,10 @@ class LAGS(TopK):
                     " 1; raise the density, or max_compression"
                 )
 
-    @property
-    @override
-    def feedback(self) -> ErrorFeedback:
-        return ErrorFeedback(follows_learning_rate=self.error_feedback == "update")
-
     @override
     def begin(self, layout: ModelLayout) -> None:
         for name in self.densities:
-            if name not in layout.names:
-                raise ValueError(unknown_name("densities", name, layout.names))
+            one_of("densities", name, layout.names)
 
     @override
     def density_of(self, name: str, density: float) -> float:

@@ -57,6 +57,7 @@ class QSGD(Compressor):
 
     default_density: ClassVar[Optional[float]] = None
     wire_format: ClassVar[str] = "codes"
+    feedback = ErrorFeedback(keeps_residual=False)
 
     def __init__(self, levels: int = 7, bucket_size: int = 512, seed: int = 0, norm: str = "l2") -> None:
         if not isinstance(levels, int) or not 1 <= levels <= 127:
@@ -81,15 +82,10 @@ class QSGD(Compressor):
         self._positions: dict[str, int] = {}
         self._step = 0
 
-    @property
-    @override
-    def feedback(self) -> ErrorFeedback:
-        return ErrorFeedback(keeps_residual=False)
-
     @override
     def begin(self, layout: ModelLayout) -> None:
         self._rank = layout.rank
-        self._positions = {name: position for position, name in enumerate(layout.names)}
+        self._positions = layout.positions()
         self._step = 0
 
     @override

@@ -96,7 +96,7 @@ class SDAGC(TopK):
             raise ValueError(f"capacity={capacity} must be at least 1: room for the number of elements that is wanted")
         self.alpha = alpha
         self.capacity = capacity
-        self._feedback = ErrorFeedback(
+        self.feedback = ErrorFeedback(
             momentum=momentum, nesterov=nesterov, clip_norm=clip_norm, follows_learning_rate=revises_learning_rate
         ).checked()
         self._positions: dict[str, int] = {}
@@ -105,14 +105,9 @@ class SDAGC(TopK):
         self._proposals: list[_Proposal] = []
         self._groups: dict[tuple[tuple[Any, ...], ...], _Group] = {}
 
-    @property
-    @override
-    def feedback(self) -> ErrorFeedback:
-        return self._feedback
-
     @override
     def begin(self, layout: ModelLayout) -> None:
-        self._positions = {name: position for position, name in enumerate(layout.names)}
+        self._positions = layout.positions()
         unset = math.nan if self.alpha is None else self.alpha
         self._alphas = torch.full((len(layout.names),), unset, device=layout.device)
         self._proposals.clear()

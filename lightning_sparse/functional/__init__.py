@@ -1,6 +1,6 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
-from lightning_sparse.functional.copying import copy_elements
+from lightning_sparse.functional.copying import copy_elements, read_as
 from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.indices import IndexCodec, index_codec
@@ -24,6 +24,7 @@ __all__ = [
     "pack_codes",
     "packed_nbytes",
     "quantize",
+    "read_as",
     "round_to",
     "shift_by_sign",
     "sign_totals",

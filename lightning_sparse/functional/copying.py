@@ -1,6 +1,20 @@
-"""Copying between a flat tensor and shards of it."""
+"""Copying between a flat tensor and shards of it, and out of a wire."""
 
+import torch
 from torch import Tensor
+
+
+def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read bytes as another type.
+
+    Args:
+        wires: uint8 ``[ranks, nbytes]``, part of what has arrived.
+        dtype: type that was written.
+
+    Returns:
+        tensor of that type, ``[ranks, nbytes / itemsize]``: a copy, and so aligned, whatever stands beside it.
+    """
+    return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:
@@ -15,7 +29,6 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> copy_elements(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.empty(3))
         tensor([1., 2., 3.])
     """

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.functional.copying import read_as
+
 
 class IndexCodec(NamedTuple):
     """A way to write ascending positions as bytes.
@@ -65,8 +67,8 @@ class IndexCodec(NamedTuple):
         """
         ranks = len(wires)
         offset_bytes = count * self.offset_dtype.itemsize
-        offsets = _read(wires[:, :offset_bytes], self.offset_dtype) - torch.iinfo(self.offset_dtype).min
-        counts = _read(wires[:, offset_bytes:], self.count_dtype)
+        offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long() - torch.iinfo(self.offset_dtype).min
+        counts = read_as(wires[:, offset_bytes:], self.count_dtype).long()
         starts = torch.arange(self._blocks(numel), device=wires.device) << self.block_bits
         # The size is known, so a GPU need not be asked for it.
         block_starts = torch.repeat_interleave(starts.repeat(ranks), counts.flatten(), output_size=ranks * count)
@@ -78,11 +80,6 @@ class IndexCodec(NamedTuple):
 
     def _blocks(self, numel: int) -> int:
         return (numel + self._mask) >> self.block_bits
-
-
-def _read(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    # The copy is aligned, whatever stands before it on the wire.
-    return wires.clone(memory_format=torch.contiguous_format).view(dtype).long()
 
 
 _CODECS = (

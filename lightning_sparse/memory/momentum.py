@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.feedback import Hyperparameters
-from lightning_sparse.memory.base import MemoryState, widened
+from lightning_sparse.memory.base import MemoryState
 from lightning_sparse.memory.residual import ResidualMemory, cloned, kept_like
 from lightning_sparse.selection import Selection
 
@@ -50,14 +50,11 @@ class MomentumMemory(ResidualMemory):
         self._in_flight: dict[str, Tensor] = {}
 
     @override
-    def compensate(
-        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
-    ) -> list[Tensor]:
-        accumulated = [gradient.to(widened(gradient.dtype)) for gradient in gradients]
-        self._clip(accumulated)
-        self._accumulate_momenta(names, accumulated, hyperparameters)
-        self._add_residuals(names, accumulated, hyperparameters)
-        return accumulated
+    def _accumulate(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        self._accumulate_momenta(names, gradients, hyperparameters)
+        super()._accumulate(names, gradients, hyperparameters)
 
     def _accumulate_momenta(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]

@@ -48,7 +48,7 @@ class ResidualMemory(Memory):
     ) -> list[Tensor]:
         accumulated = [gradient.to(widened(gradient.dtype)) for gradient in gradients]
         self._clip(accumulated)
-        self._add_residuals(names, accumulated, hyperparameters)
+        self._accumulate(names, accumulated, hyperparameters)
         return accumulated
 
     def _clip(self, gradients: list[Tensor]) -> None:
@@ -59,15 +59,16 @@ class ResidualMemory(Memory):
         factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
 
-    def _add_residuals(
-        self, names: Sequence[str], accumulated: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    def _accumulate(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        residuals = kept_like(self._residuals, names, accumulated)
+        """Add what waits to the gradients, in place."""
+        residuals = kept_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
-            torch._foreach_add_(accumulated, residuals)
+            torch._foreach_add_(gradients, residuals)
             return
-        ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], accumulated[0])
-        for tensor, residual, ratio in zip(accumulated, residuals, ratios.unbind()):
+        ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
+        for tensor, residual, ratio in zip(gradients, residuals, ratios.unbind()):
             tensor.addcmul_(residual, ratio)
 
     def _rate_ratios(self, names: Sequence[str], rates: list[float], like: Tensor) -> Tensor:

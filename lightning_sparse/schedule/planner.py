@@ -68,7 +68,7 @@ def _plan_on_worker(problem: MergeProblem) -> list[int]:
     elements, select_cost, exchange_cost = problem.elements, problem.select_cost, problem.exchange_cost
     free, starts = [0.0], [0]
     for stop in range(1, problem.tensors + 1):
-        best, best_start, ready, held = float("inf"), 0, problem.ready[stop], elements[stop]
+        best, best_start, ready, held = _NEVER, 0, problem.ready[stop], elements[stop]
         for start, begin in enumerate(free):
             begin = begin if begin > ready else ready
             if begin >= best:

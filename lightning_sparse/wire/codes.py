@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, unpack_codes
+from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, read_as, unpack_codes
 from lightning_sparse.selection import Quantization, Selection
 from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
 
@@ -56,8 +56,7 @@ class CodesFormat(WireFormat):
         _, bucket_size, levels = quantizations[0]
         sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
         scale_bytes, codes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        # The copy is aligned, whatever stands before it on the wire.
-        scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        scales = read_as(scale_bytes, torch.float32)
         units = scales / (levels * self.ranks)
         mean = torch.zeros(sum(numels), device=wires.device)
         decoded = torch.empty_like(mean)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.functional import IndexCodec, index_codec, round_to
+from lightning_sparse.functional import IndexCodec, index_codec, read_as, round_to
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
 
@@ -54,7 +54,7 @@ class GatherFormat(WireFormat):
         count = values.numel()
         sizes = [count * self.dtype.itemsize, layout.codec.nbytes(layout.numel, count)]
         value_bytes, index_bytes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = value_bytes.clone(memory_format=torch.contiguous_format).view(self.dtype).to(values.dtype)
+        received = read_as(value_bytes, self.dtype).to(values.dtype)
         received.div_(self.ranks)
         positions = layout.codec.decode(index_bytes, layout.numel, count).sub_(layout.starts)
         left = values - sent.to(values.dtype)
@@ -86,10 +86,14 @@ def _layout(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.devi
 
 
 def _filled(values: Tensor, selections: Sequence[Selection]) -> Tensor:
-    masks = [selection.filled for selection in selections if selection.filled is not None]
-    if len(masks) < len(selections):
+    if all(selection.filled is None for selection in selections):
         return values
+    masks = [_all_of(selection) if selection.filled is None else selection.filled for selection in selections]
     return torch.where(torch.cat(masks), values, 0.0)
+
+
+def _all_of(selection: Selection) -> Tensor:
+    return torch.ones_like(selection.values, dtype=torch.bool)
 
 
 def _positions(selection: Selection) -> Tensor:

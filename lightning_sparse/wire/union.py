@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.functional import index_codec
+from lightning_sparse.functional import index_codec, read_as
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
 from lightning_sparse.wire.reduce import ReduceFormat
@@ -111,9 +111,7 @@ def _header(positions: Tensor, used: Optional[Tensor]) -> Tensor:
 
 
 def _read_counts(headers: Tensor) -> list[int]:
-    # The copy is aligned, whatever stands beside it on the wire.
-    counts = headers[:, :_COUNT_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
-    return [int(count) for count in counts.flatten().tolist()]
+    return [int(count) for count in read_as(headers[:, :_COUNT_BYTES], torch.int64).flatten().tolist()]
 
 
 def _placed(

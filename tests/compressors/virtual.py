@@ -80,7 +80,6 @@ def assert_same_as_virtual(
     steps: int = 50,
     momentum: float = 0.0,
     nesterov: bool = False,
-    same_sets: bool = True,
     relative: Optional[float] = None,
 ) -> None:
     """Train both ways, and compare what was applied, and the parameters, after every step."""
@@ -89,7 +88,6 @@ def assert_same_as_virtual(
     for history in pool.run(train_engine, settings, steps, momentum, nesterov):
         for (applied, parameters), (expected_applied, expected_parameters) in zip(history, expected):
             for name, mean in expected_applied.items():
-                if same_sets:
-                    assert torch.equal(applied[name] != 0, mean != 0), name
+                assert torch.equal(applied[name] != 0, mean != 0), name
                 torch.testing.assert_close(applied[name], mean, **tolerance)
                 torch.testing.assert_close(parameters[name], expected_parameters[name], **tolerance)
