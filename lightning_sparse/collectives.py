@@ -1,6 +1,6 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Optional
 
@@ -56,6 +56,13 @@ class Collectives:
         """Add up a tensor over ranks, in place; for layouts that have no fixed size (``sparse_coo``)."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather equally many numbers from every rank; the host waits for them."""
+        gathered: list[list[float]] = self.all_gather(
+            torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        ).tolist()
+        return gathered
 
     def check(self, names: Iterable[str]) -> None:
         """Try every collective once, on a few bytes, so that a backend without one is refused before training.

@@ -1,6 +1,7 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Optional, Union
@@ -11,16 +12,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
-from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors import COMPRESSORS, Compressor, element_count
 from lightning_sparse.feedback import ErrorFeedback, Hyperparameters
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.memory import Memory, NoMemory, build_memory
-from lightning_sparse.observe import Recorder
+from lightning_sparse.observe import Recorder, StepMarks
 from lightning_sparse.pipeline import Pipeline, StepContext
+from lightning_sparse.planning import Plan, StepPlanner
 from lightning_sparse.replicas import ReplicaAverager
-from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Schedule
+from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Merged, Schedule
 from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Settings:
@@ -80,12 +84,19 @@ class Engine:
             :mod:`lightning_sparse.hook`; its communication hook is registered here.
         settings: what the user chose.
         timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
+        say: called on rank 0 with lines for the user.
 
     Raises:
         RuntimeError: if the backend lacks a collective that the compressor needs.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, settings: Settings, timeout: Optional[timedelta] = None) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        settings: Settings,
+        timeout: Optional[timedelta] = None,
+        say: Callable[[str], None] = _LOGGER.info,
+    ) -> None:
         parameters = {name: tensor for name, tensor in ddp.module.named_parameters() if tensor.requires_grad}
         device = next(iter(parameters.values())).device
         self._density = settings.density_at(0)
@@ -113,7 +124,21 @@ class Engine:
             if compressor.replicas_diverge
             else None
         )
-        self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder)
+        self._planner = self._planner_of(settings.schedule, dict(zip(parameters, numels)), say)
+        after_step = _nothing if self._planner is None else self._planner.end_step
+        self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder, after_step)
+
+    def _planner_of(
+        self, schedule: Schedule, numels: Mapping[str, int], say: Callable[[str], None]
+    ) -> Optional[StepPlanner]:
+        if not isinstance(schedule, Merged):
+            return None
+
+        def count_of(name: str) -> int:
+            return element_count(numels[name], self.pipeline.density_of(name))
+
+        holds_groups = self.pipeline.waits_for_whole_step
+        return StepPlanner(schedule, self._collectives, self._recorder, numels, count_of, holds_groups, say)
 
     def begin_backward(
         self,
@@ -130,6 +155,7 @@ class Engine:
             epoch: from 0.
             samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
         """
+        self._recorder.begin_backward()
         self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
         self._density = self._settings.density_at(epoch)
 
@@ -144,6 +170,11 @@ class Engine:
             self._worker.run(self._averager.average)
             if self._recorder.last is not None:
                 self._recorder.last.wire_bytes += self._averager.sent_bytes
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """What the schedule follows; ``None`` if it follows none, or none yet."""
+        return None if self._planner is None else self._planner.plan
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
@@ -170,6 +201,10 @@ class Engine:
         # A worker that hangs in a collective still needs the process group that it hangs in.
         if self._worker.close():
             self._collectives.close()
+
+
+def _nothing(marks: StepMarks) -> None:
+    return
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

@@ -3,7 +3,7 @@
 This module must not postpone its annotations: DDP checks the hook's second argument, by name and by real type.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.memory import widened
-from lightning_sparse.observe import Recorder
+from lightning_sparse.observe import Recorder, StepMarks
 from lightning_sparse.pipeline import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.schedule import ExchangeWorker, Schedule
 
@@ -32,6 +32,7 @@ class GradientStream:
         schedule: how gradients are cut into groups.
         worker: where it is done.
         recorder: where facts go.
+        after_step: called on the worker with the marks of a step that has ended, before the next backward can begin.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class GradientStream:
         schedule: Schedule,
         worker: ExchangeWorker,
         recorder: Recorder,
+        after_step: Callable[[StepMarks], None],
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
         self._recorder = recorder
+        self._after_step = after_step
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
@@ -85,6 +88,7 @@ class GradientStream:
                 self._submit_group()  # a message has values of one type
             is_used = None if self._usage is None else parameter in self._usage.used
             self._group.append(LocalGradient(name, gradient, is_used))
+            self._recorder.add_ready(name)
             self._group_numel += gradient.numel()
             if self._schedule.closes_group(name, self._group_numel):
                 self._submit_group()
@@ -97,8 +101,8 @@ class GradientStream:
             self._submit_exchange(group)
 
     def _submit_exchange(self, group: list[LocalGradient]) -> None:
-        exchanged = self._exchanged
-        self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group)))
+        exchanged, ready = self._exchanged, self._recorder.current.marks.ready[group[-1].name]
+        self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group, ready)))
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
@@ -116,7 +120,7 @@ class GradientStream:
     def _end_step(self) -> None:
         self._submit_group()
         self._release_held()
-        self._recorder.current.backward_end = self._recorder.clock.mark()
+        self._recorder.end_backward()
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []
         if self._usage is not None:
@@ -126,7 +130,7 @@ class GradientStream:
     def _commit(self, exchanged: Sequence[Exchanged]) -> None:
         if exchanged:
             self._pipeline.commit(exchanged)
-        self._recorder.end_step()
+        self._after_step(self._recorder.end_step().marks)
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -11,7 +11,7 @@ from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import copy_elements, layer_deltas, round_to
 from lightning_sparse.memory import Memory
-from lightning_sparse.observe import Recorder
+from lightning_sparse.observe import Mark, Recorder
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival, Payload, WireFormat
 
@@ -104,23 +104,30 @@ class Pipeline:
             norm = torch.stack(torch._foreach_norm([local.gradient for local in step])).float().norm()
             self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
-    def exchange(self, group: Sequence[LocalGradient]) -> Exchanged:
+    def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> Exchanged:
         """Send what is selected of a group, and receive what the other ranks selected.
 
         The gradients of the group are used as working memory until :meth:`commit`.
+
+        Args:
+            group: its gradients.
+            ready: when the last of them was ready.
         """
         names = [local.name for local in group]
-        with self.recorder.span("select"):
-            gradients = [local.gradient for local in group]
-            if self.context.loss_scale is not None:
-                torch._foreach_div_(gradients, self.context.loss_scale)
-            self.compressor.prepare(names, gradients)
-            accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-            counts = [element_count(tensor.numel(), self.density_of(name)) for name, tensor in zip(names, accumulated)]
-            selections = self.compressor.select(names, accumulated, counts)
-        self.recorder.current.add_selections(selections)
-        arrival = self._travel(self.wire.exchange(selections, accumulated, self._used(group)), names)
-        self.recorder.current.add_means(arrival.means)
+        with self.recorder.group(names, ready) as marks:
+            with self.recorder.span("select"):
+                gradients = [local.gradient for local in group]
+                if self.context.loss_scale is not None:
+                    torch._foreach_div_(gradients, self.context.loss_scale)
+                self.compressor.prepare(names, gradients)
+                accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
+                numels = [tensor.numel() for tensor in accumulated]
+                counts = [element_count(numel, self.density_of(name)) for name, numel in zip(names, numels)]
+                selections = self.compressor.select(names, accumulated, counts)
+            marks.elements, marks.counts = sum(numels), sum(counts)
+            self.recorder.current.add_selections(selections)
+            arrival = self._travel(self.wire.exchange(selections, accumulated, self._used(group)), names)
+            self.recorder.current.add_means(arrival.means)
         return Exchanged(group, accumulated, counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
@@ -178,7 +185,7 @@ class Pipeline:
                 received = self._run_collective(payload, names)
 
     def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
-        self.recorder.current.wire_bytes += payload.tensor.numel() * payload.tensor.element_size()
+        self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size())
         try:
             return self.collectives.run(*payload)
         except RuntimeError as error:

@@ -28,8 +28,8 @@ _REFUSED_ARGUMENTS = {
     "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
     "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
     "model_averaging_period": "it belongs to torch's post-localSGD hook; use DDPStrategy for that",
-    "bucket_cap_mb": "the schedule decides what travels together; use schedule=Merged(min_elements=...)",
-    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=Merged(min_elements=...)",
+    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
     "process_group": "gradients are exchanged between all processes of the Trainer",
 }
 
@@ -128,9 +128,12 @@ class SparseDDPStrategy(DDPStrategy):
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word.
         assert isinstance(self.model, DistributedDataParallel)
         if dist.get_world_size(self.model.process_group) == 1:
-            rank_zero_info(f"{type(self).__name__}: one process, so there is nothing to exchange or compress.")
+            self._say("one process, so there is nothing to exchange or compress.")
             return
-        self._engine = Engine(self.model, self._settings, self._timeout)
+        self._engine = Engine(self.model, self._settings, self._timeout, self._say)
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{type(self).__name__}: {line}")
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -141,7 +144,7 @@ class SparseDDPStrategy(DDPStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.compressor.feedback)
         if self._optimizer_view.takes_momentum:
-            rank_zero_info(f"{type(self).__name__}: {TAKES_MOMENTUM}")
+            self._say(TAKES_MOMENTUM)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

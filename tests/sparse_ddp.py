@@ -39,12 +39,13 @@ def sparse_ddp(
     schedule: "str | Schedule" = "merged",
     wire: str = "float32",
     warmup_epochs: Optional[int] = 0,
+    say: Callable[[str], None] = print,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_CAP_MB, **ddp_arguments}
     ddp = DistributedDataParallel(model, **arguments)
-    engine = Engine(ddp, Settings(compressor, density, schedule, wire, warmup_epochs))
+    engine = Engine(ddp, Settings(compressor, density, schedule, wire, warmup_epochs), say=say)
     try:
         yield ddp, engine
     finally:

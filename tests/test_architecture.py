@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"selection", "named", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
-    {"pipeline", "replicas"},
+    {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},
     {"registry"},

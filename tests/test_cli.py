@@ -32,7 +32,7 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
         MODEL,
         "--trainer.strategy=lightning_sparse.SparseDDPStrategy",
         "--trainer.strategy.density=0.02",
-        "--trainer.strategy.schedule=lightning_sparse.schedule.Merged",
+        "--trainer.strategy.schedule=lightning_sparse.schedule.FixedSize",
         "--trainer.strategy.schedule.min_elements=1000",
         "--trainer.strategy.wire=bfloat16",
         "--print_config",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.schedule import ExchangeWorker, Merged, Schedule
+from lightning_sparse.schedule import ExchangeWorker, FixedSize, Schedule
 from tests.pool import Pool
 from tests.sparse_ddp import (
     AGREEING_NAMES,
@@ -188,7 +188,7 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
     pools: dict[int, Pool], ranks: int, compressor: str, wire: str
 ) -> None:
     outcomes = []
-    schedules: list[str | Schedule] = ["layerwise", "single", Merged(1000), Merged(2600)]
+    schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     for schedule in schedules:
         settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
         histories = pools[ranks].run(train_sluggishly, settings, 4, False)

@@ -25,7 +25,7 @@ from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Settings
 from lightning_sparse.registry import SYSTEMS
-from lightning_sparse.schedule import Merged
+from lightning_sparse.schedule import FixedSize
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp
 from tests.trainers import Small, make_trainer, weights
@@ -262,7 +262,7 @@ REFUSALS = {
     "hook state": ({"ddp_comm_state": object()}, ValueError, r"ddp_comm_state=.* belongs to a hook"),
     "hook wrapper": ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper=.*wire='float16'"),
     "averaging": ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 .*post-localSGD"),
-    "bucket": ({"bucket_cap_mb": 25}, ValueError, r"bucket_cap_mb=25 .*schedule=Merged\(min_elements"),
+    "bucket": ({"bucket_cap_mb": 25}, ValueError, r"bucket_cap_mb=25 .*schedule=FixedSize\(min_elements"),
 }
 
 
@@ -298,7 +298,7 @@ def test_the_density_falls_over_the_epochs_of_a_warm_up(pair: Pool) -> None:
 
 def test_a_merge_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"min_elements=0 must be at least 1"):
-        Merged(min_elements=0)
+        FixedSize(min_elements=0)
 
 
 class Complex(Small):

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.schedule import Merged
+from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
@@ -142,9 +142,9 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),
     "sparse_topk 0.001 layerwise": _top_k(0.001, schedule="layerwise"),
     "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),
-    "sparse_topk 0.001 merged 256k": _top_k(0.001, schedule=Merged(min_elements=1 << 18)),
-    "sparse_topk 0.001 merged 1M": _top_k(0.001, schedule=Merged(min_elements=1 << 20)),
-    "sparse_topk 0.001 merged 2M": _top_k(0.001, schedule=Merged(min_elements=1 << 21)),
+    "sparse_topk 0.001 merged 256k": _top_k(0.001, schedule=FixedSize(min_elements=1 << 18)),
+    "sparse_topk 0.001 merged 1M": _top_k(0.001, schedule=FixedSize(min_elements=1 << 20)),
+    "sparse_topk 0.001 merged 2M": _top_k(0.001, schedule=FixedSize(min_elements=1 << 21)),
 }
 DEFAULT_ROWS = [
     NO_COMMUNICATION,

@@ -1,12 +1,24 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
 from lightning_sparse.named import NamedTable
-from lightning_sparse.schedule.base import Layerwise, Merged, Schedule, Single
+from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.overlap import ExchangeWorker
+from lightning_sparse.schedule.planned import Greedy, Merged
 from lightning_sparse.schedule.planner import plan_groups
 
 SCHEDULES: NamedTable[Schedule] = NamedTable(
-    "schedule", Schedule, {"layerwise": Layerwise, "merged": Merged, "single": Single}
+    "schedule", Schedule, {"layerwise": Layerwise, "merged": Merged, "omgs": Greedy, "single": Single}
 )
 
-__all__ = ["SCHEDULES", "ExchangeWorker", "Layerwise", "Merged", "Schedule", "Single", "plan_groups"]
+__all__ = [
+    "SCHEDULES",
+    "ClosingAfter",
+    "ExchangeWorker",
+    "FixedSize",
+    "Greedy",
+    "Layerwise",
+    "Merged",
+    "Schedule",
+    "Single",
+    "plan_groups",
+]

@@ -1,6 +1,7 @@
 """What a schedule is: the answer to WHEN and WITH WHOM a gradient travels."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from typing_extensions import override
 
@@ -40,8 +41,8 @@ class Single(Schedule):
         return False
 
 
-class Merged(Schedule):
-    """Exchange as soon as a group has gathered enough elements to be worth a message.
+class FixedSize(Schedule):
+    """Exchange as soon as a group has gathered a number of elements, whatever they cost.
 
     Args:
         min_elements: a group is complete when it holds this many elements. Smaller overlaps more of the exchange with
@@ -59,3 +60,18 @@ class Merged(Schedule):
     @override
     def closes_group(self, newest: str, numel: int) -> bool:
         return numel >= self.min_elements
+
+
+class ClosingAfter(Schedule):
+    """Exchange in groups that are given by the parameter that ends each.
+
+    Args:
+        names: the parameters after which a group is complete.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    @override
+    def closes_group(self, newest: str, numel: int) -> bool:
+        return newest in self.names

@@ -11,7 +11,7 @@ Shi et al., "Communication-efficient distributed deep learning with merged gradi
 
 from collections.abc import Sequence
 
-from lightning_sparse.schedule.simulator import Cost, MergeProblem, checked_problem
+from lightning_sparse.schedule.simulator import Cost, Problem, checked_problem
 
 
 def greedy_groups(
@@ -34,7 +34,7 @@ def greedy_groups(
     return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
 
 
-def greedy_stops(problem: MergeProblem) -> list[int]:
+def greedy_stops(problem: Problem) -> list[int]:
     """Return where the groups of :func:`greedy_groups` stop."""
     if problem.tensors <= 2:
         return [problem.tensors]
@@ -56,13 +56,13 @@ def groups_between(stops: Sequence[int]) -> list[list[int]]:
     return [list(range(start, stop)) for start, stop in zip([0, *stops], stops)]
 
 
-def _extra_wait(problem: MergeProblem, start: int, stop: int, queued: float) -> float:
+def _extra_wait(problem: Problem, start: int, stop: int, queued: float) -> float:
     """How much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
     selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
     alone = problem.select_seconds(stop, stop + 1)
     return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued
 
 
-def _saved(problem: MergeProblem, start: int, stop: int) -> float:
+def _saved(problem: Problem, start: int, stop: int) -> float:
     apart = problem.exchange_seconds(start, stop) + problem.exchange_seconds(stop, stop + 1)
     return apart - problem.exchange_seconds(start, stop + 1)

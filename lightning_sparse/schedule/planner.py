@@ -4,7 +4,7 @@ The problem is that of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule (`
 Here it is solved exactly, by dynamic programming over the prefixes of backpropagation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_sparse.named import one_of
 from lightning_sparse.schedule.frontier import plan_in_backward
@@ -55,35 +55,46 @@ def plan_groups(
     one_of("selection", selection, SELECTIONS)
     problem = checked_problem(sizes, backward_seconds, select_cost, exchange_cost)
     if selection == "worker":
-        return groups_between(_plan_on_worker(problem))
+        return groups_between(earliest_stops(problem.ready, _task_seconds(problem)))
     return groups_between(plan_in_backward(problem, 0.0 if problem.tensors <= EXACT_TENSORS else TOLERANCE))
 
 
-def _plan_on_worker(problem: MergeProblem) -> list[int]:
-    """Return where the groups of the best plan stop.
+def earliest_stops(ready: Sequence[float], task_seconds: Callable[[int, int], float]) -> list[int]:
+    """Return where the groups of the plan stop that ends first, with selection on the worker.
 
     Backward does not depend on the plan here, so a plan of the first tensors matters to the rest only by when the
     worker is free, and of each prefix the plan that frees it first is enough.
+
+    Args:
+        ready: seconds of backward after which the first k tensors are ready, for k from 0; not falling.
+        task_seconds: seconds that the worker needs for the tensors from a start up to but without a stop, merged.
     """
-    elements, select_cost, exchange_cost = problem.elements, problem.select_cost, problem.exchange_cost
     free, starts = [0.0], [0]
-    for stop in range(1, problem.tensors + 1):
-        best, best_start, ready, held = _NEVER, 0, problem.ready[stop], elements[stop]
+    for stop in range(1, len(ready)):
+        best, best_start, all_ready = _NEVER, 0, ready[stop]
         for start, begin in enumerate(free):
-            begin = begin if begin > ready else ready
-            if begin >= best:
-                continue
-            size = held - elements[start]
-            select_seconds, exchange_seconds = select_cost(size), exchange_cost(size)
-            if not (0 <= select_seconds < _NEVER and 0 <= exchange_seconds < _NEVER):
-                checked_seconds("select_cost", select_cost, size)
-                checked_seconds("exchange_cost", exchange_cost, size)
-            end = begin + select_seconds + exchange_seconds
-            if end < best:
-                best, best_start = end, start
+            begin = begin if begin > all_ready else all_ready
+            if begin < best:
+                end = begin + task_seconds(start, stop)
+                if end < best:
+                    best, best_start = end, start
         free.append(best)
         starts.append(best_start)
-    stops = [problem.tensors]
+    stops = [len(ready) - 1]
     while starts[stops[-1]] > 0:
         stops.append(starts[stops[-1]])
     return stops[::-1]
+
+
+def _task_seconds(problem: MergeProblem) -> Callable[[int, int], float]:
+    elements, select_cost, exchange_cost = problem.elements, problem.select_cost, problem.exchange_cost
+
+    def seconds(start: int, stop: int) -> float:
+        size = elements[stop] - elements[start]
+        select_seconds, exchange_seconds = select_cost(size), exchange_cost(size)
+        if not (0 <= select_seconds < _NEVER and 0 <= exchange_seconds < _NEVER):
+            checked_seconds("select_cost", select_cost, size)
+            checked_seconds("exchange_cost", exchange_cost, size)
+        return select_seconds + exchange_seconds
+
+    return seconds

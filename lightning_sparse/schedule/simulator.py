@@ -10,13 +10,31 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lightning_sparse.named import one_of
 
 SELECTIONS = ("worker", "backward")
 
 Cost = Callable[[int], float]
+
+
+class Problem(Protocol):
+    """What a plan is made for. Tensors stand in the order in which backward makes their gradients ready."""
+
+    @property
+    def ready(self) -> Sequence[float]:
+        """Seconds of backward, without selection, after which the first k tensors are ready, for k from 0."""
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+
+    def select_seconds(self, start: int, stop: int) -> float:
+        """Return what selecting among the tensors from ``start`` up to but without ``stop`` costs, merged."""
+
+    def exchange_seconds(self, start: int, stop: int) -> float:
+        """Return what exchanging the tensors from ``start`` up to but without ``stop`` costs, merged."""
 
 
 class MergeProblem(NamedTuple):
@@ -101,7 +119,7 @@ def predict(
     return simulate(problem, list(accumulate(len(group) for group in groups)), selection)
 
 
-def simulate(problem: MergeProblem, stops: Iterable[int], selection: str) -> Prediction:
+def simulate(problem: Problem, stops: Iterable[int], selection: str) -> Prediction:
     """Predict as :func:`predict` does, for groups that are given by where each stops."""
     start, stopped, worker_free = 0, 0.0, 0.0
     times = []

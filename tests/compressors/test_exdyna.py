@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import Agreement, ExDyna, MiCRO
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.schedule import Merged
+from lightning_sparse.schedule import FixedSize
 from tests.compressors.exclusive_reference import Reference
 from tests.compressors.simulation import Simulation
 from tests.pool import Pool
@@ -88,7 +88,7 @@ class Tensors(nn.Module):
 def train(rank: int, method: str, mode: str, density: float, steps: int) -> tuple[list[list[int]], list[Tensor]]:
     """Return what this rank selected, and the parameters after each step."""
     compressor, parameters = RECORDED[method](mode), []
-    with sparse_ddp(Tensors(), compressor, density, schedule=Merged(1000)) as (ddp, engine):
+    with sparse_ddp(Tensors(), compressor, density, schedule=FixedSize(1000)) as (ddp, engine):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
         for step in range(steps):
             optimizer.zero_grad()

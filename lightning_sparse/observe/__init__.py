@@ -1,0 +1,8 @@
+"""What is SEEN: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
+
+from lightning_sparse.observe.clock import Clock, Mark
+from lightning_sparse.observe.facts import StepFacts
+from lightning_sparse.observe.marks import GroupMarks, Span, StepMarks
+from lightning_sparse.observe.recorder import Recorder
+
+__all__ = ["Clock", "GroupMarks", "Mark", "Recorder", "Span", "StepFacts", "StepMarks"]

@@ -1,0 +1,61 @@
+"""What happened in one step on this rank: how much was sent, and how long it took."""
+
+from collections.abc import Iterable
+from typing import Union
+
+from torch import Tensor
+
+from lightning_sparse.observe.marks import StepMarks
+from lightning_sparse.selection import Selection
+
+
+class StepFacts:
+    """What happened in one step on this rank.
+
+    Attributes:
+        elements: gradient elements that were to be exchanged.
+        wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
+        marks: when it happened.
+        deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.wire_bytes = 0
+        self.marks = StepMarks()
+        self.deltas: dict[str, Tensor] = {}
+        self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
+        self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
+
+    def add_selections(self, selections: Iterable[Selection]) -> None:
+        """Take note of what this rank sends of a group."""
+        for selection in selections:
+            self.elements += selection.numel
+            self._sent.append(selection.values.numel() if selection.filled is None else selection.filled.sum())
+
+    def add_means(self, means: Iterable[Selection]) -> None:
+        """Take note of what arrived from all ranks for a group."""
+        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in means)
+
+    def union(self) -> int:
+        """Return how many elements any rank has sent, which costs a sort of what arrived."""
+        return sum(arrived if isinstance(arrived, int) else _distinct(arrived) for arrived in self._arrived)
+
+    def as_stats(self) -> dict[str, float]:
+        """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
+        dense_bytes = 4.0 * self.elements
+        return {
+            "density": float(sum(self._sent)) / max(1, self.elements),
+            "union_density": self.union() / max(1, self.elements),
+            "wire_bytes": float(self.wire_bytes),
+            "dense_bytes": dense_bytes,
+            "compression_ratio": dense_bytes / self.wire_bytes if self.wire_bytes else 1.0,
+            "select_seconds": self.marks.seconds("select", "encode"),
+            "exchange_seconds": self.marks.seconds("exchange"),
+            "exposed_seconds": self.marks.exposed_seconds,
+        }
+
+
+def _distinct(mean: Selection) -> int:
+    assert mean.indices is not None
+    return int(mean.indices[mean.values != 0].unique().numel())

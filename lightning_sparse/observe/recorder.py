@@ -1,0 +1,79 @@
+"""Gather the facts of a step from the threads on which they happen."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Optional
+
+import torch
+
+from lightning_sparse.observe.clock import Clock, Mark
+from lightning_sparse.observe.facts import StepFacts
+from lightning_sparse.observe.marks import GroupMarks, Span
+
+
+class Recorder:
+    """Gather the facts of the step in progress, and keep those of the last one that ended.
+
+    Attributes:
+        current: the step in progress; it changes only between two backwards.
+        last: the last step that ended.
+        watches_gradients: mark when each gradient is ready also where that costs an event of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = Clock(device)
+        self.current = StepFacts()
+        self.last: Optional[StepFacts] = None
+        self.watches_gradients = False
+        self._group: Optional[GroupMarks] = None
+        self._bytes_before_last = 0
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes handed to collectives by all steps that have ended."""
+        return self._bytes_before_last + (self.last.wire_bytes if self.last is not None else 0)
+
+    def begin_backward(self) -> None:
+        """Take note that a backward begins; of several in one step the last one counts."""
+        self.current.marks.backward_start = self.clock.mark()
+
+    def end_backward(self) -> None:
+        """Take note that the last gradient is ready."""
+        self.current.marks.backward_end = self.clock.mark()
+
+    def add_ready(self, name: str) -> None:
+        """Take note that a gradient is ready."""
+        is_marked = self.clock.is_host or self.watches_gradients
+        self.current.marks.ready[name] = self.clock.mark() if is_marked else None
+
+    @contextmanager
+    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[GroupMarks]:
+        """Count the spans inside as those of one group."""
+        self._group = GroupMarks(tuple(names))
+        self._group.ready = ready
+        self.current.marks.groups.append(self._group)
+        try:
+            yield self._group
+        finally:
+            self._group = None
+
+    def add_bytes(self, count: int) -> None:
+        """Take note that bytes were handed to a collective."""
+        self.current.wire_bytes += count
+        if self._group is not None:
+            self._group.wire_bytes += count
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[None]:
+        """Time what is done inside, as part of a stage."""
+        start = self.clock.mark()
+        yield
+        marks = self.current.marks if self._group is None else self._group
+        marks.spans.append(Span(stage, start, self.clock.mark()))
+
+    def end_step(self) -> StepFacts:
+        """Close the facts of this step, open the next, and return the former."""
+        self.current.marks.end = self.clock.mark()
+        self._bytes_before_last = self.total_wire_bytes
+        self.last, self.current = self.current, StepFacts()
+        return self.last

@@ -1,0 +1,58 @@
+"""Schedules that follow a plan, made from what was measured in the steps before."""
+
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_sparse.schedule.base import FixedSize, Schedule
+from lightning_sparse.schedule.greedy import greedy_stops
+from lightning_sparse.schedule.planner import earliest_stops
+from lightning_sparse.schedule.simulator import Problem
+
+
+class Merged(Schedule):
+    """Exchange in the groups that end a step first, found exactly from what the user's own model and network take.
+
+    The first steps try a handful of groupings, which changes no number; they are timed, and a plan is made
+    (:func:`~lightning_sparse.schedule.plan_groups` says how). The plan is then timed beside the best of the others, and
+    the faster one is kept. It is made anew when the density or the graph changes, and when a step's exposed time
+    departs from what it was.
+    """
+
+    keeps_fastest: ClassVar[bool] = True  # and not the plan, where another grouping has been seen to be faster
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the plan."""
+        self._cut: Schedule = FixedSize()
+
+    def follow(self, cut: Schedule) -> None:
+        """Cut the stream of gradients as another schedule does; only between two steps, and on all ranks at once."""
+        self._cut = cut
+
+    def propose(self, problem: Problem) -> list[int]:
+        """Return where the groups of the plan stop."""
+        return earliest_stops(
+            problem.ready,
+            lambda start, stop: problem.select_seconds(start, stop) + problem.exchange_seconds(start, stop),
+        )
+
+    @override
+    def closes_group(self, newest: str, numel: int) -> bool:
+        return self._cut.closes_group(newest, numel)
+
+
+class Greedy(Merged):
+    """Exchange in the groups of the greedy rule that OMGS-SGD was published with, for comparison.
+
+    Shi et al., INFOCOM 2020. Measured like :class:`Merged`, but what the rule says is followed whether or not another
+    grouping was faster.
+    """
+
+    keeps_fastest: ClassVar[bool] = False
+
+    @override
+    def propose(self, problem: Problem) -> list[int]:
+        return greedy_stops(problem)

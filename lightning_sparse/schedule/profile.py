@@ -1,0 +1,143 @@
+"""What was measured of a model's steps, as plain numbers: the ground on which a plan stands."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+from lightning_sparse.schedule.cost import SELECTION_SHAPES, Fit, fit
+from lightning_sparse.schedule.simulator import Prediction, simulate
+
+_MIN_SIZES = 3  # what a fit needs
+
+
+class GroupSample(NamedTuple):
+    """What one group took in one step.
+
+    Attributes:
+        elements: gradient elements.
+        counts: elements that the density asked for.
+        select_seconds: for compensating, selecting, encoding and decoding.
+        exchange_seconds: in collectives, waiting for other ranks included.
+    """
+
+    elements: int
+    counts: int
+    select_seconds: float
+    exchange_seconds: float
+
+
+class StepSample(NamedTuple):
+    """What one step took; sizes are equal on all ranks, times are not.
+
+    Attributes:
+        ready: for each tensor, in the order of readiness, the seconds from the start of backward to its gradient.
+        groups: in the order of exchange.
+        commit_seconds: from the end of the last exchange until all means had been written.
+        exposed_seconds: from the last gradient until then.
+        total_seconds: from the start of backward until all means had been written.
+    """
+
+    ready: tuple[float, ...]
+    groups: tuple[GroupSample, ...]
+    commit_seconds: float
+    exposed_seconds: float
+    total_seconds: float
+
+    def times(self) -> list[float]:
+        """Return the times alone, in a fixed order, so that ranks can average them."""
+        per_group = [seconds for group in self.groups for seconds in (group.select_seconds, group.exchange_seconds)]
+        return [*self.ready, *per_group, *self[2:]]
+
+    def with_times(self, times: Iterator[float]) -> "StepSample":
+        """Return a copy with other times, taken from an iterator in the order of :meth:`times`."""
+        ready = tuple(next(times) for _ in self.ready)
+        groups = tuple(
+            group._replace(select_seconds=next(times), exchange_seconds=next(times)) for group in self.groups
+        )
+        return StepSample(ready, groups, next(times), next(times), next(times))
+
+
+class Profile(NamedTuple):
+    """A :class:`~lightning_sparse.schedule.simulator.Problem` that was measured.
+
+    Attributes:
+        elements: of the first k tensors in the order of readiness, for k from 0.
+        counts: what the density asks for of the first k tensors.
+        ready: seconds of backward after which the first k tensors are ready.
+        select: seconds by elements.
+        exchange: seconds by counts.
+        commit_seconds: after the last exchange.
+    """
+
+    elements: tuple[int, ...]
+    counts: tuple[int, ...]
+    ready: tuple[float, ...]
+    select: Fit
+    exchange: Fit
+    commit_seconds: float
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+        return len(self.ready) - 1
+
+    def select_seconds(self, start: int, stop: int) -> float:
+        """Return what selecting from a group is going to take."""
+        return self.select.model(self.elements[stop] - self.elements[start])
+
+    def exchange_seconds(self, start: int, stop: int) -> float:
+        """Return what exchanging a group is going to take."""
+        return self.exchange.model(self.counts[stop] - self.counts[start])
+
+    def predict(self, stops: Sequence[int]) -> Prediction:
+        """Predict a step whose groups stop there; the total ends when all means have been written."""
+        prediction = simulate(self, stops, "worker")
+        return prediction._replace(total=prediction.total + self.commit_seconds)
+
+
+def can_profile(samples: Sequence[StepSample]) -> bool:
+    """Say whether the groups seen were of enough different sizes to tell startup from slope."""
+    groups = [group for sample in samples for group in sample.groups]
+    return min(len({group.elements for group in groups}), len({group.counts for group in groups})) >= _MIN_SIZES
+
+
+def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
+    """Make a profile of steps that were cut into groups of different sizes.
+
+    Args:
+        elements: of each tensor, in the order of readiness.
+        counts: for each tensor, what the density asks for.
+        samples: the steps; medians are taken, so that a few may have been disturbed.
+
+    Raises:
+        ValueError: if the groups were of fewer than three different sizes.
+    """
+    groups = [group for sample in samples for group in sample.groups]
+    ready = [median(times) for times in zip(*(sample.ready for sample in samples))]
+    return Profile(
+        tuple(accumulate(elements, initial=0)),
+        tuple(accumulate(counts, initial=0)),
+        (0.0, *accumulate(ready, max)),
+        fit([(group.elements, group.select_seconds) for group in groups], SELECTION_SHAPES),
+        fit([(group.counts, group.exchange_seconds) for group in groups]),
+        median(sample.commit_seconds for sample in samples),
+    )
+
+
+def equal_parts(elements: Sequence[int], parts: int) -> list[int]:
+    """Return where groups stop that hold about equally many elements, each at least its share.
+
+    Example::
+
+        >>> equal_parts([4, 1, 1, 2, 8], 2)
+        [4, 5]
+    """
+    share = -(-sum(elements) // parts)
+    stops, held = [], 0
+    for stop, size in enumerate(elements, start=1):
+        held += size
+        if held >= share or stop == len(elements):
+            stops.append(stop)
+            held = 0
+    return stops

@@ -1,0 +1,106 @@
+"""The planner at work, in real processes over a network whose costs the tests decide."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.engine import Engine, Settings
+from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.schedule import Schedule
+from tests.pool import Pool
+from tests.sparse_ddp import batch, parameters_of, sparse_ddp
+
+LAYERS = 6
+STEPS = 80  # the trials take 30 steps, the contest 32
+
+Network = Callable[[int, int], float]  # step and bytes -> seconds
+
+
+def costly_message(step: int, sent: int) -> float:
+    """A message costs more than all of backward."""
+    return 30e-3
+
+
+def costly_bytes(step: int, sent: int) -> float:
+    """Bytes cost, messages do not; a layer's hide behind the next layer's backward."""
+    return 2e-6 * sent
+
+
+def message_gets_costly(step: int, sent: int) -> float:
+    """Bytes cost at first; after the plan has been made, messages do."""
+    return costly_bytes(step, sent) if step < STEPS else costly_message(step, sent)
+
+
+class Slow(nn.Module):
+    """Layers whose backward takes a while each, so that exchanges can hide behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.weight.register_hook(lambda gradient: time.sleep(4e-3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return one loss."""
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return inputs.square().mean()
+
+
+def train(rank: int, schedule: "str | Schedule", network: Optional[Network], steps: int) -> Any:
+    """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
+    torch.manual_seed(0)
+    groups, lines = [], []
+    with sparse_ddp(Slow(), density=0.05, schedule=schedule, say=lines.append) as (ddp, engine):
+        current = [0]
+        if network is not None:
+            run = engine.pipeline.collectives.run
+
+            def run_slowly(name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+                received = run(name, tensor, out)
+                time.sleep(network(current[0], tensor.numel() * tensor.element_size()))
+                return received
+
+            engine.pipeline.collectives.run = run_slowly
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(steps):
+            current[0] = step
+            optimizer.zero_grad()
+            engine.begin_backward()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+            groups.append(() if engine.plan is None else engine.plan.groups)
+        return parameters_of(ddp), groups, lines, engine.plan
+
+
+@pytest.mark.parametrize("schedule", ["merged", "omgs"])
+def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair: Pool, schedule: str) -> None:
+    (single, *_), _ = pair.run(train, "single", None, STEPS)
+    (first, groups, lines, _), (second, other_groups, other_lines, _) = pair.run(train, schedule, None, STEPS)
+    for name, parameter in single.items():
+        assert torch.equal(first[name], parameter)
+        assert torch.equal(second[name], parameter)
+    assert groups == other_groups
+    assert groups[-1] != ()
+    assert sorted(name for group in groups[-1] for name in group) == sorted(single)
+    assert lines
+    assert not other_lines
+
+
+@pytest.mark.parametrize(("network", "is_single"), [(costly_message, True), (costly_bytes, False)])
+def test_the_plan_suits_the_network(pair: Pool, network: Network, is_single: bool) -> None:
+    for _, groups, _, plan in pair.run(train, "merged", network, STEPS):
+        assert (len(groups[-1]) == 1) == is_single
+        assert is_single or len(groups[-1][-1]) == 1
+        assert plan.predicted.total == pytest.approx(plan.seconds, rel=0.35)
+
+
+def test_a_network_that_changes_gets_a_new_plan(pair: Pool) -> None:
+    for _, groups, _, _ in pair.run(train, "merged", message_gets_costly, STEPS + 160):
+        assert len(groups[STEPS]) > 1
+        assert len(groups[-1]) == 1
