@@ -176,6 +176,11 @@ class Engine:
         """What the schedule follows; ``None`` if it follows none, or none yet."""
         return None if self._planner is None else self._planner.plan
 
+    @property
+    def last_marks(self) -> Optional[StepMarks]:
+        """When the stages of the last step that ended happened; ``None`` before the first."""
+        return None if self._recorder.last is None else self._recorder.last.marks
+
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
         self._worker.raise_error()

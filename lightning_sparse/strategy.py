@@ -16,7 +16,9 @@ from typing_extensions import override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine, Settings
 from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.observe import StepMarks
 from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
+from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
 
@@ -110,6 +112,14 @@ class SparseDDPStrategy(DDPStrategy):
         See :class:`~lightning_sparse.metrics.LayerDelta`, which averages them over steps.
         """
         return self._engine.layer_deltas() if self._engine is not None else {}
+
+    def exchange_plan(self) -> Optional[Plan]:
+        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet."""
+        return None if self._engine is None else self._engine.plan
+
+    def last_step(self) -> Optional[StepMarks]:
+        """Return when the stages of the last step happened on this rank; ``None`` before the first."""
+        return None if self._engine is None else self._engine.last_marks
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:

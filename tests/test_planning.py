@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine import Engine, Settings
-from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.schedule import Schedule
 from tests.pool import Pool
 from tests.sparse_ddp import batch, parameters_of, sparse_ddp

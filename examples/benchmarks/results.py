@@ -14,11 +14,13 @@ class Measurement(NamedTuple):
         seconds: for each batch.
         sent_bytes: that the rank handed to collectives, for each batch.
         link_bytes: that the host's device transmitted, for each batch.
+        predicted_seconds: of a batch, with the exchange as the strategy's plan foresaw it; ``None`` without a plan.
     """
 
     seconds: list[float]
     sent_bytes: float
     link_bytes: float
+    predicted_seconds: Optional[float] = None
 
 
 class Line(NamedTuple):
@@ -33,6 +35,7 @@ class Line(NamedTuple):
         to_no_communication: median relative to that of ``no communication`` in the same run, or ``None``.
         sent_mb: megabytes (10**6) that a rank handed to collectives for each batch; the largest of all ranks.
         link_mb: megabytes that a host transmitted for each batch; mean over ranks and rounds.
+        predicted_ms: what the plans foresaw, median over ranks and rounds; ``None`` without a plan.
     """
 
     workload: str
@@ -43,6 +46,7 @@ class Line(NamedTuple):
     to_no_communication: Optional[float]
     sent_mb: float
     link_mb: float
+    predicted_ms: Optional[float] = None
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -84,6 +88,7 @@ def summarise(
             _ratio(medians[row], medians.get(no_communication)),
             max(seen.sent_bytes for seen in some) / 1e6,
             statistics.fmean(seen.link_bytes for seen in some) / 1e6,
+            _predicted_ms(some),
         )
         for row, some in measurements.items()
     ]
@@ -92,11 +97,20 @@ def summarise(
 def as_text(lines: Sequence[Line]) -> str:
     """Write a table for people."""
     width = max(len(line.row) for line in lines)
-    titles = [("median", 9), ("spread", 9), ("x ddp", 7), ("x no comm", 9), ("sent MB", 9), ("link MB", 9)]
+    titles = [
+        ("median", 9),
+        ("spread", 9),
+        ("x ddp", 7),
+        ("x no comm", 9),
+        ("sent MB", 9),
+        ("link MB", 9),
+        ("predicted", 9),
+    ]
     head = " ".join([" " * (width + 1), *(f"{title:>{columns}s}" for title, columns in titles)])
     body = [
         f"{line.row:{width}s}  {line.median_ms:6.1f} ms {line.spread_ms:6.1f} ms {_written(line.to_ddp):>7s}"
         f" {_written(line.to_no_communication):>9s} {line.sent_mb:9.3f} {line.link_mb:9.3f}"
+        f" {'-' if line.predicted_ms is None else f'{line.predicted_ms:.1f} ms':>9s}"
         for line in lines
     ]
     return "\n".join([head, *body])
@@ -111,6 +125,11 @@ def as_csv(lines: Iterable[Line], comments: Iterable[str]) -> str:
     for line in lines:
         writer.writerow([f"{field:.4f}" if isinstance(field, float) else field for field in line])
     return text.getvalue()
+
+
+def _predicted_ms(measurements: Sequence[Measurement]) -> Optional[float]:
+    predicted = [seen.predicted_seconds for seen in measurements if seen.predicted_seconds is not None]
+    return 1e3 * statistics.median(predicted) if predicted else None
 
 
 def _ratio(value: float, reference: Optional[float]) -> Optional[float]:

@@ -16,6 +16,8 @@ from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
+_PLANNED = ("merged", "omgs")
+_TRIAL_STEPS = 76  # what lightning_sparse.planning needs at most
 
 Shapes = Sequence[Sequence[int]]
 
@@ -29,12 +31,14 @@ class Row(NamedTuple):
             ``None`` where the strategy counts them itself.
         hook: DDP hook and the maker of its state; Lightning registers hooks on CUDA only.
         batches_per_step: batches between two exchanges.
+        trial_steps: steps in which the schedule tries groupings, before it follows a plan.
     """
 
     arguments: Callable[[int], dict[str, Any]]
     sent_bytes: Optional[Callable[[Shapes], float]] = None
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None
     batches_per_step: int = 1
+    trial_steps: int = 0
 
 
 class RegisterHook(Callback):
@@ -102,7 +106,8 @@ def _ddp(
 
 
 def _sparse(**arguments: Any) -> Row:
-    return Row(lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts})
+    trial_steps = _TRIAL_STEPS if arguments.get("schedule", "merged") in _PLANNED else 0
+    return Row(lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts}, trial_steps=trial_steps)
 
 
 def _top_k(density: float, **arguments: Any) -> Row:
@@ -142,9 +147,11 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),
     "sparse_topk 0.001 layerwise": _top_k(0.001, schedule="layerwise"),
     "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),
-    "sparse_topk 0.001 merged 256k": _top_k(0.001, schedule=FixedSize(min_elements=1 << 18)),
-    "sparse_topk 0.001 merged 1M": _top_k(0.001, schedule=FixedSize(min_elements=1 << 20)),
-    "sparse_topk 0.001 merged 2M": _top_k(0.001, schedule=FixedSize(min_elements=1 << 21)),
+    "sparse_topk 0.001 omgs": _top_k(0.001, schedule="omgs"),
+    **{
+        f"sparse_topk 0.001 size {size}k": _top_k(0.001, schedule=FixedSize(min_elements=size << 10))
+        for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    },
 }
 DEFAULT_ROWS = [
     NO_COMMUNICATION,

@@ -6,9 +6,11 @@ import logging
 import os
 import time
 import warnings
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from rows import ROWS, Row
 from training import train
 
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.observe import Clock
+from lightning_sparse.planning import Plan
 
 _TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
 
@@ -53,6 +57,32 @@ class StepWatch(Callback):
         return (transmitted[-1] - transmitted[0]) / (len(transmitted) - 1) / self._batches_per_step
 
 
+class PlanWatch(Callback):
+    """Keep what the strategy plans, which ends with the training, and what backward and exchange took.
+
+    Args:
+        steps: how many of the last steps count.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._plan: Optional[Plan] = None
+        self._seconds: deque[float] = deque(maxlen=steps)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Look."""
+        if isinstance(trainer.strategy, SparseDDPStrategy):
+            self._plan = trainer.strategy.exchange_plan()
+            marks = trainer.strategy.last_step()
+            assert marks is not None
+            self._seconds.append(Clock.seconds(marks.backward_start, marks.end))
+
+    def predicted_seconds(self, seconds: float) -> Optional[float]:
+        """Return the time of a batch of which backward and exchange take what was planned, the rest what it took."""
+        if self._plan is None or self._plan.predicted is None:
+            return None
+        return seconds - median(self._seconds) + self._plan.predicted.total
+
+
 def transmitted_bytes() -> int:
     """Return what ``eth0`` has transmitted since it is up, frame headers included; 0 without such a device."""
     for line in Path("/proc/net/dev").read_text().splitlines():
@@ -66,9 +96,11 @@ def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Me
     """Train for some steps and return what this rank saw."""
     torch.manual_seed(0)
     module = BenchmarkModule(WORKLOADS[workload])
-    watch = StepWatch(warm_up, row.batches_per_step)
-    trainer = train(row, module, hosts, warm_up + steps + 1, [watch])
-    return Measurement(watch.seconds(), _sent_bytes(row, trainer, module) / row.batches_per_step, watch.link_bytes())
+    watch, plan_watch = StepWatch(warm_up + row.trial_steps, row.batches_per_step), PlanWatch(steps)
+    trainer = train(row, module, hosts, warm_up + row.trial_steps + steps + 1, [watch, plan_watch])
+    seconds = watch.seconds()
+    sent_bytes = _sent_bytes(row, trainer, module) / row.batches_per_step
+    return Measurement(seconds, sent_bytes, watch.link_bytes(), plan_watch.predicted_seconds(median(seconds)))
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
