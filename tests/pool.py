@@ -1,4 +1,4 @@
-"""Real gloo processes for tests: started once, given many functions to run, never waited for without a limit."""
+"""Real processes for tests: started once, given many functions to run, never waited for without a limit."""
 
 import multiprocessing
 import tempfile
@@ -12,6 +12,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
+from tests.devices import moved
+
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -20,14 +22,18 @@ class RemoteError(AssertionError):
 
 
 class Pool:
-    """``ranks`` processes that form one gloo process group.
+    """``ranks`` processes that form one process group.
+
+    Arguments and results travel on the CPU; functions move what they compute with.
 
     Args:
         ranks: number of processes.
+        backend: of the process group; only gloo lets several ranks share a GPU.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, backend: str = "gloo") -> None:
         self.ranks = ranks
+        self.backend = backend
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -67,7 +73,8 @@ class Pool:
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.ranks):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, str(store), rank, self.ranks), daemon=True)
+            arguments = (theirs, str(store), rank, self.ranks, self.backend)
+            process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
             self._connections.append(ours)
@@ -82,16 +89,16 @@ class Pool:
             return "the process died", None
 
 
-def _serve(connection: Connection, store: str, rank: int, ranks: int) -> None:
+def _serve(connection: Connection, store: str, rank: int, ranks: int, backend: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     while True:
         try:
             function, args = connection.recv()
         except EOFError:
             return
         try:
-            connection.send((None, function(rank, *args)))
+            connection.send((None, moved(function(rank, *args), "cpu")))
         except BaseException:
             connection.send((traceback.format_exc(), None))

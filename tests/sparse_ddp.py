@@ -12,6 +12,7 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine import Engine, Settings
 from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.schedule import Schedule
+from tests.devices import DEVICE
 
 COMPRESSOR_NAMES = COMPRESSORS.names()
 SCHEDULE_NAMES = ["layerwise", "merged", "single"]
@@ -42,9 +43,9 @@ def sparse_ddp(
     say: Callable[[str], None] = print,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
-    """Wrap a model, exchange its gradients with an engine, and take the engine down again."""
+    """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_CAP_MB, **ddp_arguments}
-    ddp = DistributedDataParallel(model, **arguments)
+    ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
     engine = Engine(ddp, Settings(compressor, density, schedule, wire, warmup_epochs), say=say)
     try:
         yield ddp, engine
@@ -74,12 +75,15 @@ class Edges(nn.Module):
 
 
 def batch(rank: int, step: int, size: int = 4) -> Tensor:
-    """Return inputs that differ between ranks and steps."""
-    return torch.randn(size, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
+    """Return inputs that differ between ranks and steps, the same numbers on every device."""
+    return torch.randn(size, 64, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
 
 
 def watch_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange."""
+    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange.
+
+    The model has to be where it is trained.
+    """
     gradients: dict[str, Tensor] = {}
 
     def watch(name: str, parameter: nn.Parameter) -> None:

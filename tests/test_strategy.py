@@ -26,9 +26,10 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.engine import Settings
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import FixedSize
+from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp
-from tests.trainers import Small, make_trainer, weights
+from tests.trainers import Small, accelerator, make_trainer, weights
 
 STATS = {
     "density",
@@ -114,8 +115,8 @@ def fit_scaled(rank: int, settings: dict[str, Any], scale: Optional[float]) -> t
     """Fit in fp32 with a gradient scaler that doubles its scale every third step, or without one."""
     plugins = []
     if scale is not None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=scale, growth_interval=3)
+        plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]
         plugins[0].forward_context = nullcontext  # type: ignore[method-assign]  # the forward stays in fp32
     parameters, _ = fit(rank, SparseDDPStrategy(**settings), plugins=plugins)
     return parameters, scaler.get_scale() if scale is not None else 1.0
@@ -223,7 +224,7 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
     try:
         with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
             handed.clear()
-            ddp(torch.randn(4, 300)).sum().backward()
+            ddp(torch.randn(4, 300, device=DEVICE)).sum().backward()
             engine.raise_error()
             return float(sum(handed)), engine.compression_stats()["wire_bytes"]
     finally:
@@ -338,7 +339,7 @@ class Mute(dist.ProcessGroup):
 
 
 def check_mute_backend(rank: int) -> str:
-    """Ask for collectives from a backend that has none."""
+    """Ask for collectives from a backend that has none; which device it refuses does not matter."""
     if not hasattr(dist.Backend, "MUTE"):
         dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
     collectives = Collectives([0, 1], torch.device("cpu"))
@@ -461,10 +462,13 @@ def test_a_rank_that_vanishes_does_not_hang_the_others(pair: Pool, how: str) -> 
 
 
 def fit_again_and_again(rank: int, fits: int) -> tuple[list[str], int, int, float]:
-    """Fit, validate and test many times; return threads left and the growth of threads, files and memory."""
+    """Fit, validate and test many times; return threads left and the growth of threads, files and memory.
+
+    On the CPU, whose memory is what is measured.
+    """
     usage = []
     for count in range(fits):
-        trainer = make_trainer(rank, "sparse_topk", limit_train_batches=2)
+        trainer = make_trainer(rank, "sparse_topk", accelerator="cpu", limit_train_batches=2)
         model = Small()
         trainer.fit(model)
         if count % 10 == 0:
@@ -520,5 +524,5 @@ def test_an_interrupted_fit_ends_the_worker(pair: Pool) -> None:
 
 
 def test_statistics_are_empty_before_the_first_step() -> None:
-    trainer = Trainer(strategy=SparseDDPStrategy(), accelerator="cpu", devices=1, logger=False)
+    trainer = Trainer(strategy=SparseDDPStrategy(), accelerator=accelerator(), devices=1, logger=False)
     assert trainer.strategy.compression_stats() == {}

@@ -13,7 +13,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from tests.pool import Pool
 from tests.test_strategy import STATS
-from tests.trainers import Small, make_trainer
+from tests.trainers import Small, accelerator, make_trainer
 
 TAGS = {f"sparse/{name}" for name in STATS}
 
@@ -58,6 +58,8 @@ def test_the_progress_bar_shows_ratio_and_exposed_time(pair: Pool, tmp_path: Pat
 
 
 def test_another_strategy_is_refused() -> None:
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[CompressionMonitor()])
+    trainer = Trainer(
+        accelerator=accelerator(), devices=1, max_epochs=1, logger=False, callbacks=[CompressionMonitor()]
+    )
     with pytest.raises(TypeError, match=r"needs a SparseDDPStrategy, got SingleDeviceStrategy.*strategy='sparse_topk'"):
         trainer.fit(Small())

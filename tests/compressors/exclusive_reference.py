@@ -11,9 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tests.devices import DEVICE
+
 
 class Reference:
-    """``ranks`` workers with residuals, in one process."""
+    """``ranks`` workers with residuals, in one process, on the device under test: others divide to other bits."""
 
     def __init__(self, method: str, mode: str, numels: list[int], ranks: int, density: float) -> None:
         self.method, self.mode, self.numels, self.ranks = method, mode, numels, ranks
@@ -21,7 +23,7 @@ class Reference:
         self.wanted = max(ranks, round(density * self.numel))
         self.step_count = 0
         self.theta = None if mode == "default" else 1 / (2 * math.sqrt(self.wanted))
-        self.residuals = [torch.zeros(self.numel) for _ in range(ranks)]
+        self.residuals = [torch.zeros(self.numel, device=DEVICE) for _ in range(ranks)]
         self._cut_first()
 
     def _cut_first(self) -> None:
@@ -57,8 +59,9 @@ class Reference:
             else:
                 reaching = accumulated[rank][start:end].abs() >= self.theta
                 chosen.append([start + position for position in reaching.nonzero().flatten().tolist()])
-        union = torch.tensor(sorted({position for positions in chosen for position in positions}), dtype=torch.int64)
-        mean = torch.zeros(self.numel)
+        union = torch.tensor(sorted({position for positions in chosen for position in positions}))
+        union = union.to(DEVICE, torch.int64)
+        mean = torch.zeros(self.numel, device=DEVICE)
         for vector in accumulated:
             mean[union] += vector[union] / self.ranks
             vector[union] = 0.0

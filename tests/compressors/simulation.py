@@ -9,17 +9,21 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.selection import Selection
+from tests.devices import DEVICE
 
 
 class Simulation:
-    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices."""
+    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices.
+
+    On the device under test, wherever gradients come from.
+    """
 
     def __init__(self, build: Callable[[], Compressor], numels: dict[str, int], ranks: int, density: float) -> None:
         self.names = list(numels)
         self.numels = list(numels.values())
         self.density = density
         self.compressors: list[Any] = [build() for _ in range(ranks)]
-        self.residuals = [torch.zeros(sum(self.numels)) for _ in range(ranks)]
+        self.residuals = [torch.zeros(sum(self.numels), device=DEVICE) for _ in range(ranks)]
         self.begin()
 
     @property
@@ -30,14 +34,12 @@ class Simulation:
     def begin(self) -> None:
         """Start all compressors anew."""
         for rank, compressor in enumerate(self.compressors):
-            layout = ModelLayout(
-                tuple(self.names), tuple(self.numels), rank, len(self.compressors), torch.device("cpu")
-            )
+            layout = ModelLayout(tuple(self.names), tuple(self.numels), rank, len(self.compressors), DEVICE)
             compressor.begin(layout)
 
     def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Exchange one flat gradient of each rank; return the flat positions that each rank selected."""
-        accumulated = [residual + gradient for residual, gradient in zip(self.residuals, gradients)]
+        accumulated = [residual + gradient.to(DEVICE) for residual, gradient in zip(self.residuals, gradients)]
         chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
         union = torch.cat(chosen).unique()
         finite = torch.stack([flat[union].isfinite().all() for flat in accumulated]).all()

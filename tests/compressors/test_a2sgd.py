@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import A2SGD
+from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import SCHEDULE_NAMES, Edges, batch, sparse_ddp
 
@@ -37,7 +38,7 @@ def slow_histories(ranks: int, steps: int) -> list[Tensor]:
     models, optimizers = [], []
     for _ in range(ranks):
         torch.manual_seed(0)
-        models.append(Edges())
+        models.append(Edges().to(DEVICE))
         optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.01, momentum=0.9))
     histories: list[list[Tensor]] = [[] for _ in range(ranks)]
     for step in range(steps):
@@ -58,7 +59,7 @@ def slow_histories(ranks: int, steps: int) -> list[Tensor]:
                 parameter.grad.copy_(piece.view_as(parameter))
             optimizers[rank].step()
             histories[rank].append(flat_parameters(model))
-    return [torch.stack(history) for history in histories]
+    return [torch.stack(history).cpu() for history in histories]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -96,7 +97,7 @@ class Given(nn.Module):
 
 def exchange(rank: int, gradients: list[list[float]], dtype: torch.dtype = torch.float32) -> list[float]:
     """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
-    left, right = torch.tensor(gradients[rank], dtype=dtype).split([3, 2])
+    left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
     with sparse_ddp(Given(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
         ddp(left, right).backward()
         engine.raise_error()

@@ -12,6 +12,7 @@ from lightning_sparse.compressors import QSGD
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import WIRE_FORMATS
+from tests.devices import DEVICE, moved
 from tests.pool import Pool
 from tests.sparse_ddp import batch, parameters_of, sparse_ddp
 
@@ -46,10 +47,11 @@ def slow_noise(rank: int, step: int, position: int, numel: int) -> list[float]:
     """Draw as documented: for the whole buckets, then for the short one."""
     key = f"{SEED} {rank} {step} {position}".encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     noise = []
-    for count in (numel // BUCKET_SIZE * BUCKET_SIZE, numel % BUCKET_SIZE):
-        words = torch.empty(math.ceil(count / 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    for count in filter(None, (numel // BUCKET_SIZE * BUCKET_SIZE, numel % BUCKET_SIZE)):
+        words = torch.empty(math.ceil(count / 4), dtype=torch.int64, device=DEVICE)
+        words.random_(-(2**63), None, generator=generator)
         parts = [(word >> shift) % 2**16 for word in words.tolist() for shift in (0, 16, 32, 48)]
         signed = [part - 2**16 if part >= 2**15 else part for part in parts]
         noise += [(part + 0.5) / 2**16 for part in signed[:count]]
@@ -64,14 +66,14 @@ def slow_quantized(gradient: Tensor, noise: list[float], levels: int, norm: str)
         numbers = bucket.tolist()
         scale = math.hypot(*numbers) if norm == "l2" else max(map(abs, numbers))
         # In fp32, whose rounding decides where a number and its noise meet a border.
-        units = (bucket / torch.tensor(scale) * levels).tolist()
+        units = (bucket / torch.tensor(scale, device=DEVICE) * levels).tolist()
         restored += [round(unit + shift) * scale / levels for unit, shift in zip(units, noise[start:])]
-    return torch.tensor(restored).view_as(gradient)
+    return torch.tensor(restored, device=DEVICE).view_as(gradient)
 
 
 def slow_history(ranks: int, levels: int, norm: str, steps: int) -> list[dict[str, Tensor]]:
     """Train one model with the mean of what virtual workers send."""
-    net = model()
+    net = model().to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     history = []
     for step in range(steps):
@@ -83,7 +85,7 @@ def slow_history(ranks: int, levels: int, norm: str, steps: int) -> list[dict[st
                 noise = slow_noise(rank, step, position, gradient.numel())
                 parameter.grad += slow_quantized(gradient, noise, levels, norm) / ranks
         optimizer.step()
-        history.append({name: parameter.detach().clone() for name, parameter in net.named_parameters()})
+        history.append({name: parameter.detach().cpu().clone() for name, parameter in net.named_parameters()})
     return history
 
 
@@ -100,14 +102,14 @@ def test_it_trains_as_its_formula_says(pools: dict[int, Pool], ranks: int, level
 def begun(rank: int = 0, names: tuple[str, ...] = ("weight",), **settings: Any) -> QSGD:
     """Build a compressor that knows a model."""
     qsgd = QSGD(**settings)
-    qsgd.begin(ModelLayout(names, (600,) * len(names), rank, 2, torch.device("cpu")))
+    qsgd.begin(ModelLayout(names, (600,) * len(names), rank, 2, DEVICE))
     return qsgd
 
 
 def selected(qsgd: QSGD, gradient: Tensor, name: str = "weight") -> Selection:
-    """Select from one tensor."""
-    (selection,) = qsgd.select([name], [gradient], [gradient.numel()])
-    return selection
+    """Select from one tensor, on the device under test; return what was selected on the CPU."""
+    (selection,) = qsgd.select([name], [gradient.to(DEVICE)], [gradient.numel()])
+    return moved(selection, "cpu")
 
 
 def restored(selection: Selection) -> Tensor:
@@ -142,7 +144,7 @@ def test_it_is_right_on_average_with_the_variance_of_the_paper(levels: int, norm
 def count_bytes(rank: int, settings: dict[str, Any], ddp_arguments: dict[str, Any]) -> float:
     """Return the bytes of one step of a layer of 21 000 weights and 70 biases."""
     with sparse_ddp(nn.Linear(300, 70), QSGD(**settings), **ddp_arguments) as (ddp, engine):
-        ddp(torch.randn(4, 300)).sum().backward()
+        ddp(torch.randn(4, 300, device=DEVICE)).sum().backward()
         engine.raise_error()
         return engine.compression_stats()["wire_bytes"]
 
@@ -177,9 +179,10 @@ def test_draws_differ_between_ranks_steps_parameters_and_seeds() -> None:
 
 
 def test_nobody_elses_random_numbers_are_touched() -> None:
-    before = torch.get_rng_state()
+    modules = [torch, torch.cuda] if DEVICE.type == "cuda" else [torch]
+    before = [module.get_rng_state() for module in modules]
     selected(begun(), torch.randn(600, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(module.get_rng_state(), state) for module, state in zip(modules, before))
 
 
 def train_with_restart(rank: int, restart_after: int) -> dict[str, Tensor]:
@@ -209,7 +212,7 @@ def test_a_restart_continues_the_same_draws(pair: Pool) -> None:
 def test_a_new_model_starts_from_the_first_step() -> None:
     qsgd = begun()
     qsgd.load_state_dict({"step": 7})
-    qsgd.begin(ModelLayout(("weight",), (600,), 0, 2, torch.device("cpu")))
+    qsgd.begin(ModelLayout(("weight",), (600,), 0, 2, DEVICE))
     assert qsgd.state_dict() == {"step": 0}
 
 

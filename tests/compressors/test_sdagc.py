@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sparse.compressors import SDAGC, element_count
 from lightning_sparse.layout import ModelLayout
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.devices import DEVICE
 from tests.pool import Pool
 
 DENSITY = 0.05
@@ -43,7 +44,8 @@ class VirtualSDAGC:
         threshold = alpha * velocity.std(correction=0)
         order = velocity.abs().argsort(descending=True)
         room = min(gradient.numel(), math.ceil(self.capacity * wanted))
-        chosen = [int(i) for i in order[:room] if velocity[i].abs() >= threshold] or [int(order[0])]
+        order, reaching = order.tolist(), (velocity.abs() >= threshold).tolist()
+        chosen = [position for position in order[:room] if reaching[position]] or order[:1]
         row = torch.zeros_like(gradient)
         row[chosen] = velocity[chosen]
         velocity[chosen] = momentum[chosen] = 0
@@ -66,18 +68,18 @@ def densities(
     compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 100_000, alpha: float | None = None
 ) -> list[float]:
     """Accumulate a layer's gradients with error feedback on one worker; return what was sent at every step."""
-    compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, torch.device("cpu")))
+    compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, DEVICE))
     if alpha is not None:
         compressor.load_state_dict({"alpha": {"layer": torch.tensor(alpha)}})
-    residual = torch.zeros(numel)
+    residual = torch.zeros(numel, device=DEVICE)
     sent = []
     for step in range(steps):
-        gradient = gradients(step, numel)
+        gradient = gradients(step, numel).to(DEVICE)
         compressor.prepare(["layer"], [gradient])
         residual += gradient
         (selection,) = compressor.select(["layer"], [residual], [element_count(numel, wanted)])
         residual[selection.indices[selection.filled]] = 0
-        list(compressor.conclude(["layer"], [selection], torch.tensor(True)))
+        list(compressor.conclude(["layer"], [selection], torch.tensor(True, device=DEVICE)))
         sent.append(int(selection.filled.sum()) / numel)
     return sent
 

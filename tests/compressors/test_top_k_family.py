@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import DGC, LAGS
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import sparse_ddp
 
@@ -120,7 +121,7 @@ def accumulated_norm(rank: int, clip_norm: float) -> float:
     """Exchange one large gradient without sending much; return the norm of what is kept and sent."""
     model = torch.nn.Linear(100, 100)
     with sparse_ddp(model, compressor=DGC(clip_norm=clip_norm), density=1e-9, warmup_epochs=0) as (ddp, engine):
-        ddp(torch.ones(1, 100)).square().sum().backward()
+        ddp(torch.ones(1, 100, device=DEVICE)).square().sum().backward()
         engine.raise_error()
         kept = torch.cat([tensor.flatten() for tensor in engine.state_dict()["memory"]["residual"].values()])
         # Both ranks have the same gradient, so the mean that was applied is what each of them sent.

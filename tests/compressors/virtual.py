@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.feedback import Hyperparameters
+from tests.devices import DEVICE, moved
 from tests.pool import Pool
 from tests.sparse_ddp import batch, sparse_ddp
 
@@ -51,9 +52,9 @@ def train_engine(
 
 
 def train_virtually(algorithm: Algorithm, ranks: int, steps: int) -> list[tuple[Tensors, Tensors]]:
-    """Train with N virtual workers in this process."""
+    """Train with N virtual workers in this process, on the device under test: elsewhere gradients have other bits."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net().to(DEVICE)
     history = []
     for step in range(steps):
         gradients = []
@@ -83,7 +84,7 @@ def assert_same_as_virtual(
     relative: Optional[float] = None,
 ) -> None:
     """Train both ways, and compare what was applied, and the parameters, after every step."""
-    expected = train_virtually(algorithm, pool.ranks, steps)
+    expected = moved(train_virtually(algorithm, pool.ranks, steps), "cpu")
     tolerance = {} if relative is None else {"rtol": relative, "atol": 1e-6}
     for history in pool.run(train_engine, settings, steps, momentum, nesterov):
         for (applied, parameters), (expected_applied, expected_parameters) in zip(history, expected):

@@ -5,15 +5,18 @@ import torch
 
 from lightning_sparse.functional import index_codec
 from lightning_sparse.functional.indices import _CODECS
+from tests.devices import devices
 
 
+@devices
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: f"blocks of {1 << codec.block_bits}")
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 65_535, 65_536, 65_537, 1_000_003])
 @pytest.mark.parametrize("density", [1e-9, 0.001, 0.1, 1.0])
-def test_positions_survive(codec, numel: int, density: float) -> None:
+def test_positions_survive(codec, numel: int, density: float, device: str) -> None:
     count = max(1, round(density * numel))
     ranks = [
-        torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values for seed in (1, 2)
+        torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values.to(device)
+        for seed in (1, 2)
     ]
     wires = torch.stack([codec.encode(indices, numel) for indices in ranks])
     assert wires.dtype == torch.uint8
@@ -21,8 +24,10 @@ def test_positions_survive(codec, numel: int, density: float) -> None:
     assert torch.equal(codec.decode(wires, numel, count), torch.stack(ranks))
 
 
-def test_the_borders_of_blocks_survive() -> None:
-    indices = torch.tensor([0, 255, 256, 32_767, 32_768, 65_535, 65_536, 131_071, 131_072, 199_999])
+@devices
+def test_the_borders_of_blocks_survive(device: str) -> None:
+    borders = [0, 255, 256, 32_767, 32_768, 65_535, 65_536, 131_071, 131_072, 199_999]
+    indices = torch.tensor(borders, device=device)
     for codec in _CODECS:
         assert torch.equal(codec.decode(codec.encode(indices, 200_000)[None], 200_000, 10)[0], indices)
 

@@ -4,25 +4,28 @@ import pytest
 import torch
 
 from lightning_sparse.functional import pack_codes, packed_nbytes, unpack_codes
+from tests.devices import devices
 
 COUNTS = [0, 1, 7, 8, 9, 1000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1]
 
 
+@devices
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_survive(bits: int, count: int) -> None:
-    codes = torch.randint(1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def test_codes_survive(bits: int, count: int, device: str) -> None:
+    codes = torch.randint(1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     packed = pack_codes(codes, bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (-(-count // 8) * bits,) == (packed_nbytes(count, bits),)
     assert torch.equal(unpack_codes(packed, bits, count), codes)
 
 
+@devices
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_stand_one_after_the_other_lowest_bits_first(bits: int) -> None:
+def test_codes_stand_one_after_the_other_lowest_bits_first(bits: int, device: str) -> None:
     codes = torch.randint(1 << bits, (27,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     number = sum(code << (bits * position) for position, code in enumerate(codes.tolist()))
-    assert bytes(pack_codes(codes, bits).tolist()) == number.to_bytes(4 * bits, "little")
+    assert bytes(pack_codes(codes.to(device), bits).tolist()) == number.to_bytes(4 * bits, "little")
 
 
 def test_extremes_do_not_spill_into_their_neighbours() -> None:

@@ -4,21 +4,24 @@ import pytest
 import torch
 
 from lightning_sparse.functional import round_to
+from tests.devices import devices
 
 
+@devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_only_what_is_infinite_becomes_infinite(dtype: torch.dtype) -> None:
+def test_only_what_is_infinite_becomes_infinite(dtype: torch.dtype, device: str) -> None:
     limit = torch.finfo(torch.float32).max
-    values = torch.tensor([limit, -limit, 65_519.9, 1e6, -1e30, 0.0, 1.0])
+    values = torch.tensor([limit, -limit, 65_519.9, 1e6, -1e30, 0.0, 1.0], device=device)
     assert round_to(values, dtype).isfinite().all()
-    special = round_to(torch.tensor([float("inf"), float("-inf"), float("nan")]), dtype)
+    special = round_to(torch.tensor([float("inf"), float("-inf"), float("nan")], device=device), dtype)
     assert special[0] == float("inf")
     assert special[1] == float("-inf")
     assert special[2].isnan()
 
 
-def test_values_in_range_are_rounded_to_nearest() -> None:
-    values = torch.randn(1000)
+@devices
+def test_values_in_range_are_rounded_to_nearest(device: str) -> None:
+    values = torch.randn(1000, device=device)
     for dtype in (torch.float16, torch.bfloat16):
         assert torch.equal(round_to(values, dtype), values.to(dtype))
 

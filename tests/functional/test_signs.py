@@ -6,43 +6,50 @@ import pytest
 import torch
 
 from lightning_sparse.functional import shift_by_sign, sign_totals
+from tests.devices import devices
 
 SIZES = [1, 997, (1 << 18) + 3]
 
 
+@devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", SIZES)
-def test_totals_are_exact_sums(numel: int, dtype: torch.dtype) -> None:
+def test_totals_are_exact_sums(numel: int, dtype: torch.dtype, device: str) -> None:
     tensor = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(numel))
     tensor[::5] = 0.0
     numbers = tensor.tolist()
     positive, negative = [number for number in numbers if number > 0], [-number for number in numbers if number < 0]
     expected = [[math.fsum(numbers), len(numbers)] for numbers in (positive, negative)]
-    torch.testing.assert_close(sign_totals(tensor), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    totals = sign_totals(tensor.to(device)).cpu()
+    torch.testing.assert_close(totals, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
-def test_large_totals_stay_finite() -> None:
-    totals = sign_totals(torch.full((100,), 3e38))
+@devices
+def test_large_totals_stay_finite(device: str) -> None:
+    totals = sign_totals(torch.full((100,), 3e38, device=device)).cpu()
     torch.testing.assert_close(totals, torch.tensor([[3e40, 100.0], [0.0, 0.0]], dtype=torch.float64))
 
 
+@devices
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_shows_in_the_totals(poison: float) -> None:
-    assert not sign_totals(torch.tensor([1.0, poison, -1.0])).isfinite().all()
+def test_what_is_not_finite_shows_in_the_totals(poison: float, device: str) -> None:
+    assert not sign_totals(torch.tensor([1.0, poison, -1.0], device=device)).isfinite().all()
 
 
+@devices
 @pytest.mark.parametrize("numel", SIZES)
-def test_each_sign_gets_its_shift_and_zeros_none(numel: int) -> None:
-    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+def test_each_sign_gets_its_shift_and_zeros_none(numel: int, device: str) -> None:
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
     tensor[::5] = 0.0
     before = tensor.clone()
-    above, below = torch.tensor(0.3), torch.tensor(-7.1)
+    above, below = torch.tensor(0.3, device=device), torch.tensor(-7.1, device=device)
     expected = torch.where(tensor > 0, tensor + above, torch.where(tensor < 0, tensor + below, tensor))
     assert torch.equal(shift_by_sign(tensor, above, below), expected)
     assert torch.equal(tensor, before)
 
 
-def test_a_shift_that_is_not_finite_spares_nothing() -> None:
-    nan, one = torch.tensor(float("nan")), torch.tensor(1.0)
+@devices
+def test_a_shift_that_is_not_finite_spares_nothing(device: str) -> None:
+    nan, one = torch.tensor(float("nan"), device=device), torch.tensor(1.0, device=device)
     for shifts in ((nan, one), (one, nan)):
-        assert not shift_by_sign(torch.tensor([1.0, -1.0, 0.0]), *shifts).isfinite().any()
+        assert not shift_by_sign(torch.tensor([1.0, -1.0, 0.0], device=device), *shifts).isfinite().any()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.functional import batched_top_k_indices, top_k_indices
-
-devices = pytest.mark.parametrize("device", ["cpu"] + (["cuda"] if torch.cuda.is_available() else []))
+from tests.devices import devices
 
 
 def normal(numel: int) -> Tensor:
@@ -80,9 +79,10 @@ def test_a_nan_and_an_infinity_are_larger_than_any_number(numel: int, density: f
     assert indices.numel() == indices.unique().numel() == count
 
 
+@devices
 @pytest.mark.parametrize("density", [0.0003, 0.03])
-def test_all_nan_still_selects_the_count(density: float) -> None:
-    indices = top_k_indices(torch.full((200_000,), float("nan")), round(density * 200_000))
+def test_all_nan_still_selects_the_count(density: float, device: str) -> None:
+    indices = top_k_indices(torch.full((200_000,), float("nan"), device=device), round(density * 200_000))
     assert indices.unique().numel() == round(density * 200_000)
 
 
@@ -95,12 +95,14 @@ def test_a_batch_selects_as_each_alone_does(numel: int, device: str) -> None:
         assert torch.equal(indices, top_k_indices(tensor, count))
 
 
+@devices
 @pytest.mark.parametrize("numel", [100, 400_000])
-def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int) -> None:
-    state = torch.get_rng_state()
-    tensor = normal(numel).round()
+def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int, device: str) -> None:
+    modules = [torch] if device == "cpu" else [torch, torch.cuda]
+    states = [module.get_rng_state() for module in modules]
+    tensor = normal(numel).round().to(device)
     assert torch.equal(top_k_indices(tensor, 50), top_k_indices(tensor.clone(), 50))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(module.get_rng_state(), state) for module, state in zip(modules, states))
 
 
 @pytest.mark.parametrize("count", [0, -1, 11])
@@ -109,9 +111,11 @@ def test_an_impossible_count_is_refused(count: int) -> None:
         top_k_indices(torch.ones(10), count)
 
 
+@devices
 @pytest.mark.parametrize("numel", [70_000, 300_001])
-def test_neighbours_do_not_decide_between_equal_magnitudes(numel: int) -> None:
-    tensors = [normal(numel).round(), few_rows(numel).round(), normal(numel), torch.full((numel,), 2.0)]
+def test_neighbours_do_not_decide_between_equal_magnitudes(numel: int, device: str) -> None:
+    kinds = [normal(numel).round(), few_rows(numel).round(), normal(numel), torch.full((numel,), 2.0)]
+    tensors = [tensor.to(device) for tensor in kinds]
     count = numel // 1000
     for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
         assert torch.equal(indices, top_k_indices(tensor, count))

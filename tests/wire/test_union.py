@@ -9,24 +9,31 @@ from torch import Tensor
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival
 from lightning_sparse.wire.union import UnionFormat
+from tests.devices import DEVICE, devices, moved
 
 NUMELS = (5, 70_000, 3)
 
 
 def exchange(
-    chosen: list[list[list[int]]], dtype: torch.dtype = torch.float32, used: Optional[list[list[int]]] = None
+    chosen: list[list[list[int]]],
+    dtype: torch.dtype = torch.float32,
+    used: Optional[list[list[int]]] = None,
+    device: "torch.device | str" = DEVICE,
 ) -> tuple[list[Arrival], list[list[Tensor]], list[list[Tensor]]]:
-    """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in."""
+    """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in.
+
+    Returned are tensors on the CPU.
+    """
     ranks = len(chosen)
     accumulated = [
-        list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).split(NUMELS))
+        list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).to(device).split(NUMELS))
         for rank in range(ranks)
     ]
     phases: list[Any] = []
     for rank, choices in enumerate(chosen):
-        indices = [torch.tensor(choice, dtype=torch.int64) for choice in choices]
+        indices = [torch.tensor(choice, dtype=torch.int64, device=device) for choice in choices]
         selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
-        flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8)
+        flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8, device=device)
         phases.append(UnionFormat(dtype, rank, ranks).exchange(selections, accumulated[rank], flags))
     sent: list[list[Tensor]] = []
     received: list[Any] = [None] * ranks
@@ -39,7 +46,7 @@ def exchange(
                 arrivals.append(stop.value)
         if arrivals:
             assert not payloads
-            return arrivals, accumulated, sent
+            return moved(arrivals, "cpu"), moved(accumulated, "cpu"), sent
         sent.append([payload.tensor.clone() for payload in payloads])
         assert len({payload.collective for payload in payloads}) == 1
         assert len({payload.tensor.numel() for payload in payloads}) == 1
@@ -57,10 +64,13 @@ CHOICES = {
 }
 
 
+@devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
-def test_everybody_contributes_where_anybody_selected(chosen: list[list[list[int]]], dtype: torch.dtype) -> None:
-    arrivals, accumulated, _ = exchange(chosen, dtype)
+def test_everybody_contributes_where_anybody_selected(
+    chosen: list[list[list[int]]], dtype: torch.dtype, device: str
+) -> None:
+    arrivals, accumulated, _ = exchange(chosen, dtype, device=device)
     for place, numel in enumerate(NUMELS):
         union = torch.tensor(sorted({index for choices in chosen for index in choices[place]}), dtype=torch.int64)
         owed = torch.stack([tensors[place][union] for tensors in accumulated]).double().mean(dim=0)

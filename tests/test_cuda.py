@@ -1,0 +1,239 @@
+"""What only a GPU can show: one rank on NCCL, streams and futures, a real gradient scaler, and no waiting host."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Optional
+
+import pytest
+import torch
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.compressors import TopK
+from lightning_sparse.feedback import Hyperparameters
+from tests.compressors.virtual import Net
+from tests.devices import DEVICE, needs_cuda
+from tests.pool import Pool
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, SCHEDULE_NAMES, WIRES, batch, sparse_ddp, watch_gradients
+from tests.test_laws import assert_same_state, balance
+from tests.trainers import Small, make_trainer
+
+pytestmark = needs_cuda
+
+Tensors = dict[str, Tensor]
+
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+SLEEP_CYCLES = 20_000_000  # about 10 ms: the device falls far behind the host
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Pool]:
+    """One rank on NCCL, which refuses two on one GPU."""
+    pool = Pool(1, backend="nccl")
+    yield pool
+    pool.stop()
+
+
+class Late(TopK):
+    """Top-k that keeps its stream busy before it selects, so that whoever does not wait for it reads too early."""
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
+        """Sleep on the device, and select."""
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return super().select(names, accumulated, counts)
+
+
+def delayed(gradient: Tensor) -> Tensor:
+    """Hold a gradient up on the stream of backward, so that whoever does not wait for it reads too early."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+    return gradient * 1.0
+
+
+def train_late(rank: int, schedule: str, steps: int) -> tuple[list[Tensors], list[Tensors]]:
+    """Train with a device that is late, without ever waiting for it; return gradients, and parameters after each."""
+    torch.manual_seed(0)
+    history, arrived = [], []
+    with sparse_ddp(Net(), Late(), 0.05, schedule) as (ddp, engine):
+        for parameter in ddp.parameters():
+            parameter.register_hook(delayed)
+        gradients = watch_gradients(ddp.module)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            optimizer.step()
+            arrived.append({name: gradient.flatten().clone() for name, gradient in gradients.items()})
+            history.append({name: tensor.detach().clone() for name, tensor in ddp.module.named_parameters()})
+        engine.raise_error()
+    return arrived, history
+
+
+@each_schedule
+def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other(nccl: Pool, schedule: str) -> None:
+    torch.manual_seed(0)
+    parameters = {name: tensor.detach().clone() for name, tensor in Net().named_parameters()}
+    residuals = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
+    ((arrived, history),) = nccl.run(train_late, schedule, 6)
+    for gradients, trained in zip(arrived, history):
+        for name, gradient in gradients.items():
+            accumulated = residuals[name] + gradient
+            count = max(1, round(0.05 * gradient.numel()))
+            sent = accumulated.abs().argsort(descending=True)[:count]
+            applied = torch.zeros_like(accumulated).index_copy(0, sent, accumulated[sent])
+            residuals[name] = accumulated - applied
+            parameters[name] -= 0.5 * applied.view_as(parameters[name])
+            assert gradient.any()
+            torch.testing.assert_close(trained[name], parameters[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@each_schedule
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(
+    nccl: Pool, compressor: str, schedule: str, wire: str
+) -> None:
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
+    (book,) = nccl.run(balance, settings, 4)
+    for entry in book:
+        for name, gradient in entry["gradient"].items():
+            owed = entry["before"][name] + gradient
+            difference = (entry["applied"][name] + entry["after"][name] - owed).abs().max()
+            # QSGD keeps nothing, and is off by up to one of its 7 levels of a norm.
+            limit = owed.norm() / 7 if compressor == "qsgd" else 2e-6 * owed.abs().max()
+            assert difference <= limit + 1e-12
+
+
+class Overflowing(Small):
+    """A model whose loss on rank 1 is infinite in one batch, and notes of every batch."""
+
+    overflow_at = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[dict[str, Any]] = []
+
+    def note(self) -> dict[str, Any]:
+        """Return the parameters, what the exchange keeps, and the loss scale."""
+        return {
+            "parameters": torch.cat([parameter.detach().flatten().clone() for parameter in self.parameters()]),
+            "kept": copy.deepcopy(self.trainer.strategy._engine.state_dict()),
+            "scale": self.trainer.precision_plugin.scaler.get_scale(),
+        }
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take a note."""
+        self.notes.append(self.note())
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch; overflow once."""
+        loss = super().training_step(batch, batch_index)
+        return loss * float("inf") if batch_index == self.overflow_at and self.global_rank == 1 else loss
+
+    def on_train_end(self) -> None:
+        """Take the last note."""
+        self.notes.append(self.note())
+
+
+def fit_overflowing(rank: int, compressor: str, density: Optional[float], wire: str) -> list[dict[str, Any]]:
+    """Fit with fp16 autocast and a real gradient scaler."""
+    # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1000)
+    model = Overflowing()
+    strategy = SparseDDPStrategy(compressor, density, wire=wire, warmup_epochs=0)
+    make_trainer(rank, strategy, plugins=[MixedPrecision("16-mixed", "cuda", scaler=scaler)]).fit(model)
+    return model.notes
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, compressor: str, wire: str) -> None:
+    answers = pair.run(fit_overflowing, compressor, DENSITY[compressor], wire)
+    for notes in answers:
+        for step, (before, after) in enumerate(pairwise(notes)):
+            is_skipped = step == Overflowing.overflow_at
+            assert torch.equal(before["parameters"], after["parameters"]) == is_skipped, step
+            assert after["scale"] == before["scale"] / (2 if is_skipped else 1), step
+            if is_skipped:
+                assert_same_state(before["kept"], after["kept"])
+            assert after["parameters"].isfinite().all()
+    kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
+    assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)
+
+
+# Of the others, ExDyna and MiCRO wait for the numbers that other ranks have selected, without which they cannot size
+# their messages, and QSGD for whether the step counts, because its generators are seeded on the host.
+NEVER_WAITING = ["topk", "lags", "dgc", "sdagc", "a2sgd", "dense"]
+WAITING = ["exdyna", "micro", "qsgd"]
+
+
+def backward_without_waiting(rank: int, settings: dict[str, Any]) -> Optional[str]:
+    """Run backward and exchange as a Trainer does, with waiting forbidden; return what waited."""
+    torch.manual_seed(0)
+    with sparse_ddp(Net(), **settings) as (ddp, engine):
+        hyperparameters = {name: Hyperparameters(0.1, 0.9) for name, _ in ddp.module.named_parameters()}
+        loss_scale = torch.full((), 1024.0, device=DEVICE)
+        for step in range(8):
+            ddp.zero_grad()
+            loss = ddp(batch(rank, step)) * loss_scale
+            engine.begin_backward(loss_scale, hyperparameters)
+            try:
+                # Sizes, codecs and buckets are settled in the first steps, which may wait.
+                torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+                loss.backward()
+                engine.raise_error()
+            except RuntimeError as error:
+                return str(error)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in ddp.parameters())
+    return None
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@each_schedule
+@pytest.mark.parametrize("compressor", NEVER_WAITING)
+def test_the_host_never_waits_for_the_device(nccl: Pool, compressor: str, schedule: str, wire: str) -> None:
+    # NCCL alone: gloo itself waits, to copy to the host.
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
+    assert nccl.run(backward_without_waiting, settings) == [None]
+
+
+@pytest.mark.parametrize("compressor", WAITING)
+def test_those_that_wait_are_seen_to_wait_on_the_worker(nccl: Pool, compressor: str) -> None:
+    settings = {"compressor": compressor, "density": DENSITY[compressor]}
+    (message,) = nccl.run(backward_without_waiting, settings)
+    assert message is not None
+    assert "synchronizing" in message
+
+
+def waits_seen(rank: int) -> list[str]:
+    """Wait for the device on this thread and on another, with waiting forbidden; return what came of it."""
+    messages = []
+
+    def wait() -> None:
+        try:
+            torch.ones((), device=DEVICE).item()
+        except RuntimeError as error:
+            messages.append(str(error))
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wait()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return messages
+
+
+def test_a_wait_is_seen_on_every_thread(nccl: Pool) -> None:
+    (messages,) = nccl.run(waits_seen)
+    assert ["synchronizing" in message for message in messages] == [True, True]
+
+
+def test_every_compressor_is_said_to_wait_or_not() -> None:
+    assert sorted(NEVER_WAITING + WAITING) == sorted(COMPRESSOR_NAMES)
