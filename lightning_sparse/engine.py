@@ -20,7 +20,7 @@ from lightning_sparse.observe import Recorder
 from lightning_sparse.pipeline import Pipeline, StepContext
 from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Schedule
-from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
+from lightning_sparse.wire import build_wire, wire_dtype
 
 
 class Settings:
@@ -93,16 +93,16 @@ class Engine:
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         compressor = settings.compressor
-        wire_format = WIRE_FORMATS[compressor.wire_format]
-        self._collectives.check(wire_format.collectives)
-        ranks = self._collectives.ranks
+        rank, ranks = self._collectives.rank, self._collectives.ranks
+        wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
+        self._collectives.check(wire.collectives)
         numels = tuple(tensor.numel() for tensor in parameters.values())
-        compressor.begin(ModelLayout(tuple(parameters), numels, self._collectives.rank, ranks, device))
+        compressor.begin(ModelLayout(tuple(parameters), numels, rank, ranks, device))
         self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
         self.pipeline = Pipeline(
             compressor,
             self.memory,
-            wire_format(settings.wire, self._collectives.rank, ranks),
+            wire,
             self._collectives,
             self._recorder,
             density_of=lambda name: compressor.density_of(name, self._density),
