@@ -19,7 +19,7 @@ class GroupChoice(NamedTuple):
     Attributes:
         tensors: what was selected from: those of which elements are sent, then those that are sent whole.
         selections: one for each of them.
-        counts: by parameter, the number of elements that its density asks for.
+        counts: by parameter, the number of elements that its density asks for; its share of them where it is merged.
         positions: by parameter, where it stands in the order of ``tensors`` with every parameter by itself.
         merged: parameters that are laid end to end in the first tensor; ``None`` where each has a tensor of its own.
     """
@@ -82,7 +82,7 @@ class GroupSelector:
         """
         sends_whole = [self._compressor.dense_wire_format is not None and density >= 1 for density in densities]
         order = sorted(range(len(names)), key=sends_whole.__getitem__)
-        few = order[: sends_whole.count(False)]
+        few, whole = order[: sends_whole.count(False)], order[sends_whole.count(False) :]
         counts: list[float] = [element_count(tensor.numel(), each) for tensor, each in zip(accumulated, densities)]
         tensors = [accumulated[position] for position in few]
         wanted = [int(counts[position]) for position in few]
@@ -90,14 +90,13 @@ class GroupSelector:
         if self._compressor.selects_across_group and len(few) > 1:
             merged = self._merge(tensors, [are_used[position] for position in few])
             wanted = [_merged_count(tensors, [densities[position] for position in few])]
+            tensors = [merged.flat]
             for position in few:
                 counts[position] = wanted[0] * accumulated[position].numel() / merged.flat.numel()
-            tensors = [merged.flat]
         selections = self._compressor.select([names[position] for position in few], tensors, wanted) if few else []
-        whole = [accumulated[position] for position in order[len(few) :]]
         return GroupChoice(
-            tensors=[*tensors, *whole],
-            selections=[*selections, *(Selection(tensor, None, tensor.numel()) for tensor in whole)],
+            tensors=[*tensors, *(accumulated[position] for position in whole)],
+            selections=[*selections, *(_all_of(accumulated[position]) for position in whole)],
             counts=counts,
             positions=sorted(range(len(order)), key=order.__getitem__),
             merged=merged,
@@ -161,7 +160,7 @@ class MergedParameters(NamedTuple):
         return list(flat[: self.flat.numel()].split([tensor.numel() for tensor in self.tensors]))
 
     def _whole(self, flat: Tensor) -> list[Selection]:
-        return [Selection(piece, None, piece.numel()) for piece in self._split(flat)]
+        return [_all_of(piece) for piece in self._split(flat)]
 
 
 class Workspace:
@@ -200,6 +199,10 @@ def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
     for tensor, density in zip(tensors, densities):
         numels[density] += tensor.numel()
     return max(1, round(sum(density * numel for density, numel in numels.items())))
+
+
+def _all_of(tensor: Tensor) -> Selection:
+    return Selection(tensor, None, tensor.numel())
 
 
 def _no_indices(tensor: Tensor) -> Tensor:
