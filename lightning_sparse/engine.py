@@ -22,7 +22,7 @@ from lightning_sparse.pipeline import Pipeline, StepContext
 from lightning_sparse.planning import Plan, StepPlanner
 from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Merged, Schedule
-from lightning_sparse.wire import WIRE_FORMATS, wire_dtype
+from lightning_sparse.wire import build_wire, wire_dtype
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -104,16 +104,16 @@ class Engine:
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         compressor = settings.compressor
-        wire_format = WIRE_FORMATS[compressor.wire_format]
-        self._collectives.check(wire_format.collectives)
-        ranks = self._collectives.ranks
+        rank, ranks = self._collectives.rank, self._collectives.ranks
+        wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
+        self._collectives.check(wire.collectives)
         numels = tuple(tensor.numel() for tensor in parameters.values())
-        compressor.begin(ModelLayout(tuple(parameters), numels, self._collectives.rank, ranks, device))
+        compressor.begin(ModelLayout(tuple(parameters), numels, rank, ranks, device))
         self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
         self.pipeline = Pipeline(
             compressor,
             self.memory,
-            wire_format(settings.wire, self._collectives.rank, ranks),
+            wire,
             self._collectives,
             self._recorder,
             density_of=lambda name: compressor.density_of(name, self._density),
@@ -157,7 +157,10 @@ class Engine:
         """
         self._recorder.begin_backward()
         self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
-        self._density = self._settings.density_at(epoch)
+        density = self._settings.density_at(epoch)
+        if density != self._density and self._planner is not None:
+            self._planner.density_has_changed = True
+        self._density = density
 
     def end_step(self) -> None:
         """Take note that the optimizer has made a step; average the replicas where that is due."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.collectives import Collectives, ExchangeError
-from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.feedback import Hyperparameters
-from lightning_sparse.functional import copy_elements, layer_deltas, round_to
+from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
 from lightning_sparse.memory import Memory
+from lightning_sparse.merging import GroupSelector
 from lightning_sparse.observe import Mark, Recorder
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival, Payload, WireFormat
@@ -53,7 +54,7 @@ class Exchanged(NamedTuple):
 
     group: Sequence[LocalGradient]
     accumulated: list[Tensor]
-    counts: list[int]
+    counts: Sequence[float]
     arrival: Arrival
 
 
@@ -92,6 +93,7 @@ class Pipeline:
         self.recorder = recorder
         self.density_of = density_of
         self.context = StepContext()
+        self._selector = GroupSelector(compressor)
 
     @property
     def waits_for_whole_step(self) -> bool:
@@ -121,14 +123,16 @@ class Pipeline:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 self.compressor.prepare(names, gradients)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                numels = [tensor.numel() for tensor in accumulated]
-                counts = [element_count(numel, self.density_of(name)) for name, numel in zip(names, numels)]
-                selections = self.compressor.select(names, accumulated, counts)
-            marks.elements, marks.counts = sum(numels), sum(counts)
-            self.recorder.current.add_selections(selections)
-            arrival = self._travel(self.wire.exchange(selections, accumulated, self._used(group)), names)
+                densities = [self.density_of(name) for name in names]
+                choice = self._selector.select(names, accumulated, densities, [local.is_used for local in group])
+            marks.elements = sum(tensor.numel() for tensor in accumulated)
+            marks.dense_elements = sum(each.numel for each in choice.selections if each.indices is None)
+            marks.counts = round(sum(choice.counts)) - marks.dense_elements
+            self.recorder.current.add_selections(choice.selections)
+            arrival = self._travel(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
             self.recorder.current.add_means(arrival.means)
-        return Exchanged(group, accumulated, counts, arrival)
+            with self.recorder.span("encode"):
+                return Exchanged(group, accumulated, choice.counts, choice.by_parameter(arrival))
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -152,6 +156,7 @@ class Pipeline:
                 for local, tensor in zip(group, accumulated):
                     if tensor is not local.gradient:
                         local.gradient.copy_(round_to(tensor, local.gradient.dtype))
+        self._selector.end_step()
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
@@ -209,10 +214,5 @@ def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
     for received, out in zip(means, outs):
         if received.indices is None:
             copy_elements(received.values, out)
-        elif out.device.type == "cpu":
-            out.index_add_(0, received.indices.flatten(), received.values.flatten())
         else:
-            # Indices are distinct within a rank but not between ranks: one call for all would add duplicates in an
-            # order that a GPU does not promise.
-            for values, indices in zip(received.values, received.indices):
-                out.index_add_(0, indices, values)
+            add_rows(received.values, received.indices, out)

@@ -71,6 +71,7 @@ class StepPlanner:
 
     Attributes:
         plan: what is followed; ``None`` while nothing is known.
+        density_has_changed: to be set when ``count_of`` answers differently from before.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class StepPlanner:
         say: Callable[[str], None],
     ) -> None:
         self.plan: Optional[Plan] = None
+        self.density_has_changed = False
         self._schedule = schedule
         self._collectives = collectives
         self._recorder = recorder
@@ -92,7 +94,6 @@ class StepPlanner:
         self._holds_groups = holds_groups
         self._say = say if collectives.rank == 0 else _say_nothing
         self._order: tuple[str, ...] = ()
-        self._planned_count = 0
         self._course: Generator[None, StepMarks, None] = self._run()
         schedule.reset()
 
@@ -162,7 +163,7 @@ class StepPlanner:
             for _ in range(patience * _CHECK_EVERY):
                 marks = yield
                 window = [*window[1 - _CHECKED_STEPS :], marks]
-                if sum(group.counts for group in marks.groups) != self._planned_count:
+                if self.density_has_changed:
                     self._plan_for_density()
             samples = self._averaged(window)
             exposed = median(sample.exposed_seconds for sample in samples)
@@ -184,9 +185,8 @@ class StepPlanner:
         self.plan = self.plan._replace(groups=self._groups(stops), predicted=predicted, profile=profile)
 
     def _counts(self) -> list[int]:
-        counts = [self._count_of(name) for name in self._order]
-        self._planned_count = sum(counts)
-        return counts
+        self.density_has_changed = False
+        return [self._count_of(name) for name in self._order]
 
     def _follow(self, stops: Stops) -> None:
         self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in stops))
@@ -219,7 +219,12 @@ def _sample(marks: StepMarks, holds_groups: bool) -> StepSample:
     ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in marks.ready.values()]
     last_exchange = marks.groups[-1].spans[-1].end
     groups = [
-        GroupSample(group.elements, group.counts, group.seconds("select", "encode"), group.seconds("exchange"))
+        GroupSample(
+            group.elements,
+            group.counts + group.dense_elements,
+            group.seconds("select", "encode"),
+            group.seconds("exchange"),
+        )
         for group in marks.groups
     ]
     return StepSample(

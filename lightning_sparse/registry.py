@@ -20,6 +20,7 @@ class System(NamedTuple):
 
 SYSTEMS = (
     System("sparse_lags", "LAGS-SGD: the largest magnitudes of each layer at its own density", {"compressor": "lags"}),
+    System("sparse_omgs", "OMGS-SGD: the largest magnitudes of layers that travel together", {"compressor": "omgs"}),
     System("sparse_a2sgd", "A2SGD: two numbers a step, parameters averaged now and then", {"compressor": "a2sgd"}),
     System("sparse_sdagc", "SDAGC (reconstruction): what exceeds a layer's deviation", {"compressor": "sdagc"}),
     System("sparse_exdyna", "ExDyna: exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),

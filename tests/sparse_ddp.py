@@ -30,6 +30,8 @@ KEEPING_NAMES = declaring(lambda compressor: compressor.feedback.keeps_residual)
 # Whoever has no density can only be DDP by sending everything anyway.
 EXACT_NAMES = declaring(lambda compressor: compressor.is_lossless or compressor.default_density is not None)
 AGREEING_NAMES = declaring(lambda compressor: not compressor.replicas_diverge)
+# Whoever selects across the parameters that travel together cannot but depend on which these are.
+GROUPING_FREE_NAMES = declaring(lambda compressor: not compressor.selects_across_group)
 
 
 @contextmanager

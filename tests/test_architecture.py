@@ -12,6 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"selection", "named", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
+    {"merging"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},

@@ -7,6 +7,7 @@ from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.compressors.exdyna import ExDyna
 from lightning_sparse.compressors.lags import LAGS
 from lightning_sparse.compressors.micro import MiCRO
+from lightning_sparse.compressors.omgs import OMGS
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
@@ -22,6 +23,7 @@ COMPRESSORS: NamedTable[Compressor] = NamedTable(
         "exdyna": ExDyna,
         "lags": LAGS,
         "micro": MiCRO,
+        "omgs": OMGS,
         "qsgd": QSGD,
         "sdagc": SDAGC,
         "topk": TopK,
@@ -59,6 +61,7 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "LAGS",
+    "OMGS",
     "QSGD",
     "SDAGC",
     "Agreement",

@@ -17,8 +17,10 @@ class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
     Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
-    what it answers for a tensor does not depend on which other tensors come with it. If an accumulated gradient holds
-    a NaN or an infinity, at least one of them must be selected, because that is how all ranks learn of it.
+    what it answers for a tensor does not depend on which other tensors come with it; only one that
+    ``selects_across_group`` is exempt, and its numbers then depend on how parameters are grouped. If an accumulated
+    gradient holds a NaN or an infinity, at least one of them must be selected, because that is how all ranks learn of
+    it.
 
     A method with a state of its own (a threshold, a partition) reads it in :meth:`select` and changes it in
     :meth:`conclude` only, when the whole step is known: so it, too, does not depend on how parameters are grouped.
@@ -27,6 +29,11 @@ class Compressor(ABC):
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
         default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
         wire_format: name of the way its selections travel, see :mod:`lightning_sparse.wire`.
+        dense_wire_format: name of the way in which a parameter travels while its density is 1: it is then sent whole,
+            and :meth:`select` does not get to see it. A selection without indices travels the same way, so whether
+            there are any must be the same on all ranks. ``None`` for a method that also selects at a density of 1.
+        selects_across_group: whether :meth:`select` is given the parameters of a group laid end to end, as one tensor,
+            so that they compete for the elements that the group sends.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
         param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
             apart; ``None`` for never. Only read where ``replicas_diverge``.
@@ -37,6 +44,8 @@ class Compressor(ABC):
     default_density: ClassVar[Optional[float]]
     default_warmup_epochs: ClassVar[int] = 0
     wire_format: ClassVar[str]
+    dense_wire_format: ClassVar[Optional[str]] = None
+    selects_across_group: bool = False
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
@@ -64,8 +73,9 @@ class Compressor(ABC):
 
         Args:
             names: parameter names.
-            accumulated: for each, the flat tensor of gradient plus residual; must not be changed.
-            counts: for each, the number of elements that the density asks for.
+            accumulated: for each, the flat tensor of gradient plus residual; must not be changed. One tensor for all of
+                them together where the method ``selects_across_group``.
+            counts: for each tensor, the number of elements that the density asks for.
 
         Returns:
             one selection for each tensor.

@@ -74,6 +74,7 @@ class SDAGC(TopK):
     """
 
     default_density: ClassVar[Optional[float]] = 0.001
+    dense_wire_format: ClassVar[Optional[str]] = None  # its thresholds follow what is sent at every density
     default_warmup_epochs: ClassVar[int] = 4
 
     def __init__(
@@ -130,7 +131,7 @@ class SDAGC(TopK):
         thresholds = self._thresholds(names, accumulated, alphas, group.numels)
         filled = _reaching(selections, group.rooms, thresholds.masked_fill(group.wanted == group.numels, 0.0))
         if self.threshold == CLOSED_LOOP:
-            alphas = _followed(alphas, torch.segment_reduce(filled.float(), "sum", lengths=group.rooms), group)
+            alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
         self._proposals.append(_Proposal(group.positions, alphas))
         return [selection._replace(filled=mask) for selection, mask in zip(selections, filled.split(rooms))]
 
@@ -185,11 +186,16 @@ def _moments(tensors: Sequence[Tensor], numels: Tensor) -> tuple[Tensor, Tensor]
     return means, (squares - means.square()).clamp(min=0.0).sqrt()
 
 
+def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
+    # To check the lengths, which are right by construction, would stop the host for a GPU.
+    return torch.segment_reduce(values, reduction, lengths=lengths, axis=0, unsafe=True)
+
+
 def _reaching(selections: Sequence[Selection], lengths: Tensor, thresholds: Tensor) -> Tensor:
     """Tell which of the chosen elements reach their tensor's threshold; the largest always does, a zero never."""
     values = torch.cat([selection.values for selection in selections])
     magnitudes = values.abs().float()
-    floors = torch.minimum(thresholds, torch.segment_reduce(magnitudes, "max", lengths=lengths))
+    floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # What is not a number is not below any threshold, so it is sent, and all ranks learn of it.
     return (magnitudes < floors.repeat_interleave(lengths, output_size=len(values))).logical_not_() & (values != 0)
 

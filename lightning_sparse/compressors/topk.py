@@ -30,6 +30,7 @@ class TopK(Compressor):
 
     default_density: ClassVar[Optional[float]] = 0.01
     wire_format: ClassVar[str] = "gather"
+    dense_wire_format: ClassVar[Optional[str]] = "reduce"
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:

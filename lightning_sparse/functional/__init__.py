@@ -1,6 +1,6 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
-from lightning_sparse.functional.copying import copy_elements, read_as
+from lightning_sparse.functional.copying import add_rows, copy_elements, read_as
 from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.indices import IndexCodec, index_codec
@@ -13,6 +13,7 @@ from lightning_sparse.functional.topk import batched_top_k_indices, indices_reac
 __all__ = [
     "NORMS",
     "IndexCodec",
+    "add_rows",
     "batched_top_k_indices",
     "bucket_views",
     "copy_elements",

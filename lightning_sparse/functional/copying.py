@@ -1,4 +1,4 @@
-"""Copying between a flat tensor and shards of it, and out of a wire."""
+"""Copying between a flat tensor and shards or elements of it, and out of a wire."""
 
 import torch
 from torch import Tensor
@@ -36,3 +36,27 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
         out.view(source.shape).copy_(source)
         return out
     return out.copy_(source.reshape(-1)[: out.numel()])
+
+
+def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
+    """Add what several ranks sent of a tensor, rank by rank.
+
+    Args:
+        values: ``[ranks, count]``.
+        indices: int64 of the same shape, distinct in each row, not between rows.
+        out: flat tensor; changed in place.
+
+    Returns:
+        ``out``.
+
+    Example::
+
+        >>> add_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0, 2], [1, 2]]), torch.zeros(3))
+        tensor([1., 3., 6.])
+    """
+    if out.device.type == "cpu":
+        return out.index_add_(0, indices.flatten(), values.flatten())
+    # One call for all would add duplicates in an order that a GPU does not promise.
+    for row, row_indices in zip(values, indices):
+        out.index_add_(0, row_indices, row)
+    return out

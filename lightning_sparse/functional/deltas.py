@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
     """Compute ``delta`` of the assumption of LAGS-SGD for every layer.
 
     With ``x`` the mean over ranks of what had accumulated, ``r`` what was applied, ``k`` elements sent of ``d``::
@@ -19,7 +19,7 @@ def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], count
     Args:
         dense_means: ``x`` of each layer.
         applied: ``r`` of each layer, of the same sizes.
-        counts: ``k`` of each layer.
+        counts: ``k`` of each layer; a fraction where its share in the ``k`` of several layers is meant.
 
     Returns:
         fp32 ``[layers]``; 0 for a layer that is all zero or was sent whole.

@@ -85,13 +85,13 @@ class ResidualMemory(Memory):
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type == "cpu":
-            decided = zip(accepted.tolist(), residuals, accumulated, kept)
-            rows = [row for is_accepted, *row in decided if is_accepted]
-            if rows:
-                targets, sources, selections = zip(*rows)
-                torch._foreach_copy_(targets, sources)
-                for target, selection in zip(targets, selections):
-                    _overwrite(target, selection)
+            positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
+            # What is overwritten as a whole need not be copied first.
+            partly = [position for position in positions if kept[position].indices is not None]
+            if partly:
+                torch._foreach_copy_([residuals[each] for each in partly], [accumulated[each] for each in partly])
+            for position in positions:
+                _overwrite(residuals[position], kept[position])
             return
         # Asking the device for the decision would stop the host; both outcomes cost one pass, so the device chooses.
         for position, (residual, source, selection) in enumerate(zip(residuals, accumulated, kept)):

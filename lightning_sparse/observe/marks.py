@@ -20,8 +20,8 @@ class GroupMarks:
     Attributes:
         names: its parameters.
         elements: gradient elements.
-        counts: elements that the density asked for.
-        dense_elements: elements of the parameters that are sent whole.
+        counts: elements that the density asked for, of parameters that are not sent whole.
+        dense_elements: elements of parameters that are sent whole.
         wire_bytes: bytes that this rank handed to collectives.
         ready: when its last gradient was ready; ``None`` if nobody marked it.
         spans: its stages, in their order; the exchanges are at the same time on all ranks.

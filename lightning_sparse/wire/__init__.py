@@ -1,5 +1,7 @@
 """Wire: how a selection is WRITTEN. Payloads, dtypes and exact bytes; no collective is called here."""
 
+from typing import Optional
+
 import torch
 
 from lightning_sparse.named import unknown_name
@@ -8,6 +10,7 @@ from lightning_sparse.wire.codes import CodesFormat
 from lightning_sparse.wire.gather import GatherFormat
 from lightning_sparse.wire.local import LocalFormat
 from lightning_sparse.wire.reduce import ReduceFormat
+from lightning_sparse.wire.routed import RoutedFormat
 from lightning_sparse.wire.union import UnionFormat
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
@@ -31,4 +34,28 @@ def wire_dtype(wire: str) -> torch.dtype:
     return WIRE_DTYPES[wire]
 
 
-__all__ = ["WIRE_DTYPES", "WIRE_FORMATS", "Arrival", "Payload", "Phases", "WireFormat", "wire_dtype"]
+def build_wire(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: int, ranks: int) -> WireFormat:
+    """Build the format of a name.
+
+    Args:
+        name: how selections travel.
+        dense_name: how a selection without indices travels; ``None`` for the same way.
+        dtype: type of the values that travel.
+        rank: this rank within its process group.
+        ranks: size of the process group.
+    """
+    wire = WIRE_FORMATS[name](dtype, rank, ranks)
+    return wire if dense_name is None else RoutedFormat(wire, WIRE_FORMATS[dense_name](dtype, rank, ranks))
+
+
+__all__ = [
+    "WIRE_DTYPES",
+    "WIRE_FORMATS",
+    "Arrival",
+    "Payload",
+    "Phases",
+    "RoutedFormat",
+    "WireFormat",
+    "build_wire",
+    "wire_dtype",
+]

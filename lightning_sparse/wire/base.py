@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import ClassVar, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class WireFormat(ABC):
         collectives: names of the collectives that it asks for.
     """
 
-    collectives: ClassVar[tuple[str, ...]]
+    collectives: tuple[str, ...]
 
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         self.dtype = dtype

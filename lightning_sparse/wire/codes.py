@@ -1,7 +1,7 @@
 """Integer codes go to every rank: packed to their bits, with the scale of every bucket."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class CodesFormat(WireFormat):
     way, it would no longer be right on average, for the sake of 2 bytes a bucket.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    collectives: tuple[str, ...] = ("all_gather",)
 
     @override
     def exchange(

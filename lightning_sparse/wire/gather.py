@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class GatherFormat(WireFormat):
     All sizes follow from the number of elements selected, which must be the same on all ranks.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    collectives: tuple[str, ...] = ("all_gather",)
 
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)

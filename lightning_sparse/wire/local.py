@@ -1,7 +1,7 @@
 """Nothing travels group by group: what a compressor selects stays here, until the step is concluded."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class LocalFormat(WireFormat):
     The type of the wire has no effect.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ()
+    collectives: tuple[str, ...] = ()
 
     @override
     def exchange(

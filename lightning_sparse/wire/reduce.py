@@ -1,7 +1,7 @@
 """Everything travels, and is added on the way: shards go to their owner, sums come back."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class ReduceFormat(WireFormat):
     Where unused parameters are tracked, one byte a tensor travels in a third, small phase.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
+    collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import ClassVar, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class UnionFormat(WireFormat):
     same ones.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather", "all_to_all")
+    collectives: tuple[str, ...] = ("all_gather", "all_to_all")
 
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)

@@ -1,0 +1,43 @@
+"""OMGS-SGD: top-k of the gradients that travel together, laid end to end.
+
+Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs", INFOCOM
+2020. Its other half, which gradients to merge, is a schedule's (see :mod:`lightning_sparse.schedule`).
+"""
+
+from typing import ClassVar, Optional
+
+from lightning_sparse.compressors.topk import TopK
+
+
+class OMGS(TopK):
+    """Send ``max(1, round(density * n))`` largest magnitudes of all layers that travel together, ``n`` elements in all.
+
+    Layers of a group compete: one whose gradients are large is sent at the cost of its neighbours, and a small one need
+    not send anything. So the result depends on the schedule: merged alone it is layer-wise top-k, merged into one group
+    it is top-k of the whole model.
+
+    Differs from the paper, or from what its authors released, in this:
+
+    * Residuals are kept by parameter and not by group, so that groups can be planned anew without losing anything.
+    * Values and indices of a group travel as one message and not as two.
+    * A layer that a rank did not use in a step does not compete there. It would go on winning places for what is not
+      applied.
+
+    Takes 8 bytes an element more than layer-wise top-k, to lay the gradients of a group end to end and to add up what
+    arrives.
+
+    Args:
+        per_tensor: whether every layer of a group sends ``max(1, round(density * n))`` of its own ``n`` elements, so
+            that none starves. That is LAGS' selection in OMGS' messages, and does not depend on the schedule.
+
+    Example::
+
+        >>> import torch
+        >>> OMGS().select(["weight", "bias"], [torch.tensor([0.1, -3.0, 2.0, -0.5])], counts=[2])[0].values
+        tensor([-3.,  2.])
+    """
+
+    default_density: ClassVar[Optional[float]] = 0.001
+
+    def __init__(self, per_tensor: bool = False) -> None:
+        self.selects_across_group = not per_tensor

@@ -1,0 +1,256 @@
+"""OMGS-SGD against a slow reference, and what selecting across a group must not lose or waste."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.compressors import DGC, OMGS, Compressor
+from lightning_sparse.merging import GroupSelector, Workspace
+from lightning_sparse.schedule import FixedSize, Schedule
+from lightning_sparse.selection import Selection
+from lightning_sparse.wire import Arrival
+from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.pool import Pool
+from tests.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+
+DENSITY = 0.05
+LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
+
+
+class LayerByLayer(Schedule):
+    """Close a group where the layers of the virtual workers' network end, in whatever order parameters come."""
+
+    def closes_group(self, newest: str, numel: int) -> bool:
+        """Recognise a complete layer by its size."""
+        return numel in (64 * 48 + 48, 48 * 20 + 20)
+
+
+class VirtualOMGS:
+    """Top-k of every group for N workers, with groups that stay as they are."""
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        self.groups = groups
+        self.residuals: dict[tuple[int, str], Tensor] = {}
+
+    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+        means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
+        for rank, gradient in enumerate(gradients):
+            for group in self.groups:
+                accumulated = [self.residuals.get((rank, name), 0.0) + gradient[name] for name in group]
+                flat = torch.cat(accumulated)
+                sent = torch.zeros_like(flat)
+                for position in flat.abs().argsort(descending=True)[: max(1, round(DENSITY * flat.numel()))]:
+                    sent[position] = flat[position]
+                pieces = sent.split([tensor.numel() for tensor in accumulated])
+                for name, tensor, piece in zip(group, accumulated, pieces):
+                    self.residuals[rank, name] = tensor - piece
+                    means[name] += piece / len(gradients)
+        return means
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups"),
+    [
+        (LayerByLayer(), LAYERS),
+        ("single", [LAYERS[0] + LAYERS[1]]),
+        ("layerwise", [[name] for layer in LAYERS for name in layer]),
+    ],
+    ids=["two groups", "single", "layerwise"],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_omgs_equals_its_reference(
+    pools: dict[int, Pool], ranks: int, schedule: "str | Schedule", groups: list[list[str]]
+) -> None:
+    settings = {"compressor": OMGS(), "density": DENSITY, "schedule": schedule}
+    assert_same_as_virtual(pools[ranks], settings, VirtualOMGS(groups))
+
+
+def train(rank: int, settings: dict[str, Any], steps: int = 4) -> Tensors:
+    """Train; return the parameters."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+        return parameters_of(ddp)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_one_tensor_at_a_time_it_is_top_k_under_every_schedule(pair: Pool, wire: str) -> None:
+    expected = pair.run(train, {"compressor": "topk", "density": DENSITY, "schedule": "layerwise", "wire": wire})[0]
+    for schedule in ("layerwise", "single", FixedSize(1000)):
+        settings = {"compressor": OMGS(per_tensor=True), "density": DENSITY, "schedule": schedule, "wire": wire}
+        for parameters in pair.run(train, settings):
+            assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+    merged = pair.run(train, {"compressor": "omgs", "density": DENSITY, "schedule": "single", "wire": wire})[0]
+    assert not all(torch.equal(merged[name], expected[name]) for name in expected)
+
+
+class ManyTypes(Edges):
+    """Parameters of four types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))
+        self.brains = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+        self.halves = nn.Parameter(torch.ones(40, dtype=torch.float16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Use all of them."""
+        extra = self.doubles.sum() + self.brains.double().square().sum() + self.halves.double().square().sum()
+        return super().forward(inputs) + extra * inputs[0, 0]
+
+
+def balance_while_replanned(rank: int, wire: str) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """Train with other groups in every step; return for each what was owed, what was applied, what waits after it."""
+    torch.manual_seed(0)
+    book = []
+    schedule = FixedSize(1)
+    with sparse_ddp(ManyTypes(), "omgs", DENSITY, schedule, wire) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        waiting: Tensors = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        for step, min_elements in enumerate([1, 10**9, 1000, 10**9, 2600, 1]):
+            schedule.min_elements = min_elements
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            owed = {name: waiting[name].double() + gradient.double() for name, gradient in gradients.items()}
+            applied = {name: parameter.grad.double().clone() for name, parameter in ddp.module.named_parameters()}
+            residuals = engine.state_dict()["memory"]["residual"]
+            waiting = {name: residuals[name].view_as(gradient).clone() for name, gradient in gradients.items()}
+            book.append((owed, applied, waiting))
+    return book
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_new_groups_lose_nothing(pools: dict[int, Pool], wire: str) -> None:
+    coarse = {"brains": 1e-2, "halves": 1e-3}
+    for entries in zip(*pools[3].run(balance_while_replanned, wire)):
+        for name, applied in entries[0][1].items():
+            assert all(torch.equal(applied, other[name]) for _, other, _ in entries[1:])
+            owed = sum(owed[name] for owed, _, _ in entries) / 3
+            kept = sum(waiting[name].double() for _, _, waiting in entries) / 3
+            scale = owed.abs().max().item()
+            torch.testing.assert_close(applied + kept, owed, rtol=coarse.get(name, 2e-6), atol=1e-6 * scale + 1e-12)
+
+
+class Rare(nn.Module):
+    """A common parameter, and one whose gradient is much larger where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Parameter(torch.zeros(1000))
+        self.rare = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, inputs: Tensor, uses_rare: bool) -> Tensor:
+        """Return a loss that may leave one out."""
+        loss = (self.common * inputs).sum()
+        return loss + (self.rare * inputs).sum() * 1000 if uses_rare else loss
+
+
+def count_sent(rank: int) -> list[int]:
+    """Use the rare parameter in the first step only; count what is applied of the common one."""
+    counts = []
+    inputs = torch.linspace(1, 2, 1000)
+    with sparse_ddp(Rare(), "omgs", 0.01, "single", find_unused_parameters=True) as (ddp, engine):
+        for uses_rare in (True, False, False):
+            ddp.zero_grad(set_to_none=True)
+            ddp(inputs, uses_rare).backward()
+            engine.raise_error()
+            counts.append(int(ddp.module.common.grad.count_nonzero()))
+        waits = engine.state_dict()["memory"]["residual"]["rare"]
+        assert int(waits.count_nonzero()) == 980
+    return counts
+
+
+def test_what_nobody_uses_wins_no_places(pair: Pool) -> None:
+    for counts in pair.run(count_sent):
+        assert counts == [0, 20, 20]
+
+
+def sample(rank: int) -> tuple[Tensors, Tensors, dict[str, Tensor], dict[str, float]]:
+    """Exchange one step in one group; return gradients, what was applied, deltas and statistics."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        engine.begin_backward(samples_deltas=True)
+        ddp(batch(rank, 0)).backward()
+        engine.raise_error()
+        applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+        return gradients, applied, engine.layer_deltas(), engine.compression_stats()
+
+
+def test_statistics_count_what_was_sent_of_the_group(pair: Pool) -> None:
+    (first, applied, deltas, stats), (second, *_) = pair.run(sample)
+    numel = sum(gradient.numel() for gradient in first.values())
+    share = round(DENSITY * numel) / numel
+    for name, delta in deltas.items():
+        mean = (first[name].double() + second[name].double()) / 2
+        expected = (mean - applied[name]).square().sum() / (1 - share) / mean.square().sum()
+        torch.testing.assert_close(delta.double(), expected, rtol=1e-4, atol=1e-6)
+    assert stats["density"] == share
+    tops = [
+        torch.cat([tensor.flatten() for tensor in each.values()]).abs().topk(round(share * numel)).indices
+        for each in (first, second)
+    ]
+    assert stats["union_density"] == torch.cat(tops).unique().numel() / numel
+
+
+class Everything(Compressor):
+    """Select all of a group, without indices."""
+
+    default_density = 0.5
+    wire_format = "gather"
+    selects_across_group = True
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
+        """Take note of the names, and select."""
+        self.names = names
+        return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
+
+
+def test_a_selection_without_indices_is_taken_apart_again() -> None:
+    compressor = Everything()
+    tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
+    choice = GroupSelector(compressor).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
+    assert compressor.names == ["weight", "bias"]
+    assert choice.selections[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
+    padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    arrival = choice.by_parameter(
+        Arrival(torch.tensor(True), None, [Selection(padded, None, 4)], [Selection(padded / 2, None, 4)])
+    )
+    assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
+    assert [kept.values.tolist() for kept in arrival.kept] == [[0.5, 1.0, 1.5], []]
+
+
+class MergedDGC(DGC):
+    """Momentum before a selection across the group."""
+
+    selects_across_group = True
+
+
+def test_masking_the_momentum_of_what_a_group_sent_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"MergedDGC.feedback asks for masks_momentum=True, .*set masks_momentum=False"
+    ):
+        GroupSelector(MergedDGC(momentum=0.9))
+    GroupSelector(MergedDGC(momentum=0.9, masks_momentum=False))
+
+
+def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed() -> None:
+    workspace = Workspace()
+    like = torch.empty(0)
+    addresses = [workspace.take(10, like).data_ptr() for _ in range(3)]
+    assert len(set(addresses)) == 3
+    workspace.end_step()
+    assert [workspace.take(10, like).data_ptr() for _ in range(2)] == addresses[:2]
+    workspace.end_step()
+    first, second = workspace.take(10, like), workspace.take(11, like.double())
+    assert first.data_ptr() == addresses[0]
+    assert (second.numel(), second.dtype) == (11, torch.float64)
+    assert workspace.take(10, like).numel() == 10

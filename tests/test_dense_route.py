@@ -1,0 +1,174 @@
+"""A parameter whose density is 1 travels whole: cheaper, to the same result, and back again when its density falls."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
+from lightning_sparse.schedule import FixedSize
+from tests.pool import Pool
+from tests.sparse_ddp import SCHEDULE_NAMES, WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+
+Tensors = dict[str, Tensor]
+
+
+class Wavering:
+    """Densities that change from step to step, so that each parameter goes now one way and now the other."""
+
+    step = 0
+
+    def density_of(self, name: str, density: float) -> float:
+        """Send every second name whole, the others in the next step, and all or nothing whole now and then."""
+        turn = (len(name) + self.step) % 2
+        return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
+
+    def conclude(self, names: Any, means: Any, finite: Tensor) -> Any:
+        """Count the steps."""
+        self.step += 1
+        return (yield from super().conclude(names, means, finite))  # type: ignore[misc]
+
+
+class WaveringTopK(Wavering, TopK):
+    """Top-k that wavers."""
+
+
+class WaveringOMGS(Wavering, OMGS):
+    """OMGS that wavers."""
+
+
+class WaveringDGC(Wavering, DGC):
+    """Top-k with momentum before it that wavers."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+
+
+def waver(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """Train; return for every step what was owed, what was applied, and what waits after it."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        gradients = watch_gradients(ddp.module)
+        waiting = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        for step in range(steps):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            owed = {name: waiting[name] + gradient for name, gradient in gradients.items()}
+            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+            residuals = engine.memory.state_dict()["residual"]
+            waiting = {name: residuals[name].view_as(gradient).clone() for name, gradient in gradients.items()}
+            book.append((owed, applied, waiting))
+            optimizer.step()
+    return book
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("compressor", [WaveringTopK, WaveringOMGS])
+def test_mass_is_conserved_while_densities_come_and_go(
+    pools: dict[int, Pool], compressor: Any, schedule: str, wire: str
+) -> None:
+    settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
+    seen_whole = seen_part = 0
+    for entries in zip(*pools[3].run(waver, settings, 8)):
+        for name, applied in entries[0][1].items():
+            owed = sum(owed[name].double() for owed, _, _ in entries) / 3
+            kept = sum(waiting[name].double() for _, _, waiting in entries) / 3
+            scale = owed.abs().max().item()
+            torch.testing.assert_close(applied.double() + kept, owed, rtol=2e-6, atol=1e-6 * scale + 1e-12)
+            assert all(torch.equal(applied, other[name]) for _, other, _ in entries[1:])
+            is_whole = kept.abs().max() < 0.01 * scale
+            seen_whole += bool(is_whole)
+            seen_part += not is_whole
+    assert seen_whole > 10
+    assert seen_part > 10
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("compressor", [WaveringTopK, WaveringDGC])
+def test_no_schedule_changes_a_bit_while_densities_come_and_go(
+    pools: dict[int, Pool], compressor: Any, wire: str
+) -> None:
+    outcomes = []
+    for schedule in ("layerwise", "single", FixedSize(1000)):
+        settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
+        outcomes.append([applied for history in pools[3].run(waver, settings, 6) for _, applied, _ in history])
+    for outcome in outcomes[1:]:
+        for ours, first in zip(outcome, outcomes[0]):
+            assert all(torch.equal(ours[name], first[name]) for name in first)
+
+
+def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
+    """Train with momentum before the exchange at density 1, and a twin with DDP and momentum in the optimizer."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), compressor=DGC(momentum=0.9), density=1.0) as (ddp, engine):
+        torch.manual_seed(0)
+        twin = DistributedDataParallel(Edges())
+        for model, momentum in ((ddp, 0.0), (twin, 0.9)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+            for step in range(5):
+                optimizer.zero_grad()
+                model(batch(rank, step)).backward()
+                optimizer.step()
+        engine.raise_error()
+        return parameters_of(ddp), parameters_of(twin)
+
+
+def test_momentum_of_what_is_sent_whole_goes_on(pair: Pool) -> None:
+    for ours, twin in pair.run(train_beside_ddp):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Exchange one step; return its statistics and deltas."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        engine.begin_backward(samples_deltas=True)
+        ddp(batch(rank, 0)).backward()
+        engine.raise_error()
+        return engine.compression_stats(), engine.layer_deltas()
+
+
+def measured(pool: Pool, compressor: Any, density: Optional[float]) -> dict[str, float]:
+    """Return the statistics of a step on rank 0."""
+    return pool.run(stats_of_a_step, {"compressor": compressor, "density": density})[0][0]
+
+
+@pytest.mark.parametrize("compressor", ["topk", "lags", "dgc", "omgs"])
+def test_density_one_costs_what_dense_costs(pools: dict[int, Pool], compressor: str) -> None:
+    stats = measured(pools[4], compressor, 1.0)
+    assert stats["wire_bytes"] == measured(pools[4], "dense", None)["wire_bytes"]
+    assert stats["density"] == stats["union_density"] == 1.0
+
+
+def test_a_whole_layer_among_others_leaves_nothing_out(pair: Pool) -> None:
+    (stats, deltas), _ = pair.run(stats_of_a_step, {"compressor": LAGS({"matrix": 1.0}), "density": 0.05})
+    assert deltas["matrix"] == 0
+    assert deltas["prime"] > 0
+    sent = {"scale": 1, "pair": 1, "prime": 50, "matrix": 64 * 40, "encoder": 80, "decoder": 2}
+    numel = sum(parameter.numel() for parameter in Edges().parameters())
+    assert stats["density"] == sum(sent.values()) / numel
+    assert sum(sent.values()) / numel < stats["union_density"] <= 2 * sum(sent.values()) / numel
+
+
+class Asked(TopK):
+    """Top-k that writes down what it is asked for."""
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
+        """Refuse to look at a parameter that goes whole."""
+        assert "matrix" not in names
+        return super().select(names, accumulated, counts)
+
+    def density_of(self, name: str, density: float) -> float:
+        """Send the matrix whole."""
+        return 1.0 if name == "matrix" else density
+
+
+def test_what_goes_whole_is_not_searched(pair: Pool) -> None:
+    assert measured(pair, Asked(), 0.05)["density"] > 0.3
