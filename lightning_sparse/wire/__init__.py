@@ -3,7 +3,7 @@
 import torch
 
 from lightning_sparse.named import unknown_name
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.wire.codes import CodesFormat
 from lightning_sparse.wire.gather import GatherFormat
 from lightning_sparse.wire.local import LocalFormat
@@ -31,4 +31,4 @@ def wire_dtype(wire: str) -> torch.dtype:
     return WIRE_DTYPES[wire]
 
 
-__all__ = ["WIRE_DTYPES", "WIRE_FORMATS", "Arrival", "Payload", "Phases", "WireFormat", "wire_dtype"]
+__all__ = ["WIRE_DTYPES", "WIRE_FORMATS", "Arrival", "Payload", "Phases", "Transfer", "WireFormat", "wire_dtype"]
