@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 # Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
-_EXPECTED_WARNINGS = (
+EXPECTED_WARNINGS = (
     ".*LeafSpec.*is deprecated.*",
     ".*does not have many workers.*",
     ".*number of training batches.*is smaller than the logging interval.*",
@@ -73,7 +73,7 @@ class Small(LightningModule):
 def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
     """Build a Trainer that uses the pool's processes as its ranks, and is quiet."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-    for message in _EXPECTED_WARNINGS:
+    for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     quiet = {
         "logger": False,
