@@ -19,6 +19,25 @@ class Quantization(NamedTuple):
     levels: int
 
 
+class SelectionSize(NamedTuple):
+    """What is known of a selection before there is a gradient: enough to say how many bytes it takes to send.
+
+    Attributes:
+        numel: number of elements of the tensor selected from.
+        selected: how many of them are: by each rank where every rank's own are sent, by all ranks together where
+            they send at the union of their choices. Places that may stay empty are counted.
+        bucket_size: elements that share a scale where integer codes travel; 0 where none do.
+        levels: of those codes, for each sign.
+        is_whole: whether every element is sent, without indices.
+    """
+
+    numel: int
+    selected: int
+    bucket_size: int = 0
+    levels: int = 0
+    is_whole: bool = False
+
+
 class Selection(NamedTuple):
     """Some elements of a flat tensor.
 

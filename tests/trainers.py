@@ -15,7 +15,7 @@ from typing_extensions import override
 from tests.devices import DEVICE
 
 # Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
-_EXPECTED_WARNINGS = (
+EXPECTED_WARNINGS = (
     ".*LeafSpec.*is deprecated.*",
     ".*does not have many workers.*",
     ".*number of training batches.*is smaller than the logging interval.*",
@@ -95,7 +95,7 @@ class Small(LightningModule):
 def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
     """Build a Trainer that uses the pool's processes as its ranks, and is quiet."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-    for message in _EXPECTED_WARNINGS:
+    for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     quiet = {
         "logger": False,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Selection
+from lightning_sparse.selection import Selection, SelectionSize
 
 Agreement = Generator[Tensor, Tensor, Sequence[Selection]]
 
@@ -39,6 +39,7 @@ class Compressor(ABC):
             apart; ``None`` for never. Only read where ``replicas_diverge``.
         replicas_diverge: whether ranks apply different updates.
         feedback: what is asked of the memory.
+        agreement_nbytes: bytes that :meth:`conclude` gathers from each rank in an ordinary step.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -50,6 +51,7 @@ class Compressor(ABC):
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
     feedback: ErrorFeedback = ErrorFeedback()
+    agreement_nbytes: ClassVar[int] = 0
 
     def begin(self, layout: ModelLayout) -> None:
         """Start anew with a model: check settings that name parameters, forget all state.
@@ -80,6 +82,17 @@ class Compressor(ABC):
         Returns:
             one selection for each tensor.
         """
+
+    def selection_size(self, numel: int, count: int) -> SelectionSize:
+        """Return how much :meth:`select` takes of a tensor in an ordinary step, without a look at it.
+
+        Override it where that is another number than the density asks for.
+
+        Args:
+            numel: number of elements of the tensor.
+            count: number of elements that the density asks for.
+        """
+        return SelectionSize(numel, count)
 
     def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
         """Look back at a whole step, on every rank, and take on the state of the next.

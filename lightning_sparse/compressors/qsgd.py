@@ -20,7 +20,7 @@ from lightning_sparse.compressors.base import Agreement, Compressor
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.functional import NORMS, quantize, round_to
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Quantization, Selection
+from lightning_sparse.selection import Quantization, Selection, SelectionSize
 
 
 class QSGD(Compressor):
@@ -103,6 +103,10 @@ class QSGD(Compressor):
     def _generator_seed(self, name: str) -> int:
         key = f"{self._seed} {self._rank} {self._step} {self._positions[name]}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+
+    @override
+    def selection_size(self, numel: int, count: int) -> SelectionSize:
+        return SelectionSize(numel, numel, self._bucket_size, self._levels)
 
     @override
     def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:

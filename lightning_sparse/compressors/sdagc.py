@@ -19,7 +19,7 @@ from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.named import one_of
-from lightning_sparse.selection import Selection
+from lightning_sparse.selection import Selection, SelectionSize
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
@@ -123,7 +123,7 @@ class SDAGC(TopK):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        rooms = [min(tensor.numel(), math.ceil(self.capacity * count)) for tensor, count in zip(accumulated, counts)]
+        rooms = [self.selection_size(tensor.numel(), count).selected for tensor, count in zip(accumulated, counts)]
         selections = super().select(names, accumulated, rooms)
         group = self._group(tuple(names), tuple(counts), tuple(rooms), tuple(map(Tensor.numel, accumulated)))
         alphas = self._alphas[group.positions]
@@ -134,6 +134,10 @@ class SDAGC(TopK):
             alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
         self._proposals.append(_Proposal(group.positions, alphas))
         return [selection._replace(filled=mask) for selection, mask in zip(selections, filled.split(rooms))]
+
+    @override
+    def selection_size(self, numel: int, count: int) -> SelectionSize:
+        return SelectionSize(numel, min(numel, math.ceil(self.capacity * count)))
 
     def _group(
         self, names: tuple[str, ...], counts: tuple[int, ...], rooms: tuple[int, ...], numels: tuple[int, ...]

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 
 from lightning_sparse.named import unknown_name
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.wire.codes import CodesFormat
 from lightning_sparse.wire.gather import GatherFormat
 from lightning_sparse.wire.local import LocalFormat
@@ -55,6 +55,7 @@ __all__ = [
     "Payload",
     "Phases",
     "RoutedFormat",
+    "Transfer",
     "WireFormat",
     "build_wire",
     "wire_dtype",

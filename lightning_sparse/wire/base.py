@@ -7,7 +7,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection import Selection
+from lightning_sparse.selection import Selection, SelectionSize
 
 
 class Payload(NamedTuple):
@@ -23,6 +23,18 @@ class Payload(NamedTuple):
     collective: str
     tensor: Tensor
     out: Optional[Tensor] = None
+
+
+class Transfer(NamedTuple):
+    """How much one collective carries.
+
+    Attributes:
+        collective: name as in :class:`Payload`.
+        nbytes: what one rank hands in.
+    """
+
+    collective: str
+    nbytes: int
 
 
 class Arrival(NamedTuple):
@@ -79,4 +91,12 @@ class WireFormat(ABC):
 
         Returns:
             what arrived, as the generator's return value.
+        """
+
+    @abstractmethod
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked.
+
+        Args:
+            sizes: of the selection of each tensor of the group.
         """

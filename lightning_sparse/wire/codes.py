@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, read_as, unpack_codes
-from lightning_sparse.selection import Quantization, Selection
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 
 
 class CodesFormat(WireFormat):
@@ -43,6 +43,12 @@ class CodesFormat(WireFormat):
         sections = [scales.view(torch.uint8), packed]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
         return self._read(wires, selections, quantizations, used is not None)
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        buckets = sum(-(-size.numel // size.bucket_size) for size in sizes)
+        numel = sum(size.numel for size in sizes)
+        return [Transfer("all_gather", 4 * buckets + packed_nbytes(numel, _bits(sizes[0].levels)))]
 
     def _read(
         self,

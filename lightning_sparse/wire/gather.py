@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.functional import IndexCodec, index_codec, read_as, round_to
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 
 
 class GatherFormat(WireFormat):
@@ -47,6 +47,12 @@ class GatherFormat(WireFormat):
         sections = [sent.view(torch.uint8), layout.codec.encode(indices + layout.starts, layout.numel)]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
         return self._read(layout, wires, used is not None, indices, values, sent)
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        numel = sum(size.numel for size in sizes)
+        count = sum(size.selected for size in sizes)
+        return [Transfer("all_gather", count * self.dtype.itemsize + index_codec(numel, count).nbytes(numel, count))]
 
     def _read(
         self, layout: "_Layout", wires: Tensor, has_used: bool, indices: Tensor, values: Tensor, sent: Tensor

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire.base import Arrival, Phases, WireFormat
+from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Phases, Transfer, WireFormat
 
 
 class LocalFormat(WireFormat):
@@ -34,3 +34,7 @@ class LocalFormat(WireFormat):
                 for selection in selections
             ],
         )
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        return []

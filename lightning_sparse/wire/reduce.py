@@ -9,8 +9,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_sparse.functional import round_to
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 
 
 class ReduceFormat(WireFormat):
@@ -51,6 +51,11 @@ class ReduceFormat(WireFormat):
             means=self._split(received, selections),
             kept=self._split(self._left_here(values, sent, mean, returned), selections),
         )
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        shard_bytes = sum(-(-size.numel // self.ranks) for size in sizes) * self.dtype.itemsize
+        return [Transfer("all_to_all", shard_bytes * self.ranks), Transfer("all_gather", shard_bytes)]
 
     def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
         sharded = [self._sharded(tensor) for tensor in tensors]

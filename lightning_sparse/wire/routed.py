@@ -6,8 +6,8 @@ from typing import Optional
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire.base import Arrival, Phases, WireFormat
+from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Phases, Transfer, WireFormat
 
 
 class RoutedFormat(WireFormat):
@@ -47,6 +47,13 @@ class RoutedFormat(WireFormat):
                 arrivals.append(arrival)
                 order.extend(positions)
         return _joined(arrivals, order)
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        sparse = [size for size in sizes if not size.is_whole]
+        dense = [size for size in sizes if size.is_whole]
+        roads = ((sparse, self._sparse), (dense, self._dense))
+        return [transfer for part, wire in roads if part for transfer in wire.transfers(part)]
 
 
 def _joined(arrivals: Sequence[Arrival], order: Sequence[int]) -> Arrival:

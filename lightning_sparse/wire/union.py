@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.functional import index_codec, read_as
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire.base import Arrival, Payload, Phases, WireFormat
+from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.wire.reduce import ReduceFormat
 
 _COUNT_BYTES = 8
@@ -71,6 +71,18 @@ class UnionFormat(WireFormat):
             means=[Selection(mean[None], indices[None], numel) for mean, indices, numel in means],
             kept=[Selection(*left) for left in _placed(arrival.kept, chosen, accumulated)],
         )
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
+        header = Transfer("all_gather", _COUNT_BYTES)
+        numel = sum(size.numel for size in sizes)
+        count = -(-sum(size.selected for size in sizes) // self.ranks)
+        if not count:
+            return [header]
+        chosen = [SelectionSize(size.selected, size.selected) for size in sizes if size.selected]
+        indices = Transfer("all_gather", index_codec(numel, count).nbytes(numel, count))
+        return [header, indices, *self._values.transfers(chosen)]
 
 
 _NOTHING = Arrival(finite=torch.ones((), dtype=torch.bool), used=None, means=[], kept=[])

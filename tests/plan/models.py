@@ -1,0 +1,110 @@
+"""Models for the planner, built by class path."""
+
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.trainers import Rows
+
+
+class Plain(LightningModule):
+    """Two layers, whose gradients become ready last layer first, and a loss in a dictionary."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.first = nn.Linear(32, width)
+        self.last = nn.Linear(width, 32)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> dict[str, Tensor]:
+        """Return a dictionary, as Lightning allows, and log, which needs a Trainer."""
+        loss = (self.last(torch.relu(self.first(batch))) - batch).square().mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+class WithData(Plain):
+    """Brings its batches along: two of them, fewer than are profiled."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return two batches."""
+        return DataLoader(Rows(8), batch_size=4)
+
+
+class Empty(WithData):
+    """Has nothing to train on."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return no batch."""
+        return DataLoader([], batch_size=4)
+
+
+class Frozen(WithData):
+    """Nothing requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Detached(WithData):
+    """Skips every batch."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Return nothing."""
+
+
+class OneTensor(LightningModule):
+    """A single parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    train_dataloader = WithData.train_dataloader
+    configure_optimizers = Plain.configure_optimizers
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Return a loss."""
+        return (self.scale * batch).square().mean()
+
+
+class Manual(WithData):
+    """Optimises by hand, one optimizer for each layer, two backward passes a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer for each layer."""
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.last)]
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Train the first layer, then the last."""
+        for layer, optimizer in zip((self.first, self.last), self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward((self.last(self.first(batch)) - batch).square().mean())
+            optimizer.step()
+            layer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+class Data(LightningDataModule):
+    """Batches from a data module."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return batches."""
+        return DataLoader(Rows(64), batch_size=self.batch_size)

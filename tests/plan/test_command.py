@@ -1,0 +1,147 @@
+"""The command ``lightning-sparse plan``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from lightning_sparse.cli import main
+from lightning_sparse.prediction import BackwardProfile
+from lightning_sparse.registry import SYSTEMS
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model=tests.plan.models.WithData", "--trainer.accelerator=cpu"]
+NETWORK = ["--bandwidth=1gbit", "--latency=100us", "--workers=4"]
+PROFILE = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.03)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A kept profile."""
+    PROFILE.save(tmp_path / "profile.json")
+    return f"--profile={tmp_path / 'profile.json'}"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return what is said of arguments that are refused."""
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *args])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_from_a_model_to_a_table_numbers_and_a_profile(tmp_path: Path) -> None:
+    files = [f"--json={tmp_path / 'plan.json'}", f"--save-profile={tmp_path / 'profile.json'}"]
+    done = run("lightning_sparse", "plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", *files)
+    assert done.returncode == 0, done.stderr
+    assert "4,192 gradient elements in 4 tensors" in done.stdout
+    assert "4 workers, 1 Gbit/s, 100 us latency" in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["network"] == {"bandwidth": 1e9, "latency": 1e-4, "workers": 4}
+    assert {row["name"] for row in plan["rows"]} == {"ddp", "ddp + bf16 hook", *(system.name for system in SYSTEMS)}
+    topk = [row for row in plan["rows"] if row["name"] == "sparse_topk"]
+    assert [row["density"] for row in topk] == [0.1, 0.01]
+    assert all(name in done.stdout for name in ("sparse_exdyna", "ddp + bf16 hook"))
+    profile = BackwardProfile.load(tmp_path / "profile.json")
+    assert profile.workers == 4
+    assert profile.sizes[-1] + profile.sizes[-2] == 32 * 64 + 64
+
+
+def test_a_kept_profile_is_enough_and_json_may_stand_alone(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", saved, "--bandwidth=100mbit", "--latency=1ms", "--workers=2", "--densities", "0.01", "--json=-"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["profile"]["elements"] == 700_000
+    # 2.8 MB at 100 Mbit/s take DDP 224 ms, of which backward hides less than 20.
+    best = plan["rows"][plan["best"]]
+    assert best["speedup"] > 1.5
+    assert plan["rows"][0]["step_seconds"] == pytest.approx(0.224 + 0.06, abs=0.03)
+
+
+def test_a_picture_is_drawn(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    main(["plan", saved, *NETWORK, "--densities", "0.01", f"--picture={picture}"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_without_matplotlib_is_refused_at_once(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        message = refusal(capsys, saved, *NETWORK, "--picture=plan.png")
+    assert "a picture needs matplotlib" in message
+    assert "pip install 'lightning-sparse[examples]'" in message
+
+
+def test_inside_a_job_the_network_is_measured(tmp_path: Path) -> None:
+    job = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}", "-m")
+    done = run(*job, "lightning_sparse", "plan", *MODEL, "--densities=0.01", "--json=-")
+    assert done.returncode == 0, done.stderr
+    network = json.loads(done.stdout)["network"]  # one document: one rank speaks for all
+    assert network["workers"] == 2
+    assert 1e6 < network["bandwidth"] < 1e13
+    assert 0 <= network["latency"] < 1
+
+
+def test_inside_a_job_another_number_of_workers_is_refused() -> None:
+    job = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    done = run(*job, "lightning_sparse", "plan", *MODEL, "--workers=8")
+    assert done.returncode != 0
+    assert "workers=8, but the network would be measured by the 2 processes of this job" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--bandwidth=1gib", "--latency=100us", "--workers=4"], "bandwidth='1gib' must be a number"),
+        (["--bandwidth=1gbit", "--latency=100", "--workers=4"], "latency='100' must be a number"),
+        (["--bandwidth=1gbit", "--latency=100us", "--workers=1"], "workers=1 must be a whole number"),
+        (["--bandwidth=1gbit", "--latency=100us"], "workers=None is not known"),
+        (["--bandwidth=1gbit", "--workers=4"], "--bandwidth is given without --latency"),
+        (["--latency=1ms", "--workers=4"], "--latency is given without --bandwidth"),
+        (["--workers=4"], "no --bandwidth and --latency are given, and this process belongs to no job"),
+        ([*NETWORK, "--densities", "0.1", "7"], "density=7.0 must be a fraction"),
+        ([*NETWORK, "--profile=nowhere.json"], "--profile nowhere.json stands for a model, so leave out --model"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(capsys, *MODEL, *args)
+
+
+def test_a_missing_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.json" in refusal(capsys, *NETWORK, "--profile=nowhere.json")
+
+
+def test_a_profile_of_another_number_of_workers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PROFILE._replace(workers=8).save(tmp_path / "profile.json")
+    message = refusal(capsys, f"--profile={tmp_path / 'profile.json'}", *NETWORK)
+    assert "workers=4, but the profile was measured for 8" in message
+
+
+def test_a_frozen_model_is_refused() -> None:
+    done = run("lightning_sparse", "plan", "--model=tests.plan.models.Frozen", MODEL[1], *NETWORK)
+    assert done.returncode == 2
+    assert "no parameter of the model requires a gradient" in done.stderr
+
+
+def test_the_help_says_what_there_is() -> None:
+    assert "'plan' predicts" in run("lightning_sparse", "--help").stdout
+    text = run("lightning_sparse", "plan", "--help").stdout
+    assert all(option in text for option in ("--bandwidth", "--latency", "--workers", "--picture", "--config"))

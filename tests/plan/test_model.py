@@ -1,0 +1,99 @@
+"""Profiling the model that a command line names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+
+from lightning_sparse.plan import profile_model
+from lightning_sparse.prediction import BackwardProfile
+from tests.plan.models import Data, Plain
+from tests.trainers import EXPECTED_WARNINGS
+
+# Lightning's own parser calls what jsonargparse has renamed.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in EXPECTED_WARNINGS),
+]
+CPU = "--trainer.accelerator=cpu"
+
+
+def profile(name: str, *args: str) -> BackwardProfile:
+    return profile_model([f"--model=tests.plan.models.{name}", CPU, *args])
+
+
+def test_gradients_stand_in_the_order_of_backward() -> None:
+    profiled = profile("WithData")
+    assert set(profiled.names[:2]) == {"last.weight", "last.bias"}
+    assert set(profiled.names[2:]) == {"first.weight", "first.bias"}
+    sizes = {name: parameter.numel() for name, parameter in Plain().named_parameters()}
+    assert dict(zip(profiled.names, profiled.sizes)) == sizes
+    assert all(seconds >= 0 for seconds in profiled.backward_seconds)
+    assert 0 < sum(profiled.backward_seconds) < 2
+    assert 0 < profiled.other_seconds < 2
+    assert (profiled.device, profiled.element_bytes, profiled.workers) == ("cpu", 4, None)
+
+
+def test_a_data_module_and_a_yaml_file_are_understood(tmp_path: Path) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text(
+        "seed_everything: 1\n"
+        "trainer: {accelerator: cpu, strategy: sparse_topk, devices: 4, precision: bf16-true, max_epochs: 3}\n"
+        "model: {class_path: tests.plan.models.Plain, init_args: {width: 8}}\n"
+        "data: {class_path: tests.plan.models.Data, init_args: {batch_size: 2}}\n"
+        "ckpt_path: null\n"
+    )
+    profiled = profile_model(["--config", str(config)])
+    assert sum(profiled.sizes) == 2 * 32 * 8 + 8 + 32
+    assert profiled.element_bytes == 2
+
+
+def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+    model = Plain(width=16)
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+    trainer.fit(model, datamodule=Data())
+    path = tmp_path / "model.ckpt"
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    with pytest.raises(ValueError, match=r"does not say of which class its model is.*--model"):
+        profile_model([f"--ckpt_path={path}", CPU])
+    checkpoint["hyper_parameters"]["_class_path"] = "tests.plan.models.WithData"  # as LightningCLI writes it
+    torch.save(checkpoint, path)
+    assert sum(profile_model([f"--ckpt_path={path}", CPU]).sizes) == 2 * 32 * 16 + 16 + 32
+    with pytest.raises(ValueError, match=r"(?s)holds no weights of this model: .*size mismatch"):
+        profile("WithData", f"--ckpt_path={path}", "--model.width=8")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_text("weights")
+    with pytest.raises(ValueError, match="cannot be read as plain tensors and numbers"):
+        profile_model([f"--ckpt_path={tmp_path / 'model.ckpt'}", CPU])
+
+
+def test_one_parameter_is_enough() -> None:
+    assert profile("OneTensor").sizes == (1,)
+
+
+def test_several_backward_passes_by_hand_are_added_up() -> None:
+    profiled = profile("Manual")
+    assert set(profiled.names[:2]) == {"first.weight", "first.bias"}
+    assert profiled.names[4:] == ("unused",)
+    assert profiled.backward_seconds[4] == 0.0
+    assert sum(profiled.backward_seconds[:4]) > 0
+
+
+def test_nothing_to_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient.*unfreeze"):
+        profile("Frozen")
+
+
+def test_no_gradient_in_any_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="training_step gave no gradient to any parameter in 50 batches"):
+        profile("Detached")
+
+
+@pytest.mark.filterwarnings("ignore:.*Total length of `.*` across ranks is zero")
+def test_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="only 0 of at least 4 steps could be run: the train dataloader is empty"):
+        profile("Empty")

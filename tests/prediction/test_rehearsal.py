@@ -1,0 +1,57 @@
+"""What is concluded from rehearsals; how long they take is the machine's affair."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lightning_sparse.prediction.rehearsal import (
+    EchoCollectives,
+    Rehearsal,
+    SettingsOf,
+    StageSeconds,
+    fitted_sizes,
+    measure_selection,
+)
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+
+SIZES = fitted_sizes(torch.device("cpu"))
+
+
+def rehearsed(sizes: Sequence[int], ranks: int) -> StageSeconds:
+    """A machine whose stages take round times."""
+    group = 1e-3 + 1e-4 * (len(sizes) - 1) + sum(sizes) * (2e-9 + 5e-10 * (ranks - 1))
+    return StageSeconds(group, 1e-5 + sum(sizes) * 1e-9)
+
+
+def test_a_cost_is_found_again() -> None:
+    cost = measure_selection(rehearsed, [3_000_000], SIZES)
+    for ranks in (1, 2, 64):
+        expected = rehearsed([5_000_000], ranks)
+        assert cost.group.at_workers(ranks)(5_000_000) == pytest.approx(expected.group, rel=1e-3)
+        assert cost.finish.at_workers(ranks)(5_000_000) == pytest.approx(expected.finish, rel=1e-3)
+
+
+def test_a_model_of_many_tensors_pays_for_each() -> None:
+    sizes = [100, 50_000] * 60
+    cost = measure_selection(rehearsed, sizes, SIZES)
+    assert cost.group.at_workers(4)(sum(sizes)) == pytest.approx(rehearsed(sizes, 4).group, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_echo_has_the_shapes_of_the_real_ones(ranks: int) -> None:
+    echo = EchoCollectives(ranks, torch.device("cpu"))
+    handed_in = torch.arange(4.0)
+    assert echo.all_gather(handed_in).tolist() == [[0.0, 1.0, 2.0, 3.0]] * ranks
+    shards = torch.arange(2.0 * ranks).view(ranks, 2)
+    assert echo.all_to_all(shards).tolist() == [[0.0, 1.0]] * ranks
+    out = torch.empty(ranks, 2)
+    assert echo.all_to_all(shards, out) is out
+    assert echo.all_reduce(torch.ones(2)).tolist() == [ranks] * 2
+
+
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_every_system_can_be_rehearsed(compressor: str) -> None:
+    seconds = Rehearsal(SettingsOf(compressor, DENSITY[compressor]), torch.device("cpu"))([7, 5000], ranks=3)
+    assert seconds.group > 0
+    assert seconds.finish > 0

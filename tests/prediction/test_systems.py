@@ -1,0 +1,186 @@
+"""Predictions, against figures worked out by hand."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_sparse.prediction import (
+    BackwardProfile,
+    BucketedDDP,
+    EngineSystem,
+    Network,
+    SelectionCost,
+    SettingsOf,
+    StageCost,
+    as_json,
+    as_table,
+    best_of,
+    measure_candidates,
+    predict_systems,
+)
+from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.schedule.cost import CostModel
+
+MEGA = 1_000_000
+# Ready after 1 s and 3 s; 1 s outside backward.
+PROFILE = BackwardProfile(("head", "body"), (MEGA, MEGA), (1.0, 2.0), other_seconds=1.0, device="cuda")
+# A second for each 2 MB that one of two workers sends or receives.
+NETWORK = Network(bandwidth=16e6, latency=0.0, workers=2)
+DDP = BucketedDDP("ddp", 4, 4)
+# 0.1 ms a group, 5 ns an element.
+COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), 1e-10), StageCost(CostModel(0.0, 1e-9), 0.0))
+LARGE = BackwardProfile(
+    tuple(f"layer{number}" for number in range(50)), (MEGA,) * 50, (0.004,) * 50, other_seconds=0.1, device="cpu"
+)
+
+
+def rows(network: Network, *candidates, profile: BackwardProfile = PROFILE):
+    return predict_systems(profile, network, [DDP, *candidates])
+
+
+def test_ddp_overlaps_its_buckets() -> None:
+    # The first bucket, 4 MB, is over at 1 + 2 s, the second, ready at 3 s, at 5 s; 1 s more outside backward.
+    (row,) = rows(NETWORK)
+    assert (row.step_seconds, row.exposed_seconds, row.messages) == pytest.approx((6.0, 2.0, 2))
+    assert row.sent_bytes == 8 * MEGA
+    assert row.speedup == 1.0
+
+
+def test_buckets_are_those_of_ddp() -> None:
+    # 0.4 MB tensors: the first bucket is closed at 1 MiB, the others at 25 MiB, the last by the end.
+    groups = DDP.groups([100_000] * 140, [0.0] * 140, lambda size: 0.0, lambda size: 0.0)
+    assert [len(group) for group in groups] == [3, 66, 66, 5]
+    assert [position for group in groups for position in group] == list(range(140))
+
+
+def test_half_the_bytes_take_half_the_time() -> None:
+    # 1 s for each bucket: over at 1 + 1 s, and at 3 + 1 s.
+    _, row = rows(NETWORK, BucketedDDP("ddp + bf16 hook", 4, 2))
+    assert (row.step_seconds, row.exposed_seconds, row.sent_bytes) == pytest.approx((5.0, 1.0, 4 * MEGA))
+    assert row.speedup == pytest.approx(6 / 5)
+
+
+def test_selection_and_finish_are_counted() -> None:
+    # Each group costs 1 s of selection for each million elements; the finish 0.5 s for each.
+    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6), 0.0), StageCost(CostModel(0.0, 5e-7), 0.0))
+    _, row = rows(NETWORK, EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost))
+    # Ready at 3 s, selected from at 4 s, 6 bytes for each of 1000 elements and 32 for the last's block counts: 3 ms.
+    travel = row.sent_bytes / 2 / 2e6
+    assert row.sent_bytes == pytest.approx(2 * (1000 * 6 + 64), abs=100)
+    assert row.step_seconds == pytest.approx(1 + 3 + 1 + 1.0 + travel, rel=1e-3)
+
+
+def test_on_a_cpu_selection_stops_backward() -> None:
+    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6), 0.0), StageCost(CostModel(), 0.0))
+    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost)
+    _, beside = rows(NETWORK, system)
+    _, stopping = rows(NETWORK, system, profile=PROFILE._replace(device="cpu"))
+    assert stopping.step_seconds == pytest.approx(beside.step_seconds + 1.0, rel=1e-3)
+
+
+def test_a_clip_norm_waits_for_the_whole_gradient() -> None:
+    system = EngineSystem("sparse_dense", SettingsOf("dense"))
+    before = rows(NETWORK, system)[1]
+    system.waits_for_backward = True
+    # 4 MB out and in (half of 8, twice) after 3 s of backward, at 2 MB/s: nothing is hidden.
+    after = rows(NETWORK, system)[1]
+    assert after.exposed_seconds == pytest.approx(4.0)
+    assert after.messages == 1
+    assert before.exposed_seconds < after.exposed_seconds
+
+
+def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
+    table = rows(NETWORK, EngineSystem("sparse_a2sgd", SettingsOf("a2sgd")))
+    # 8 MB every 50 steps take 4 s; the 8 bytes take next to nothing.
+    assert table[1].exposed_seconds == pytest.approx(4 / 50, rel=1e-3)
+    assert table[1].sent_bytes == 8 + 8 * MEGA / 50
+    assert table[1].speedup > 1.4
+    assert best_of(table) is None
+
+
+def test_more_workers_gather_more() -> None:
+    seconds = [
+        rows(Network(1e9, 1e-4, workers), EngineSystem("topk", SettingsOf("topk", 0.01), COST), profile=LARGE)[1]
+        for workers in (2, 16, 128, 1024)
+    ]
+    times = [row.step_seconds for row in seconds]
+    assert times == sorted(times)
+    assert len({row.sent_bytes for row in seconds if row.messages == seconds[0].messages}) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device: str) -> None:
+    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), COST)
+    speedups = [
+        rows(Network(bandwidth, 1e-5, 4), system, profile=LARGE._replace(device=device))[1].speedup
+        for bandwidth in (1e8, 1e9, 1e10, 1e11)
+    ]
+    assert speedups == sorted(speedups, reverse=True)
+    assert speedups[0] > 5
+    assert speedups[-1] <= 1
+
+
+def test_one_tensor_is_enough() -> None:
+    profile = BackwardProfile(("only",), (1,), (0.1,))
+    table = rows(NETWORK, EngineSystem("sparse_topk", SettingsOf("topk", 0.001)), profile=profile)
+    assert [row.messages for row in table] == [1, 1]
+
+
+def test_the_table_marks_the_best_or_says_that_nothing_pays() -> None:
+    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), COST)
+    slow, fast = (Network(bandwidth, 1e-5, 4) for bandwidth in (1e8, 1e11))
+    pays = rows(slow, system, profile=LARGE)
+    text = as_table(LARGE, slow, pays)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("*  ")] == ["sparse_topk"]
+    assert f"predicted to be {pays[1].speedup:.2f} times as fast as ddp" in text
+    does_not = rows(fast, system, profile=LARGE)
+    text = as_table(LARGE, fast, does_not)
+    assert "Nothing pays" in text
+    assert "Stay with strategy='ddp'" in text
+    assert not any(line.startswith("*") for line in text.splitlines())
+    assert as_json(LARGE, fast, does_not)["best"] is None
+    assert json.loads(json.dumps(as_json(LARGE, slow, pays)))["best"] == 1
+
+
+def test_a_gain_within_the_error_of_a_prediction_does_not_pay() -> None:
+    table = rows(NETWORK)
+    assert best_of([table[0], table[0]._replace(name="other", step_seconds=5.8, speedup=6 / 5.8)]) is None
+    better = table[0]._replace(name="other", step_seconds=5.6, speedup=6 / 5.6)
+    assert best_of([table[0], better]) is better
+
+
+def test_no_candidates_and_another_number_of_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"candidates=\[\] must hold"):
+        predict_systems(PROFILE, NETWORK, [])
+    with pytest.raises(ValueError, match="workers=2, but the profile was measured for 4"):
+        predict_systems(PROFILE._replace(workers=4), NETWORK, [DDP])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a machine with other tests take for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_all_systems_are_measured() -> None:
+    profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
+    candidates = measure_candidates(profile, densities=(0.5,), device=torch.device("cpu"))
+    assert [candidate.name for candidate in candidates] == [
+        "ddp",
+        "ddp + bf16 hook",
+        *(system.name for system in SYSTEMS),
+    ]
+    for row in predict_systems(profile, NETWORK, candidates):
+        assert row.step_seconds > 0.2
+        assert row.sent_bytes > 0
+
+
+def test_a_density_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="density=2 must be a fraction"):
+        measure_candidates(PROFILE, densities=(2,), device=torch.device("cpu"))
