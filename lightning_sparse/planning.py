@@ -216,7 +216,8 @@ def _sample(marks: StepMarks, holds_groups: bool) -> StepSample:
     first = next(iter(marks.ready.values()))
     start = first if marks.backward_start is None else marks.backward_start
     backward_seconds = Clock.seconds(start, marks.backward_end)
-    ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in marks.ready.values()]
+    watched = [mark for mark in marks.ready.values() if mark is not None]
+    ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
     last_exchange = marks.groups[-1].spans[-1].end
     groups = [
         GroupSample(

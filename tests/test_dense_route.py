@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
+from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import SCHEDULE_NAMES, WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
 
@@ -108,7 +109,7 @@ def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
     torch.manual_seed(0)
     with sparse_ddp(Edges(), compressor=DGC(momentum=0.9), density=1.0) as (ddp, engine):
         torch.manual_seed(0)
-        twin = DistributedDataParallel(Edges())
+        twin = DistributedDataParallel(Edges().to(DEVICE))
         for model, momentum in ((ddp, 0.0), (twin, 0.9)):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
             for step in range(5):

@@ -5,7 +5,7 @@ from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
-from lightning_sparse.schedule.cost import SELECTION_SHAPES, Fit, fit
+from lightning_sparse.schedule.cost import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
 from lightning_sparse.schedule.simulator import Prediction, simulate
 
 _MIN_SIZES = 3  # what a fit needs
@@ -119,10 +119,16 @@ def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence
         tuple(accumulate(elements, initial=0)),
         tuple(accumulate(counts, initial=0)),
         (0.0, *accumulate(ready, max)),
-        fit([(group.elements, group.select_seconds) for group in groups], SELECTION_SHAPES),
-        fit([(group.counts, group.exchange_seconds) for group in groups]),
+        _fit_or_free([(group.elements, group.select_seconds) for group in groups], SELECTION_SHAPES),
+        _fit_or_free([(group.counts, group.exchange_seconds) for group in groups], EXCHANGE_SHAPES),
         median(sample.commit_seconds for sample in samples),
     )
+
+
+def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) -> Fit:
+    if any(seconds for _, seconds in samples):
+        return fit(samples, shapes)
+    return Fit(CostModel(), 0.0, len(samples), ("nothing was seen to take any time",))
 
 
 def equal_parts(elements: Sequence[int], parts: int) -> list[int]:

@@ -12,6 +12,7 @@ from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
 
@@ -156,7 +157,7 @@ class Rare(nn.Module):
 def count_sent(rank: int) -> list[int]:
     """Use the rare parameter in the first step only; count what is applied of the common one."""
     counts = []
-    inputs = torch.linspace(1, 2, 1000)
+    inputs = torch.linspace(1, 2, 1000, device=DEVICE)
     with sparse_ddp(Rare(), "omgs", 0.01, "single", find_unused_parameters=True) as (ddp, engine):
         for uses_rare in (True, False, False):
             ddp.zero_grad(set_to_none=True)
@@ -194,11 +195,8 @@ def test_statistics_count_what_was_sent_of_the_group(pair: Pool) -> None:
         expected = (mean - applied[name]).square().sum() / (1 - share) / mean.square().sum()
         torch.testing.assert_close(delta.double(), expected, rtol=1e-4, atol=1e-6)
     assert stats["density"] == share
-    tops = [
-        torch.cat([tensor.flatten() for tensor in each.values()]).abs().topk(round(share * numel)).indices
-        for each in (first, second)
-    ]
-    assert stats["union_density"] == torch.cat(tops).unique().numel() / numel
+    # Ranks may break ties, and there are many, in their own way; what arrived from any of them is not zero.
+    assert stats["union_density"] == sum(int(tensor.count_nonzero()) for tensor in applied.values()) / numel
 
 
 class Everything(Compressor):
