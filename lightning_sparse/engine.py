@@ -1,79 +1,30 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
-from lightning_sparse.compressors import COMPRESSORS, Compressor, element_count
-from lightning_sparse.feedback import ErrorFeedback, Hyperparameters
+from lightning_sparse.density import Densities
+from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.layout import ModelLayout
-from lightning_sparse.memory import Memory, NoMemory, build_memory
 from lightning_sparse.observe import Recorder, StepMarks
 from lightning_sparse.pipeline import Pipeline, StepContext
 from lightning_sparse.planning import Plan, StepPlanner
 from lightning_sparse.replicas import ReplicaAverager
-from lightning_sparse.schedule import SCHEDULES, ExchangeWorker, Merged, Schedule
-from lightning_sparse.wire import build_wire, wire_dtype
+from lightning_sparse.schedule import ExchangeWorker, Merged, Schedule
+from lightning_sparse.settings import Settings
+from lightning_sparse.wire import build_wire
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class Settings:
-    """What the user chose, checked and with names turned into objects.
-
-    Args:
-        compressor: name or object.
-        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
-        schedule: name or object.
-        wire: name of the type of the values that travel.
-        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
-
-    Raises:
-        ValueError: for an unknown name, a density out of range, a density for a compressor that has none, or a
-            warm-up that is negative.
-        TypeError: for an object of the wrong kind.
-    """
-
-    def __init__(
-        self,
-        compressor: Union[str, Compressor],
-        density: Optional[float],
-        schedule: Union[str, Schedule],
-        wire: str,
-        warmup_epochs: Optional[int] = None,
-    ) -> None:
-        self.compressor = COMPRESSORS.resolve(compressor)
-        self.density = _checked_density(density, self.compressor)
-        self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
-        self.schedule = SCHEDULES.resolve(schedule)
-        self.wire = wire_dtype(wire)
-
-    def density_at(self, epoch: int) -> float:
-        """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
-
-        With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
-        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
-        """
-        if epoch >= self.warmup_epochs:
-            return self.density
-        return float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1)))
-
-    def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
-        """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
-        wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
-        feedback = self.compressor.feedback
-        if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
-            return NoMemory()
-        return build_memory(feedback, ranks)
 
 
 class Engine:
@@ -99,15 +50,16 @@ class Engine:
     ) -> None:
         parameters = {name: tensor for name, tensor in ddp.module.named_parameters() if tensor.requires_grad}
         device = next(iter(parameters.values())).device
-        self._density = settings.density_at(0)
         self._settings = settings
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         compressor = settings.compressor
+        self._densities = Densities(compressor, settings.density_at(0))
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
         self._collectives.check(wire.collectives)
         numels = tuple(tensor.numel() for tensor in parameters.values())
+        self._elements = sum(numels)
         compressor.begin(ModelLayout(tuple(parameters), numels, rank, ranks, device))
         self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
         self.pipeline = Pipeline(
@@ -116,7 +68,7 @@ class Engine:
             wire,
             self._collectives,
             self._recorder,
-            density_of=lambda name: compressor.density_of(name, self._density),
+            density_of=self._densities.of,
         )
         self._worker = ExchangeWorker(device)
         self._averager = (
@@ -125,8 +77,36 @@ class Engine:
             else None
         )
         self._planner = self._planner_of(settings.schedule, dict(zip(parameters, numels)), say)
+        self._stream = self._stream_from(ddp)
+
+    def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         after_step = _nothing if self._planner is None else self._planner.end_step
-        self._stream = GradientStream(ddp, self.pipeline, settings.schedule, self._worker, self._recorder, after_step)
+        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self._recorder, after_step)
+
+    def detach(self) -> None:
+        """Let go of the wrapped model, between two steps; what is kept stays."""
+        self._stream.close()
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Exchange the gradients of a new wrapper of the same model from now on."""
+        if self._planner is not None:
+            self._planner.expect_other_order()
+        self._stream = self._stream_from(ddp)
+
+    def plan_anew(self) -> None:
+        """Measure what things cost once more, from the next step on; all ranks must call."""
+        if self._planner is not None:
+            self._planner.start_anew()
+
+    def mean_over_ranks(self, number: float) -> float:
+        """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
+        rows: list[list[float]] = []
+        self._worker.run(lambda: rows.extend(self._collectives.gather_numbers([number])))
+        return sum(row[0] for row in rows) / len(rows)
+
+    def send_all(self, is_wanted: bool) -> None:
+        """Send every gradient whole in the next steps, with what waits; all ranks must call."""
+        self._densities.sends_all = is_wanted
 
     def _planner_of(
         self, schedule: Schedule, numels: Mapping[str, int], say: Callable[[str], None]
@@ -134,11 +114,16 @@ class Engine:
         if not isinstance(schedule, Merged):
             return None
 
-        def count_of(name: str) -> int:
-            return element_count(numels[name], self.pipeline.density_of(name))
-
-        holds_groups = self.pipeline.waits_for_whole_step
-        return StepPlanner(schedule, self._collectives, self._recorder, numels, count_of, holds_groups, say)
+        return StepPlanner(
+            schedule,
+            self._collectives,
+            self._recorder,
+            numels,
+            self._densities,
+            self._settings.compressor.adapts_density or schedule.adapts_density,
+            self.pipeline.waits_for_whole_step,
+            say,
+        )
 
     def begin_backward(
         self,
@@ -158,9 +143,9 @@ class Engine:
         self._recorder.begin_backward()
         self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
         density = self._settings.density_at(epoch)
-        if density != self._density and self._planner is not None:
+        if density != self._densities.density and self._planner is not None:
             self._planner.density_has_changed = True
-        self._density = density
+        self._densities.density = density
 
     def end_step(self) -> None:
         """Take note that the optimizer has made a step; average the replicas where that is due."""
@@ -195,6 +180,19 @@ class Engine:
         stats = {**self._recorder.last.as_stats(), "total_wire_bytes": float(self._recorder.total_wire_bytes)}
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
+    def plain_stats(self) -> dict[str, float]:
+        """Return the facts of a step that was left to plain DDP, as far as they are known."""
+        seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
+        return {
+            **self.compression_stats(),
+            "density": 1.0,
+            "union_density": 1.0,
+            "wire_bytes": 4.0 * self._elements,
+            "dense_bytes": 4.0 * self._elements,
+            "compression_ratio": 1.0,
+            **seconds,
+        }
+
     def layer_deltas(self) -> dict[str, Tensor]:
         """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
         return {} if self._recorder.last is None else dict(self._recorder.last.deltas)
@@ -213,35 +211,3 @@ class Engine:
 
 def _nothing(marks: StepMarks) -> None:
     return
-
-
-def _checked_density(density: Optional[float], compressor: Compressor) -> float:
-    name = type(compressor).__name__
-    if compressor.default_density is None:
-        if density is not None:
-            raise ValueError(
-                f"density={density} was given to {name}, which has no density: leave it out, or choose a sparsifier"
-                " such as compressor='topk'"
-            )
-        return 1.0
-    if density is None:
-        return compressor.default_density
-    if not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(
-            f"density={density} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
-            " For a compression ratio such as 100, pass its inverse."
-        )
-    return float(density)
-
-
-def _checked_warmup(epochs: Optional[int], compressor: Compressor) -> int:
-    if epochs is None:
-        return compressor.default_warmup_epochs
-    if compressor.default_density is None and epochs:
-        raise ValueError(
-            f"warmup_epochs={epochs} was given to {type(compressor).__name__}, which has no density to warm up: leave"
-            " it out"
-        )
-    if not isinstance(epochs, int) or epochs < 0:
-        raise ValueError(f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)")
-    return epochs

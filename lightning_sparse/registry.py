@@ -19,6 +19,11 @@ class System(NamedTuple):
 
 
 SYSTEMS = (
+    System(
+        "sparse_auto",
+        "whole, in part, or plain DDP: measures, then decides",
+        {"compressor": "lags", "schedule": "auto"},
+    ),
     System("sparse_lags", "LAGS-SGD: the largest magnitudes of each layer at its own density", {"compressor": "lags"}),
     System("sparse_omgs", "OMGS-SGD: the largest magnitudes of layers that travel together", {"compressor": "omgs"}),
     System("sparse_a2sgd", "A2SGD: two numbers a step, parameters averaged now and then", {"compressor": "a2sgd"}),
@@ -47,7 +52,7 @@ def strategy_entries() -> Iterator[tuple[str, str, dict[str, Any]]]:
     Example::
 
         >>> next(strategy_entries())[0]
-        'sparse_lags'
+        'sparse_auto'
     """
     for system in SYSTEMS:
         for suffix, launch in _VARIANTS:

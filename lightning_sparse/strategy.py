@@ -4,9 +4,7 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -14,16 +12,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine import Engine, Settings
-from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.engine import Engine
 from lightning_sparse.observe import StepMarks
 from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
 from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
-
-# The buckets along which torch.compile cuts its graph; DDP's own default.
-_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+from lightning_sparse.settings import Settings
+from lightning_sparse.switchable import SwitchableDDPStrategy
 
 _REFUSED_ARGUMENTS = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -36,7 +32,7 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-class SparseDDPStrategy(DDPStrategy):
+class SparseDDPStrategy(SwitchableDDPStrategy):
     """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
@@ -48,8 +44,8 @@ class SparseDDPStrategy(DDPStrategy):
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
             ``None`` for the compressor's own default.
-        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. It
-            never changes the numbers.
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"omgs"``, or an
+            object. It never changes the numbers; but ``"auto"`` does, which may send more than the density asks for.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
             the residual.
         warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
@@ -80,11 +76,10 @@ class SparseDDPStrategy(DDPStrategy):
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
         self._settings = Settings(compressor, density, schedule, wire, warmup_epochs)
-        self._engine: Optional[Engine] = None
         self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
         self._samples_deltas = False
-        super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB})
+        super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs})
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
@@ -97,10 +92,13 @@ class SparseDDPStrategy(DDPStrategy):
             (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels),
             ``total_wire_bytes`` (those of all steps of this ``fit``), ``select_seconds`` (residual, selection and
             encoding), ``exchange_seconds`` (in collectives),
-            ``exposed_seconds`` (from the end of backward until the gradients could be used); with a method that lets
+            ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
+            plain DDP the seconds are not known (NaN); with a method that lets
             replicas drift apart also ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
         """
-        return self._engine.compression_stats() if self._engine is not None else dict(self._final_stats)
+        if self._engine is None:
+            return dict(self._final_stats)
+        return self._engine.plain_stats() if self.is_plain else self._engine.compression_stats()
 
     def sample_layer_deltas(self) -> None:
         """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
@@ -124,14 +122,7 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         _check_parameters(model)
-        ddp = super()._setup_model(model)
-        if getattr(ddp, "_use_python_reducer", False):
-            raise RuntimeError(
-                "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
-                " buckets; set it to True (the default) or False"
-            )
-        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
-        return ddp
+        return super()._setup_model(model)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -141,9 +132,7 @@ class SparseDDPStrategy(DDPStrategy):
             self._say("one process, so there is nothing to exchange or compress.")
             return
         self._engine = Engine(self.model, self._settings, self._timeout, self._say)
-
-    def _say(self, line: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: {line}")
+        self._begin_switching(self._settings.schedule)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -214,7 +203,8 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         if self._engine is not None:
-            self._final_stats = self._engine.compression_stats()
+            self._final_stats = self.compression_stats()
+            self._end_switching()
             self._engine.close()
             if self._optimizer_view is not None:
                 self._optimizer_view.give_back()

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.engine import Engine, Settings
+from lightning_sparse.engine import Engine
 from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.schedule import Schedule
+from lightning_sparse.settings import Settings
 from tests.devices import DEVICE
 
 COMPRESSOR_NAMES = COMPRESSORS.names()

@@ -12,10 +12,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"selection", "named", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
-    {"merging"},
+    {"merging", "density", "settings"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},
+    {"switching"},
+    {"switchable"},
     {"registry"},
     {"prediction"},
     {"strategy"},
@@ -25,7 +27,7 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-KNOWS_LIGHTNING = {"strategy", "callbacks", "cli", "plan", "__init__"}
+KNOWS_LIGHTNING = {"switchable", "strategy", "callbacks", "cli", "plan", "__init__"}
 
 
 def noun(path: Path) -> str:

@@ -23,9 +23,9 @@ import lightning_sparse.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine import Settings
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import FixedSize
+from lightning_sparse.settings import Settings
 from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp

@@ -39,6 +39,8 @@ class Compressor(ABC):
             apart; ``None`` for never. Only read where ``replicas_diverge``.
         replicas_diverge: whether ranks apply different updates.
         feedback: what is asked of the memory.
+        adapts_density: whether a plan may raise the densities of parameters where that costs no time; only for a
+            method that has a ``dense_wire_format`` and takes each density as it comes.
         agreement_nbytes: bytes that :meth:`conclude` gathers from each rank in an ordinary step.
     """
 
@@ -51,6 +53,7 @@ class Compressor(ABC):
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
     feedback: ErrorFeedback = ErrorFeedback()
+    adapts_density: bool = False
     agreement_nbytes: ClassVar[int] = 0
 
     def begin(self, layout: ModelLayout) -> None:

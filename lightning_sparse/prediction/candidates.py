@@ -10,7 +10,6 @@ import torch
 from typing_extensions import override
 
 from lightning_sparse.compressors import COMPRESSORS, element_count
-from lightning_sparse.engine import Settings
 from lightning_sparse.prediction.profile import BackwardProfile
 from lightning_sparse.prediction.rehearsal import (
     Rehearsal,
@@ -27,6 +26,7 @@ from lightning_sparse.schedule.cost import CostModel, fit
 from lightning_sparse.schedule.network import Network
 from lightning_sparse.schedule.simulator import Cost
 from lightning_sparse.selection import SelectionSize
+from lightning_sparse.settings import Settings
 from lightning_sparse.wire import Transfer, build_wire
 
 DENSITIES = (0.1, 0.01, 0.001)

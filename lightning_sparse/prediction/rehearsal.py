@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.collectives import Collectives
-from lightning_sparse.engine import Settings
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.observe import Recorder
 from lightning_sparse.pipeline import LocalGradient, Pipeline
 from lightning_sparse.schedule.cost import SELECTION_SHAPES, CostModel, fit
+from lightning_sparse.settings import Settings
 from lightning_sparse.wire import build_wire
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)

@@ -3,15 +3,18 @@
 from lightning_sparse.named import NamedTable
 from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.overlap import ExchangeWorker
-from lightning_sparse.schedule.planned import Greedy, Merged
+from lightning_sparse.schedule.planned import Auto, Greedy, Merged
 from lightning_sparse.schedule.planner import plan_groups
 
 SCHEDULES: NamedTable[Schedule] = NamedTable(
-    "schedule", Schedule, {"layerwise": Layerwise, "merged": Merged, "omgs": Greedy, "single": Single}
+    "schedule",
+    Schedule,
+    {"auto": Auto, "layerwise": Layerwise, "merged": Merged, "omgs": Greedy, "single": Single},
 )
 
 __all__ = [
     "SCHEDULES",
+    "Auto",
     "ClosingAfter",
     "ExchangeWorker",
     "FixedSize",

@@ -20,6 +20,7 @@ class Merged(Schedule):
     """
 
     keeps_fastest: ClassVar[bool] = True  # and not the plan, where another grouping has been seen to be faster
+    adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says
 
     def __init__(self) -> None:
         self.reset()
@@ -56,3 +57,27 @@ class Greedy(Merged):
     @override
     def propose(self, problem: Problem) -> list[int]:
         return greedy_stops(problem)
+
+
+class Auto(Merged):
+    """Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.
+
+    Planned like :class:`Merged`. A group that arrives earlier whole is sent whole, and one that has time to spare sends
+    more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and the
+    faster way is kept; where they are as good as equal, DDP. It looks again after some time, and when the time of a
+    step departs from what it was. Which way is taken depends on measured times, so two runs do not give the same bits.
+
+    Args:
+        recheck_steps: steps after which it looks again, though nothing seems to have changed.
+
+    Raises:
+        ValueError: if ``recheck_steps`` is not positive.
+    """
+
+    adapts_density: ClassVar[bool] = True
+
+    def __init__(self, recheck_steps: int = 5000) -> None:
+        super().__init__()
+        if recheck_steps < 1:
+            raise ValueError(f"recheck_steps={recheck_steps} must be at least 1 step; 5000 costs next to nothing")
+        self.recheck_steps = recheck_steps

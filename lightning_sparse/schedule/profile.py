@@ -1,9 +1,11 @@
 """What was measured of a model's steps, as plain numbers: the ground on which a plan stands."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from lightning_sparse.schedule.cost import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
 from lightning_sparse.schedule.simulator import Prediction, simulate
@@ -16,13 +18,15 @@ class GroupSample(NamedTuple):
 
     Attributes:
         elements: gradient elements.
-        counts: elements that the density asked for.
+        counts: elements that the density asked for, of parameters that are not sent whole.
+        dense_elements: elements of parameters that are sent whole.
         select_seconds: for compensating, selecting, encoding and decoding.
         exchange_seconds: in collectives, waiting for other ranks included.
     """
 
     elements: int
     counts: int
+    dense_elements: int
     select_seconds: float
     exchange_seconds: float
 
@@ -68,6 +72,7 @@ class Profile(NamedTuple):
         select: seconds by elements.
         exchange: seconds by counts.
         commit_seconds: after the last exchange.
+        dense: seconds by elements, of all that is done with a group that is sent whole; ``None`` if none may be.
     """
 
     elements: tuple[int, ...]
@@ -76,19 +81,39 @@ class Profile(NamedTuple):
     select: Fit
     exchange: Fit
     commit_seconds: float
+    dense: Optional[CostModel] = None
 
     @property
     def tensors(self) -> int:
         """Number of tensors."""
         return len(self.ready) - 1
 
+    def is_dense(self, start: int, stop: int) -> bool:
+        """Say whether a group arrives earlier whole than selected from."""
+        if self.dense is None:
+            return False
+        elements = self.elements[stop] - self.elements[start]
+        return self.dense(elements) <= self._sparse_seconds(elements, self.counts[stop] - self.counts[start])
+
     def select_seconds(self, start: int, stop: int) -> float:
-        """Return what selecting from a group is going to take."""
-        return self.select.model(self.elements[stop] - self.elements[start])
+        """Return what selecting from a group is going to take; nothing where it is sent whole."""
+        return 0.0 if self.is_dense(start, stop) else self.select.model(self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start: int, stop: int) -> float:
         """Return what exchanging a group is going to take."""
+        if self.dense is not None and self.is_dense(start, stop):
+            return self.dense(self.elements[stop] - self.elements[start])
         return self.exchange.model(self.counts[stop] - self.counts[start])
+
+    def group_seconds(self, start: int, stop: int, counts: int) -> float:
+        """Return what a group is going to take of which so many elements are sent."""
+        elements = self.elements[stop] - self.elements[start]
+        if self.dense is not None and counts >= elements:
+            return self.dense(elements)
+        return self._sparse_seconds(elements, counts)
+
+    def _sparse_seconds(self, elements: int, counts: int) -> float:
+        return self.select.model(elements) + self.exchange.model(counts)
 
     def predict(self, stops: Sequence[int]) -> Prediction:
         """Predict a step whose groups stop there; the total ends when all means have been written."""
@@ -98,8 +123,8 @@ class Profile(NamedTuple):
 
 def can_profile(samples: Sequence[StepSample]) -> bool:
     """Say whether the groups seen were of enough different sizes to tell startup from slope."""
-    groups = [group for sample in samples for group in sample.groups]
-    return min(len({group.elements for group in groups}), len({group.counts for group in groups})) >= _MIN_SIZES
+    groups = _of_one_kind(samples)
+    return min(len({group.elements for group in groups}), len({_sent(group) for group in groups})) >= _MIN_SIZES
 
 
 def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
@@ -113,16 +138,42 @@ def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence
     Raises:
         ValueError: if the groups were of fewer than three different sizes.
     """
-    groups = [group for sample in samples for group in sample.groups]
+    groups = _of_one_kind(samples)
     ready = [median(times) for times in zip(*(sample.ready for sample in samples))]
     return Profile(
         tuple(accumulate(elements, initial=0)),
         tuple(accumulate(counts, initial=0)),
         (0.0, *accumulate(ready, max)),
         _fit_or_free([(group.elements, group.select_seconds) for group in groups], SELECTION_SHAPES),
-        _fit_or_free([(group.counts, group.exchange_seconds) for group in groups], EXCHANGE_SHAPES),
+        _fit_or_free([(_sent(group), group.exchange_seconds) for group in groups], EXCHANGE_SHAPES),
         median(sample.commit_seconds for sample in samples),
     )
+
+
+def dense_cost(samples: Sequence[StepSample], startup: float) -> Optional[CostModel]:
+    """Return what a group takes that is sent whole, by elements; ``None`` if none was seen.
+
+    Args:
+        samples: steps in which some groups were.
+        startup: seconds of a message, to tell it from the slope where too few sizes were seen for a fit.
+    """
+    whole = [group for sample in samples for group in sample.groups if group.dense_elements == group.elements]
+    points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
+    if len({size for size, _ in points}) >= _MIN_SIZES:
+        return fit(points, EXCHANGE_SHAPES).model
+    if not points:
+        return None
+    return CostModel(startup, max(0.0, median((seconds - startup) / size for size, seconds in points)))
+
+
+def _of_one_kind(samples: Sequence[StepSample]) -> list[GroupSample]:
+    """Return the groups of which some elements are sent or, if there are none, those that are sent whole."""
+    groups = [group for sample in samples for group in sample.groups]
+    return [group for group in groups if not group.dense_elements] or groups
+
+
+def _sent(group: GroupSample) -> int:
+    return group.counts + group.dense_elements
 
 
 def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) -> Fit:
@@ -147,3 +198,19 @@ def equal_parts(elements: Sequence[int], parts: int) -> list[int]:
             stops.append(stop)
             held = 0
     return stops
+
+
+def run_of(elements: Sequence[int], wanted: float) -> tuple[int, int]:
+    """Return where neighbours start and stop that together hold about as many elements as wanted.
+
+    Example::
+
+        >>> run_of([10, 400, 30, 30, 30], 90)
+        (2, 5)
+    """
+    sums = list(accumulate(elements, initial=0))
+    runs = []
+    for start in range(len(elements)):
+        beyond = bisect_left(sums, sums[start] + wanted, lo=start + 1)
+        runs += [(start, stop) for stop in (beyond - 1, beyond) if start < stop < len(sums)]
+    return min(runs, key=lambda run: abs(math.log(max(1, sums[run[1]] - sums[run[0]]) / wanted)))

@@ -1,0 +1,233 @@
+"""The planner at work: time steps under several ways, agree on the times with all ranks, and follow the best.
+
+Nothing is added to a step but marks in time. They are read, and numbers travel, at a step's border: after each round of
+trials, and now and then later, to see whether the plan still does what it did. What rank 0 plans, all ranks follow.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate, chain
+from statistics import median
+from typing import Optional
+
+from lightning_sparse.collectives import Collectives
+from lightning_sparse.density import Densities
+from lightning_sparse.observe import Recorder, StepMarks
+from lightning_sparse.planning.plan import Plan, Way
+from lightning_sparse.planning.samples import averaged
+from lightning_sparse.schedule import ClosingAfter, Merged
+from lightning_sparse.schedule.cost import CostModel
+from lightning_sparse.schedule.hiding import hidden_densities
+from lightning_sparse.schedule.profile import (
+    Profile,
+    StepSample,
+    can_profile,
+    dense_cost,
+    equal_parts,
+    profile_of,
+    run_of,
+)
+
+_PARTS = (1, 2, 4, 8, 16)  # groups of the ways that are tried before anything is known
+_WHOLE_SHARES = (1 / 64, 1 / 32, 1 / 16)  # of the model, sent whole to see what that takes
+_ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
+_CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
+_STEPS = 3  # of a turn
+_CHECK_EVERY = 50  # steps
+_CHECKED_STEPS = 10
+_DEPARTURE = 0.2  # of the exposed time
+_NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
+_FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
+_MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
+
+Samples = dict[Way, list[StepSample]]
+Course = Generator[None, StepMarks, None]
+
+
+class StepPlanner:
+    """Keep a schedule on the best plan known.
+
+    Args:
+        schedule: follows the plan.
+        collectives: how ranks agree.
+        recorder: told when gradients are to be watched.
+        numels: elements by parameter name.
+        densities: what is sent; raised where that costs no time, if ``adapts_density``.
+        adapts_density: whether the plan may send more than the user asked for.
+        holds_groups: whether no group is exchanged before backward has ended.
+        say: called on rank 0 with a line for the user.
+
+    Attributes:
+        plan: what is followed; ``None`` while nothing is known.
+        density_has_changed: to be set when the user's density is another than before.
+    """
+
+    def __init__(
+        self,
+        schedule: Merged,
+        collectives: Collectives,
+        recorder: Recorder,
+        numels: Mapping[str, int],
+        densities: Densities,
+        adapts_density: bool,
+        holds_groups: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.plan: Optional[Plan] = None
+        self.density_has_changed = False
+        self._schedule = schedule
+        self._collectives = collectives
+        self._recorder = recorder
+        self._numels = numels
+        self._densities = densities
+        self._adapts_density = adapts_density
+        self._holds_groups = holds_groups
+        self._say = say if collectives.rank == 0 else _say_nothing
+        self._order: tuple[str, ...] = ()
+        self._foreign_steps = 0
+        self._course: Course = self._run()
+        schedule.reset()
+
+    def end_step(self, marks: StepMarks) -> None:
+        """Look at a step that has ended; on every rank, between two steps."""
+        order = tuple(marks.ready)
+        if not order:
+            return  # every gradient was sparse_coo: nothing is merged
+        if order == self._order:
+            self._course.send(marks)
+        elif self._foreign_steps:
+            self._foreign_steps -= 1
+        else:
+            self._order = order
+            self.start_anew()
+
+    def expect_other_order(self) -> None:
+        """Take note that DDP is new: in its first steps gradients come in an order that means nothing."""
+        self._foreign_steps = _FOREIGN_STEPS
+
+    def start_anew(self) -> None:
+        """Forget what things cost; between two steps, on every rank."""
+        self._course = self._run()
+        if self._order:
+            next(self._course)
+
+    def _run(self) -> Course:
+        """Live through the steps of one graph: each ``yield`` is a step."""
+        elements = [self._numels[name] for name in self._order]
+        patience = 1
+        while True:
+            counts = self._counts()
+            seen = yield from self._try([Way(tuple(equal_parts(elements, parts))) for parts in _PARTS], _ROUNDS)
+            best = min(seen, key=lambda way: _seconds(seen[way]))
+            samples = list(chain.from_iterable(seen.values()))
+            profile = profile_of(elements, counts, samples) if can_profile(samples) else None
+            if profile is not None and self._adapts_density:
+                profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
+            planned = best if profile is None else self._proposed(profile)
+            seen |= yield from self._try([planned, best], _CONTEST_ROUNDS)
+            if self._schedule.keeps_fastest:
+                planned = min((planned, best), key=lambda way: _seconds(seen[way]))
+            is_confirmed = self._adopt(planned, seen, profile)
+            patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
+            yield from self._watch(patience)
+
+    def _try(self, ways: Sequence[Way], rounds: int) -> Generator[None, StepMarks, Samples]:
+        """Time steps under some ways; one more comes before each turn, in which buffers take their new sizes."""
+        seen: dict[Way, list[StepMarks]] = {way: [] for way in ways}
+        self._recorder.watches_gradients = True
+        for way, steps in list(seen.items()) * rounds:
+            self._follow(way)
+            yield
+            for _ in range(_STEPS):
+                steps.append((yield))
+        self._recorder.watches_gradients = False
+        samples = iter(self._averaged([marks for steps in seen.values() for marks in steps]))
+        return {way: [next(samples) for _ in steps] for way, steps in seen.items()}
+
+    def _cost_of_whole(
+        self, elements: Sequence[int], profile: Profile
+    ) -> Generator[None, StepMarks, Optional[CostModel]]:
+        """Send a few small parts of the model whole, beside the rest as ever."""
+        ways = []
+        for share in _WHOLE_SHARES:
+            start, stop = run_of(elements, share * sum(elements))
+            stops = [place for place in (start, stop) if place] + [len(elements)] * (stop < len(elements))
+            ways.append(Way(tuple(stops), tuple(1.0 if place == stop else 0.0 for place in stops)))
+        seen = yield from self._try(ways, 1)
+        return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.model.startup)
+
+    def _proposed(self, profile: Profile) -> Way:
+        """Return what rank 0 proposes: another machine's logarithms may round otherwise."""
+        stops = self._schedule.propose(profile)
+        densities = hidden_densities(profile, stops) if profile.dense is not None else []
+        room = len(self._order) - len(stops)
+        numbers = self._collectives.gather_numbers([*stops, *[0] * room, *densities, *[0.0] * (len(stops) + room)])[0]
+        agreed = tuple(int(stop) for stop in numbers[: len(self._order)] if stop)
+        return Way(agreed, tuple(numbers[len(self._order) :][: len(agreed)]) if densities else ())
+
+    def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile]) -> bool:
+        """Follow a plan from now on; return whether it is the one that was followed before."""
+        known, steps = self.plan, seen[way]
+        self._follow(way)
+        self.plan = Plan(
+            self._groups(way),
+            way.densities,
+            None if profile is None else profile.predict(way.stops),
+            _seconds(steps),
+            median(sample.exposed_seconds for sample in steps),
+            tuple(sorted((len(tried.stops), _seconds(samples)) for tried, samples in seen.items())),
+            profile,
+        )
+        self._say(str(self.plan))
+        return known is not None and known.groups == self.plan.groups
+
+    def _watch(self, patience: int) -> Course:
+        """Follow the plan until it no longer does what it did."""
+        assert self.plan is not None
+        while True:
+            window: list[StepMarks] = []
+            for _ in range(patience * _CHECK_EVERY):
+                marks = yield
+                window = [*window[1 - _CHECKED_STEPS :], marks]
+                if self.density_has_changed:
+                    self._plan_for_density()
+            samples = self._averaged(window)
+            exposed = median(sample.exposed_seconds for sample in samples)
+            change = abs(exposed - self.plan.exposed_seconds)
+            if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
+                return
+
+    def _plan_for_density(self) -> None:
+        """Plan for what the density asks for now, with the costs that are known."""
+        assert self.plan is not None
+        counts = self._counts()
+        if self.plan.profile is None:
+            return
+        profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
+        way = self._proposed(profile)
+        self._follow(way)
+        self.plan = self.plan._replace(
+            groups=self._groups(way), densities=way.densities, predicted=profile.predict(way.stops), profile=profile
+        )
+
+    def _counts(self) -> list[int]:
+        self.density_has_changed = False
+        return [self._densities.count(name, self._numels[name]) for name in self._order]
+
+    def _follow(self, way: Way) -> None:
+        self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in way.stops))
+        groups = zip(self._groups(way), way.densities)
+        self._densities.planned = {name: density for group, density in groups for name in group}
+
+    def _groups(self, way: Way) -> tuple[tuple[str, ...], ...]:
+        return tuple(self._order[start:stop] for start, stop in zip((0, *way.stops), way.stops))
+
+    def _averaged(self, steps: Sequence[StepMarks]) -> list[StepSample]:
+        return averaged(self._collectives, steps, self._holds_groups)
+
+
+def _seconds(samples: Sequence[StepSample]) -> float:
+    return median(sample.total_seconds for sample in samples)
+
+
+def _say_nothing(line: str) -> None:
+    return

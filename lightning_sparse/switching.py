@@ -1,0 +1,145 @@
+"""Is it worth it? Real steps of the engine against real steps of plain DDP, and the faster of the two.
+
+Everything is decided between two steps, from times that all ranks have agreed on. Only while the two are compared are
+ranks asked after every step, and a device waited for.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from statistics import median
+from typing import Optional
+
+import torch
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.planning import Plan
+
+_SETTLING_STEPS = 2  # after a change: DDP rebuilds its buckets
+_TIMED_STEPS = 6
+_HOPELESS = 1.5  # times as slow as the engine: one step is enough to see it
+_TIE = 1.02  # times as slow as the engine, up to which DDP is preferred: it delays nothing
+_WINDOW = 20  # steps, of which the median is compared with what it was
+_DEPARTURE = 0.2  # of the time of a step
+_MAX_DEPARTURE = 0.5  # what counts as one, on a machine where lesser ones have meant nothing
+_MAX_PATIENCE = 16  # times the interval, where looking again has changed nothing
+
+Steps = Generator[None, float, None]
+
+
+class Switch:
+    """Choose between the engine and plain DDP.
+
+    Args:
+        engine: tells what it follows, and how ranks agree; is told to send everything, or to plan anew.
+        device: where the gradients are.
+        recheck_steps: steps after which to look again, though nothing seems to have changed.
+        say: called on rank 0 with a line for the user.
+
+    Attributes:
+        wants_plain: whether the next step is to be made with plain DDP.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device, recheck_steps: int, say: Callable[[str], None]) -> None:
+        self.wants_plain = False
+        self._engine = engine
+        self._device = device
+        self._recheck_steps = recheck_steps
+        self._say = say
+        self._is_comparing = False
+        self._seconds = 0.0
+        self._departure = _DEPARTURE
+        self._border = time.perf_counter()
+        self._course = self._run()
+        next(self._course)
+
+    def end_step(self) -> None:
+        """Take note that an optimizer has made a step; on every rank."""
+        if self._is_comparing and self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+        border, self._border = self._border, time.perf_counter()
+        self._course.send(self._border - border)
+
+    def _run(self) -> Steps:
+        """Live through the training: each ``yield`` is a step, and receives its seconds."""
+        stale: Optional[Plan] = None
+        while True:
+            yield from self._await_plan(stale)
+            ours = yield from self._time(False)
+            theirs = yield from self._time(True, hopeless=_HOPELESS * ours)
+            is_plain = theirs <= _TIE * ours
+            yield from self._settle(is_plain)
+            self._tell(is_plain, ours, theirs)
+            stale = yield from self._stay_plain() if is_plain else self._stay_sparse()
+
+    def _stay_sparse(self) -> Generator[None, float, Optional[Plan]]:
+        """Compress until it is time to look again; return the plan, if it is out of date."""
+        has_changed = yield from self._watch(self._recheck_steps)
+        if not has_changed:
+            return None
+        stale = self._engine.plan
+        self._engine.plan_anew()
+        return stale
+
+    def _stay_plain(self) -> Generator[None, float, Optional[Plan]]:
+        """Leave everything to DDP until compression seems faster; return the plan, which is out of date."""
+        patience = 1
+        while True:
+            has_changed = yield from self._watch(patience * self._recheck_steps)
+            theirs, stale = self._seconds, self._engine.plan
+            self._engine.plan_anew()
+            # A plan in the making tries one way after the other; none of them sends more than the user asked for.
+            ours = yield from self._time(False)
+            if theirs > _TIE * ours:
+                return stale
+            yield from self._settle(True)
+            patience = min(2 * patience, _MAX_PATIENCE)
+            if has_changed:
+                self._departure = min(2 * self._departure, _MAX_DEPARTURE)
+
+    def _await_plan(self, known: Optional[Plan]) -> Steps:
+        while self._engine.plan is known:
+            yield
+
+    def _time(self, is_plain: bool, hopeless: float = float("inf")) -> Generator[None, float, float]:
+        """Return the seconds of a step on which ranks agree; of a single one, if that is hopeless."""
+        self.wants_plain = is_plain
+        self._is_comparing = True
+        for _ in range(_SETTLING_STEPS):
+            yield
+        seen: list[float] = []
+        while len(seen) < _TIMED_STEPS and (not seen or median(seen) < hopeless):
+            seen.append(self._engine.mean_over_ranks((yield)))
+        self._is_comparing = False
+        return median(seen)
+
+    def _settle(self, is_plain: bool) -> Steps:
+        """Stay with the winner; what waits is sent before DDP takes over."""
+        if is_plain:
+            self.wants_plain = False
+            self._engine.send_all(True)
+            for _ in range(_SETTLING_STEPS):
+                yield
+            self._engine.send_all(False)
+        self.wants_plain = is_plain
+        for _ in range(_SETTLING_STEPS):
+            yield
+
+    def _watch(self, steps: int) -> Generator[None, float, bool]:
+        """Follow the winner; return early, and true, when a step no longer takes what it did."""
+        reference: Optional[float] = None
+        for _ in range(max(1, steps // _WINDOW)):
+            window = deque[float](maxlen=_WINDOW)
+            while len(window) < _WINDOW:
+                window.append((yield))
+            self._seconds = self._engine.mean_over_ranks(median(window))
+            reference = self._seconds if reference is None else reference
+            if abs(self._seconds - reference) > self._departure * max(self._seconds, reference):
+                return True
+        return False
+
+    def _tell(self, is_plain: bool, ours: float, theirs: float) -> None:
+        choice = "plain DDP, which is faster" if is_plain else f"compression: {self._engine.plan}"
+        self._say(
+            f"a step takes {1e3 * theirs:.1f} ms with DDP and {1e3 * ours:.1f} ms with compression; chosen: {choice}"
+        )

@@ -1,0 +1,113 @@
+"""``sparse_auto``: whichever is faster, in real processes over a network whose costs the tests decide."""
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sparse import SparseDDPStrategy
+from tests.pool import Pool
+from tests.trainers import Rows, Small, make_trainer, weights
+
+SETTLED = 220  # steps after which the first choice has been made, with room to spare
+
+Cost = Callable[[int], float]  # step -> seconds
+
+
+def nothing(step: int) -> float:
+    """Cost nothing."""
+    return 0.0
+
+
+def much(step: int) -> float:
+    """Cost more than all else in a step."""
+    return 30e-3
+
+
+def a_little(step: int) -> float:
+    """Cost something."""
+    return 10e-3
+
+
+def much_later(step: int) -> float:
+    """Cost nothing, and much after the first choice."""
+    return much(step) if step >= SETTLED else 0.0
+
+
+class Priced(Small):
+    """A model with a price on each step that is left to DDP, and one on each of the engine's."""
+
+    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
+        super().__init__()
+        self.plain_cost, self.engine_cost = plain_cost, engine_cost
+        self.were_plain: list[bool] = []
+        self.wrappers: list[weakref.ref[Any]] = []
+        self.waiting: list[float] = []
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return 100 batches for two ranks."""
+        return DataLoader(Rows(800), batch_size=4)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch, at a price."""
+        strategy = self.trainer.strategy
+        self.were_plain.append(strategy.is_plain)
+        if strategy.model not in [wrapper() for wrapper in self.wrappers]:
+            self.wrappers.append(weakref.ref(strategy.model))
+        cost = self.plain_cost if strategy.is_plain else self.engine_cost
+        time.sleep(cost(self.global_step))
+        residuals = strategy._engine.state_dict()["memory"]["residual"].values()
+        self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
+        return super().training_step(batch, batch_index)
+
+
+def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, arguments: dict[str, Any]) -> Any:
+    """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
+    model = Priced(*costs)
+    strategy = SparseDDPStrategy("lags", 0.05, schedule="auto", **arguments.pop("strategy", {}))
+    trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0, **arguments)
+    living: list[int] = []
+    model.on_train_end = lambda: living.append(sum(wrapper() is not None for wrapper in model.wrappers))  # type: ignore
+    trainer.fit(model)
+    return weights(model), model.were_plain, model.waiting, (len(model.wrappers), living), strategy.compression_stats()
+
+
+def assert_one_model(answers: list[Any]) -> None:
+    (first, plain, *_), (second, other_plain, *_) = answers
+    assert plain == other_plain
+    assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
+
+
+def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
+    answers = pair.run(fit_priced, (nothing, much), SETTLED, {})
+    assert_one_model(answers)
+    for _, were_plain, waiting, (wrappers, living), stats in answers:
+        # On a busy machine it may look again, for a few steps, because a step took longer than before.
+        assert sum(were_plain[-60:]) >= 40
+        last = max(step for step, was_plain in enumerate(were_plain) if was_plain)
+        assert any(waiting)
+        assert waiting[last] == 0
+        assert wrappers > 2
+        assert living == [1]
+        assert (stats["density"] == stats["compression_ratio"] == 1.0) == were_plain[-1]
+
+
+def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
+    answers = pair.run(fit_priced, (much, nothing), SETTLED, {})
+    assert_one_model(answers)
+    for _, were_plain, waiting, _, _ in answers:
+        assert 0 < sum(were_plain) < 12
+        assert not were_plain[-1]
+        assert waiting[-1] > 0
+
+
+def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) -> None:
+    answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130, {})
+    assert_one_model(answers)
+    for _, were_plain, _, _, _ in answers:
+        assert sum(were_plain[SETTLED - 30 : SETTLED + 20]) > 30
+        assert not any(were_plain[SETTLED + 100 :])
