@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.compressors import LAGS
+from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import Schedule
 from tests.pool import Pool
 from tests.sparse_ddp import batch, parameters_of, sparse_ddp
@@ -49,6 +51,18 @@ class Slow(nn.Module):
         return inputs.square().mean()
 
 
+def slow_down(engine: Engine, network: Network, current: list[int]) -> None:
+    """Let every exchange of a group take longer, by a network's costs at the current step."""
+    run = engine.pipeline.collectives.run
+
+    def run_slowly(name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        received = run(name, tensor, out)
+        time.sleep(network(current[0], tensor.numel() * tensor.element_size()))
+        return received
+
+    engine.pipeline.collectives.run = run_slowly
+
+
 def train(rank: int, schedule: "str | Schedule", network: Optional[Network], steps: int) -> Any:
     """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
     torch.manual_seed(0)
@@ -56,14 +70,7 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
     with sparse_ddp(Slow(), density=0.05, schedule=schedule, say=lines.append) as (ddp, engine):
         current = [0]
         if network is not None:
-            run = engine.pipeline.collectives.run
-
-            def run_slowly(name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-                received = run(name, tensor, out)
-                time.sleep(network(current[0], tensor.numel() * tensor.element_size()))
-                return received
-
-            engine.pipeline.collectives.run = run_slowly
+            slow_down(engine, network, current)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         for step in range(steps):
             current[0] = step
@@ -101,3 +108,34 @@ def test_a_network_that_changes_gets_a_new_plan(pair: Pool) -> None:
     for _, groups, _, _ in pair.run(train, "merged", message_gets_costly, STEPS + 160):
         assert len(groups[STEPS]) > 1
         assert len(groups[-1]) == 1
+
+
+def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str, Tensor], Any, dict[str, float]]:
+    """Train with densities that adapt; return parameters, the plan and the last step's statistics."""
+    torch.manual_seed(0)
+    compressor = LAGS(adapts_density=True, max_compression=50)
+    with sparse_ddp(Slow(), compressor, density=0.01, say=lambda line: None) as (ddp, engine):
+        slow_down(engine, network, [0])
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(steps):
+            optimizer.zero_grad()
+            engine.begin_backward()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+        return parameters_of(ddp), engine.plan, engine.compression_stats()
+
+
+def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair: Pool) -> None:
+    (first, plan, stats), (second, other_plan, other_stats) = pair.run(train_adaptively, costly_bytes, STEPS + 20)
+    assert plan.densities == other_plan.densities
+    assert len(plan.densities) > 1
+    assert plan.densities[0] > 0.02
+    assert plan.densities[-1] == pytest.approx(0.02, abs=2e-4)
+    assert stats["density"] == other_stats["density"] > 0.02
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_where_nothing_hides_lags_keeps_to_its_floor(pair: Pool) -> None:
+    for _, _, stats in pair.run(train_adaptively, costly_message, STEPS + 20):
+        assert stats["density"] == pytest.approx(0.02, abs=2e-4)

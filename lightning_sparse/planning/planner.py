@@ -122,7 +122,11 @@ class StepPlanner:
             profile = profile_of(elements, counts, samples) if can_profile(samples) else None
             if profile is not None and self._adapts_density:
                 profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
-            planned = best if profile is None else self._proposed(profile)
+            if profile is None:
+                planned = best
+            else:
+                planned = self._agreed(profile, self._schedule.propose(profile))
+                best = self._agreed(profile, best.stops)
             seen |= yield from self._try([planned, best], _CONTEST_ROUNDS)
             if self._schedule.keeps_fastest:
                 planned = min((planned, best), key=lambda way: _seconds(seen[way]))
@@ -155,12 +159,11 @@ class StepPlanner:
         seen = yield from self._try(ways, 1)
         return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.model.startup)
 
-    def _proposed(self, profile: Profile) -> Way:
-        """Return what rank 0 proposes: another machine's logarithms may round otherwise."""
-        stops = self._schedule.propose(profile)
+    def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
+        """Return what rank 0 proposes, and finds room for: another machine's logarithms may round otherwise."""
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
-        room = len(self._order) - len(stops)
-        numbers = self._collectives.gather_numbers([*stops, *[0] * room, *densities, *[0.0] * (len(stops) + room)])[0]
+        room = [0.0] * (len(self._order) - len(stops))
+        numbers = self._collectives.gather_numbers([*stops, *room, *(densities or [0.0] * len(stops)), *room])[0]
         agreed = tuple(int(stop) for stop in numbers[: len(self._order)] if stop)
         return Way(agreed, tuple(numbers[len(self._order) :][: len(agreed)]) if densities else ())
 
@@ -203,7 +206,7 @@ class StepPlanner:
         if self.plan.profile is None:
             return
         profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
-        way = self._proposed(profile)
+        way = self._agreed(profile, self._schedule.propose(profile))
         self._follow(way)
         self.plan = self.plan._replace(
             groups=self._groups(way), densities=way.densities, predicted=profile.predict(way.stops), profile=profile
