@@ -15,14 +15,14 @@ LAYERS = [
     {"pipeline", "replicas"},
     {"hook"},
     {"engine"},
-    {"registry"},
+    {"registry", "checkpoints"},
     {"strategy"},
     {"callbacks"},
     {"__init__"},
     {"cli"},
     {"__main__"},
 ]
-KNOWS_LIGHTNING = {"strategy", "callbacks", "cli", "__init__"}
+KNOWS_LIGHTNING = {"strategy", "checkpoints", "callbacks", "cli", "__init__"}
 
 
 def noun(path: Path) -> str:
