@@ -232,6 +232,8 @@ def fill_disk(rank: int, path: str, part: str) -> tuple[str, list[str]]:
             model.trainer.save_checkpoint(path)
         except (OSError, CheckpointError) as error:
             raised.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+        assert files_in(Path(path).parent) == with_ranks("full.ckpt")
 
     history = fit_actions(rank, lambda: plugin, {4: saving(path), 8: fail})
     resumed = go_on(rank, path)

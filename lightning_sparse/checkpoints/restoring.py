@@ -1,6 +1,6 @@
 """What of a saved state fits the model and the compressor that go on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +62,17 @@ def take_up(
             f"{source}: {save.compressor} refuses its state in this model: {error!r}. {CURE}"
         ) from error
     return unused
+
+
+def remarks(save: Save, ranks: int, unused: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what the user should know of a state that was taken up."""
+    if save.ranks != ranks:
+        yield (
+            f"{save.ranks} ranks saved {source}, {ranks} go on. Each takes up the mean of what those kept, so that the"
+            " model is owed as much as before; what was divided between ranks is divided anew."
+        )
+    if unused:
+        yield f"not used of {source}: {'; '.join(unused)}."
 
 
 def _fitted_memory(

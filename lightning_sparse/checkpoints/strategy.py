@@ -21,7 +21,7 @@ from lightning_sparse.checkpoints.files import (
     state_folder,
     synchronous,
 )
-from lightning_sparse.checkpoints.restoring import fitted_gradients, take_up
+from lightning_sparse.checkpoints.restoring import fitted_gradients, remarks, take_up
 from lightning_sparse.checkpoints.shards import (
     KEY,
     AbsentError,
@@ -99,11 +99,16 @@ class ResumableDDPStrategy(DDPStrategy):
         write_shard = synchronous(self.checkpoint_io).save_checkpoint
         write_file = super().save_checkpoint
         complaint = f"{filepath} stays as it was: another rank could not write its part"
-        self._together(partial(write_shard, {**header, **shard}, path, storage_options), complaint)
-        before = self._written.get(str(filepath))
-        if is_asynchronous and before is not None:
-            self._remove_saves(filepath, keep={before, save.name})
-        self._together(partial(write_file, {**checkpoint, **header}, filepath, storage_options), complaint)
+        try:
+            self._together(partial(write_shard, {**header, **shard}, path, storage_options), complaint)
+            before = self._written.get(str(filepath))
+            if is_asynchronous and before is not None:
+                self._remove_saves(filepath, keep={before, save.name})
+            self._together(partial(write_file, {**checkpoint, **header}, filepath, storage_options), complaint)
+        except Exception:
+            if not is_asynchronous:  # an asynchronous plugin may still be writing the file that names this save
+                self._remove_saves(filepath, keep=set(saves_beside(filepath)) - {save.name})
+            raise
         self._written[str(filepath)] = save.name
         if not is_asynchronous:
             self._remove_saves(filepath, keep={save.name})
@@ -236,11 +241,5 @@ class ResumableDDPStrategy(DDPStrategy):
         if self._settings.compressor.replicas_diverge:
             for optimizer, kept in zip(self.optimizers, shard.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})
-        if save.ranks != self.world_size:
-            rank_zero_info(
-                f"{type(self).__name__}: {save.ranks} ranks saved {path}, {self.world_size} go on. Each takes up the"
-                " mean of what those kept, so that the model is owed as much as before; what was divided between ranks"
-                " is divided anew."
-            )
-        if unused:
-            rank_zero_info(f"{type(self).__name__}: not used of {path}: {'; '.join(unused)}.")
+        for line in remarks(save, self.world_size, unused, path):
+            rank_zero_info(f"{type(self).__name__}: {line}")
