@@ -85,8 +85,9 @@ class SparseDDPStrategy(ResumableDDPStrategy):
         self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
         self._samples_deltas = False
-        ddp_kwargs = {"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB}
-        super().__init__(settings, resume_compression, **ddp_kwargs)
+        # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
+        given = {"gradient_as_bucket_view": True, **ddp_kwargs, "bucket_cap_mb": BUCKET_CAP_MB}
+        super().__init__(settings, resume_compression, **given)
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
