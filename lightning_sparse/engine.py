@@ -197,16 +197,45 @@ class Engine:
         """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
         return {} if self._recorder.last is None else dict(self._recorder.last.deltas)
 
+    def settle(self) -> None:
+        """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.
+
+        Raises:
+            BaseException: what the exchange worker has raised.
+        """
+        self._worker.run(lambda: None)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
-        return {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
+        state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
+        return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
 
-    def close(self) -> None:
-        """End the worker and give the process group back; safe to call twice."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace those parts that ``state`` holds by a copy; the others stay as they are.
+
+        Raises:
+            ValueError: if a part is that of another method.
+        """
+        self.settle()
+        if "memory" in state:
+            self.memory.load_state_dict(state["memory"])
+        if "compressor" in state:
+            self._settings.compressor.load_state_dict(state["compressor"])
+        if "averager" in state and self._averager is not None:
+            self._averager.load_state_dict(state["averager"])
+
+    def close(self) -> bool:
+        """End the worker and give the process group back; safe to call twice.
+
+        Returns:
+            whether what is kept is that of a whole step: no exchange has failed, or hangs.
+        """
         self._stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        if self._worker.close():
+        has_ended = self._worker.close()
+        if has_ended:
             self._collectives.close()
+        return has_ended and self._worker.error is None
 
 
 def _nothing(marks: StepMarks) -> None:

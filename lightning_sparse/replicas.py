@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,15 @@ class ReplicaAverager:
         """Count a step of the optimizer, and tell whether an average is due."""
         self._steps += 1
         return self._every is not None and self._steps >= self._every
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many steps have been taken since the last average, and how far it brought replicas together."""
+        return {"steps": self._steps, "divergence": self.divergence}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the state."""
+        self._steps = int(state["steps"])
+        self.divergence = state["divergence"].to(self._collectives.device, copy=True)
 
     def average(self) -> None:
         """Average over ranks, in place: afterwards all replicas are identical to the bit."""

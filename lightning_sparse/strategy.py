@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.checkpoints import ResumableDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.observe import StepMarks
@@ -19,7 +20,6 @@ from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.settings import Settings
-from lightning_sparse.switchable import SwitchableDDPStrategy
 
 _REFUSED_ARGUMENTS = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -32,13 +32,14 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-class SparseDDPStrategy(SwitchableDDPStrategy):
+class SparseDDPStrategy(ResumableDDPStrategy):
     """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
     also a stream) and a process group of their own, group after group while backward goes on. What was not sent stays
     in a residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with
-    empty residuals, as it starts with a fresh optimizer.
+    empty residuals, as it starts with a fresh optimizer, unless it is given a checkpoint: those hold all that is kept,
+    see :mod:`lightning_sparse.checkpoints`.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
@@ -50,6 +51,8 @@ class SparseDDPStrategy(SwitchableDDPStrategy):
             the residual.
         warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
             fast to wait. ``None`` for the compressor's own default.
+        resume_compression: whether ``fit(ckpt_path=...)`` takes up what the ranks had kept; ``False`` lets residuals
+            start empty.
         **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
             ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
 
@@ -70,16 +73,19 @@ class SparseDDPStrategy(SwitchableDDPStrategy):
         schedule: Union[str, Schedule] = "merged",
         wire: str = "float32",
         warmup_epochs: Optional[int] = None,
+        resume_compression: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
-        self._settings = Settings(compressor, density, schedule, wire, warmup_epochs)
+        settings = Settings(compressor, density, schedule, wire, warmup_epochs)
         self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
         self._samples_deltas = False
-        super().__init__(**{"gradient_as_bucket_view": True, **ddp_kwargs})
+        # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
+        given = {"gradient_as_bucket_view": True, **ddp_kwargs}
+        super().__init__(settings, resume_compression, **given)
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
@@ -128,7 +134,9 @@ class SparseDDPStrategy(SwitchableDDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word.
         assert isinstance(self.model, DistributedDataParallel)
-        if dist.get_world_size(self.model.process_group) == 1:
+        self._final_state = None
+        # One process that takes up what several kept goes on as they did, so that the model gets what it is owed.
+        if dist.get_world_size(self.model.process_group) == 1 and not self._has_loaded_state():
             self._say("one process, so there is nothing to exchange or compress.")
             return
         self._engine = Engine(self.model, self._settings, self._timeout, self._say)
@@ -205,11 +213,10 @@ class SparseDDPStrategy(SwitchableDDPStrategy):
         if self._engine is not None:
             self._final_stats = self.compression_stats()
             self._end_switching()
-            self._engine.close()
+            self._close_engine()
             if self._optimizer_view is not None:
                 self._optimizer_view.give_back()
                 self._optimizer_view = None
-            self._engine = None  # its residuals take as much memory as the model
         super().teardown()
 
     @classmethod

@@ -18,7 +18,7 @@ LAYERS = [
     {"engine"},
     {"switching"},
     {"switchable"},
-    {"registry"},
+    {"registry", "checkpoints"},
     {"prediction"},
     {"strategy"},
     {"callbacks"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-KNOWS_LIGHTNING = {"switchable", "strategy", "callbacks", "cli", "plan", "__init__"}
+KNOWS_LIGHTNING = {"switchable", "strategy", "checkpoints", "callbacks", "cli", "plan", "__init__"}
 
 
 def noun(path: Path) -> str:

@@ -249,3 +249,13 @@ def test_networks_of_one_name_exclude_each_other(name: str) -> None:
     first, second = (network.ShapedNetwork(1, "100mbit", "0", name) for _ in range(2))
     with first, pytest.raises(network.NetworkRefusedError, match="wait until it ends"):
         second.__enter__()
+
+
+def test_a_checkpoint_is_measured_beside_lightnings(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--elements", "1", "--repeats", "1"]
+    done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=200)
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("sparse", "Lightning"))]
+    sizes = [float(row[36:44]) for row in rows]
+    assert sizes == pytest.approx([12.0, 12.0, 4.0], rel=0.02), done.stderr
+    assert [float(row.split()[-1]) for row in rows][1] == 1.0
+    assert list(tmp_path.iterdir()) == []

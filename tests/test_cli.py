@@ -38,8 +38,9 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
         "--print_config",
     )
     assert done.returncode == 0, done.stderr
-    for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16"):
+    for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "resume_compression: true"):
         assert line in done.stdout
+    assert "gradient_as_bucket_view" not in done.stdout  # DDP's default in place of ours
 
 
 def test_the_help_lists_lightnings_commands() -> None:

@@ -1,0 +1,126 @@
+"""Where the parts of a checkpoint lie, and how a file is written so that it is never half there."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning_fabric.utilities.cloud_io import get_filesystem
+from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from typing_extensions import override
+
+PathLike = Union[str, Path]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write a local file under another name, wait until it is on the disk, and give it its name in one piece.
+
+    Lightning's own leaves a half-written file after a crash where the temporary folder is on another disk, and keeps
+    two copies of what it writes in memory. What is not on a local file system goes Lightning's way.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = LocalFileSystem._strip_protocol(str(path))
+        folder = os.path.dirname(target)
+        os.makedirs(folder, exist_ok=True)
+        partial = beside(target, ".partial")
+        try:
+            torch.save(checkpoint, partial)
+            _wait_for_disk(partial)
+            os.replace(partial, target)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.remove(partial)
+            raise
+        _wait_for_disk(folder)
+
+    @override
+    def load_checkpoint(
+        self, path: PathLike, map_location: Optional[Any] = "cpu", weights_only: Optional[bool] = None
+    ) -> dict[str, Any]:
+        if weights_only and _is_local(path):  # for which the oldest Lightning that we know has no argument
+            local = LocalFileSystem._strip_protocol(str(path))
+            content: dict[str, Any] = torch.load(local, map_location=map_location, weights_only=True)
+            return content
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        return super().load_checkpoint(path, map_location, **given)
+
+    @override
+    def remove_checkpoint(self, path: PathLike) -> None:
+        with suppress(FileNotFoundError):  # on a shared file system another node may have been faster
+            super().remove_checkpoint(path)
+
+
+def beside(path: PathLike, suffix: str) -> str:
+    """Return the name of what belongs to a checkpoint file, in the same folder.
+
+    Lightning takes whatever has ``hpc_ckpt_`` in its name for a checkpoint to resume from, and what belongs to a file
+    is there before the file.
+
+    Example::
+
+        >>> beside("runs/last.ckpt", ".sparse"), beside("runs/hpc_ckpt_2.ckpt", ".sparse")
+        ('runs/last.ckpt.sparse', 'runs/hpc-ckpt-2.ckpt.sparse')
+    """
+    folder, name = os.path.split(str(path))
+    return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + suffix)
+
+
+def state_folder(path: PathLike) -> str:
+    """Return the folder that holds what the ranks kept when a checkpoint file was written."""
+    return beside(path, ".sparse")
+
+
+def shard_path(path: PathLike, save: str, rank: int) -> str:
+    """Return where a rank writes its part of a save.
+
+    Example::
+
+        >>> shard_path("last.ckpt", "0123abcd", 3)
+        'last.ckpt.sparse/0123abcd/rank_00003.pt'
+    """
+    return os.path.join(state_folder(path), save, f"rank_{rank:05d}.pt")
+
+
+def saves_beside(path: PathLike) -> list[str]:
+    """Return the names of the saves whose parts lie beside a checkpoint file; empty where they cannot be listed."""
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, ImportError):  # the last two: an unknown protocol
+        files = get_filesystem(path)
+        return [os.path.basename(str(name).rstrip("/")) for name in files.ls(state_folder(path), detail=False)]
+    return []
+
+
+def followed(path: PathLike) -> str:
+    """Return what a link to a checkpoint file leads to; the path itself where it is none."""
+    return os.path.realpath(path) if _is_local(path) and os.path.islink(path) else str(path)
+
+
+def synchronous(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    """Return what an asynchronous plugin writes with: the parts of all ranks have to be there before the file is."""
+    while isinstance(checkpoint_io, AsyncCheckpointIO):
+        assert checkpoint_io.checkpoint_io is not None
+        checkpoint_io = checkpoint_io.checkpoint_io
+    return checkpoint_io
+
+
+def _is_local(path: PathLike) -> bool:
+    try:
+        return isinstance(get_filesystem(path), LocalFileSystem)
+    except (ValueError, ImportError):  # a protocol that only the user's own plugin knows
+        return False
+
+
+def _wait_for_disk(path: str) -> None:
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

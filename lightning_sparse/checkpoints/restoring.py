@@ -1,0 +1,115 @@
+"""What of a saved state fits the model and the compressor that go on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.checkpoints.shards import CURE, CheckpointError, Save
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine import Engine
+from lightning_sparse.memory import widened
+
+_RATES = "learning_rate"  # the one kind that is a number for each parameter
+
+
+def take_up(
+    engine: Engine,
+    compressor: Compressor,
+    state: Mapping[str, Any],
+    save: Save,
+    parameters: Mapping[str, Tensor],
+    source: str,
+) -> list[str]:
+    """Give an engine what it can use of a state that this engine or another one had.
+
+    Args:
+        engine: that goes on.
+        compressor: of the engine.
+        state: of an engine, as saved.
+        save: where the state comes from.
+        parameters: that the engine exchanges, by name.
+        source: of the state, for messages.
+
+    Returns:
+        in words, what it cannot use.
+
+    Raises:
+        CheckpointError: if the shape of a parameter has changed, or the compressor refuses its state.
+    """
+    usable: dict[str, Any] = {}
+    unused: list[str] = []
+    present = engine.state_dict()
+    kinds = state["memory"].keys() - {_RATES}
+    if kinds == present["memory"].keys() - {_RATES}:
+        usable["memory"], gone = _fitted_memory(state["memory"], parameters, source)
+        if not compressor.feedback.follows_learning_rate:
+            usable["memory"].pop(_RATES, None)
+        unused += [f"what was kept of {', '.join(gone)}, which the model does not train"] * bool(gone)
+    elif kinds:
+        unused.append(f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things")
+    if type(compressor).__name__ == save.compressor:
+        usable["compressor"] = state["compressor"]
+    elif state["compressor"]:
+        unused.append(f"what {save.compressor} had learned, because {type(compressor).__name__} goes on")
+    if "averager" in state:
+        usable["averager"] = state["averager"]
+    try:
+        engine.load_state_dict(usable)
+    except (ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"{source}: {save.compressor} refuses its state in this model: {error!r}. {CURE}"
+        ) from error
+    return unused
+
+
+def remarks(save: Save, ranks: int, unused: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what the user should know of a state that was taken up."""
+    if save.ranks != ranks:
+        yield (
+            f"{save.ranks} ranks saved {source}, {ranks} go on. Each takes up the mean of what those kept, so that the"
+            " model is owed as much as before; what was divided between ranks is divided anew."
+        )
+    if unused:
+        yield f"not used of {source}: {'; '.join(unused)}."
+
+
+def _fitted_memory(
+    kept: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return what is kept in the parameters' types and on their devices, and the names that the model does not have."""
+    fitted: dict[str, dict[str, Tensor]] = {kind: {} for kind in kept}
+    gone: set[str] = set()
+    for kind, name, tensor in ((kind, *item) for kind, tensors in kept.items() for item in tensors.items()):
+        if name not in parameters:
+            gone.add(name)
+            continue
+        parameter = parameters[name]
+        if tensor.numel() != (1 if kind == _RATES else parameter.numel()):
+            raise CheckpointError(
+                f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
+                f" {parameter.numel()}: its shape has changed since. {CURE}"
+            )
+        fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
+    return fitted, sorted(gone)
+
+
+def fitted_gradients(
+    gradients: Mapping[str, Tensor], parameters: Mapping[str, Parameter], source: str
+) -> dict[Parameter, Tensor]:
+    """Return what had been accumulated when the save came between two batches of one step.
+
+    Raises:
+        CheckpointError: if the shape of a parameter has changed.
+    """
+    fitted = {}
+    for name in gradients.keys() & parameters.keys():
+        parameter, gradient = parameters[name], gradients[name]
+        if gradient.shape != parameter.shape:
+            raise CheckpointError(
+                f"{source} keeps a gradient of shape {tuple(gradient.shape)} for the parameter {name!r}, which has"
+                f" shape {tuple(parameter.shape)} now. {CURE}"
+            )
+        fitted[parameter] = gradient.to(parameter.device, parameter.dtype)
+    return fitted

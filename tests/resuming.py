@@ -1,0 +1,130 @@
+"""Fits that are saved, and fits that go on from what was saved."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import torch
+from pytorch_lightning import Trainer
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.checkpoints import strategy as checkpoints_strategy
+from tests.trainers import Small, make_trainer, weights
+
+BATCHES = 6  # an epoch
+_EXPECTED_WARNINGS = (
+    ".*your dataloader is not resumable.*",  # the batches below follow from their number alone
+    ".*callbacks used to create the checkpoint need to be provided.*",
+)
+
+
+class Numbered(Small):
+    """A model whose batches follow from epoch, number and rank, and that notes its weights after each of them.
+
+    Args:
+        save_after: batches, counted from the start, after which to save.
+        path: where to.
+        learning_rate_factor: by which the learning rate changes after every step.
+    """
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "", learning_rate_factor: float = 0.9) -> None:
+        super().__init__()
+        self.save_after = save_after
+        self.path = path
+        self.learning_rate_factor = learning_rate_factor
+        self.history: dict[int, dict[str, Tensor]] = {}
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct rows that nobody else has."""
+        seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        return (self.network(rows) - rows).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save where told, and take a note."""
+        seen = self.trainer.current_epoch * BATCHES + batch_idx + 1
+        if seen == self.save_after:
+            self.trainer.save_checkpoint(self.path)
+        self.history[seen] = weights(self)
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD with momentum and a learning rate that falls step by step."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit_numbered(
+    rank: int, strategy: Any, model: Numbered, ckpt_path: Optional[str] = None, **arguments: Any
+) -> Trainer:
+    """Fit two epochs of a few batches, from a checkpoint if given."""
+    trainer = make_trainer(rank, strategy, **{"max_epochs": 2, "limit_train_batches": BATCHES, **arguments})
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer
+
+
+def kept_at_end(trainer: Trainer) -> dict[str, Any]:
+    """Return what this rank had kept when training ended."""
+    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    assert trainer.strategy._final_state is not None
+    return trainer.strategy._final_state
+
+
+@contextmanager
+def heard() -> Any:
+    """Return a list that fills with the lines that the strategy says."""
+    lines: list[str] = []
+    with mock.patch.object(checkpoints_strategy, "rank_zero_info", lines.append):
+        yield lines
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Return where two nested containers differ, to the bit."""
+    if type(one) is not type(other):
+        return [place]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{place}: {sorted(map(str, one))} {sorted(map(str, other))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
+    if isinstance(one, Tensor):
+        return [] if torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) else [place]
+    return [] if one == other else [place]
+
+
+def resume_exactly(
+    rank: int,
+    build: Callable[[], Any],
+    path: str,
+    save_after: int,
+    arguments: dict[str, Any],
+    module: type[Numbered] = Numbered,
+) -> tuple[list[int], list[str]]:
+    """Fit with a save in between, and go on from it in a new Trainer.
+
+    Returns:
+        which batches were gone through again, and where anything differs from the fit that never stopped.
+    """
+    first = module(save_after, path)
+    never_stopped = fit_numbered(rank, build(), first, **arguments)
+    second = module()
+    resumed = fit_numbered(rank, build(), second, ckpt_path=path, **arguments)
+    expected = {seen: first.history[seen] for seen in second.history}
+    found = differences(expected, second.history)
+    if isinstance(resumed.strategy, SparseDDPStrategy):
+        found += differences(kept_at_end(never_stopped), kept_at_end(resumed))
+    return sorted(second.history), found
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of all files below a folder, those of saves without their random part."""
+    return sorted(
+        "/".join(part for part in path.relative_to(folder).parts if len(part) != 32)
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
