@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -65,9 +66,32 @@ class Priced(Small):
         return super().training_step(batch, batch_index)
 
 
-def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, arguments: dict[str, Any]) -> Any:
+class PricedByHand(Priced):
+    """The same with two optimizers that the user steps, each of which sees half of the model."""
+
+    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
+        super().__init__(plain_cost, engine_cost)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Step both."""
+        loss = super().training_step(batch, batch_index)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each layer."""
+        return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
+
+
+def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, arguments: dict[str, Any], module: Any = Priced) -> Any:
     """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
-    model = Priced(*costs)
+    model = module(*costs)
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto", **arguments.pop("strategy", {}))
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0, **arguments)
     living: list[int] = []
@@ -111,3 +135,20 @@ def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) 
     for _, were_plain, _, _, _ in answers:
         assert sum(were_plain[SETTLED - 30 : SETTLED + 20]) > 30
         assert not any(were_plain[SETTLED + 100 :])
+
+
+WAYS_TO_TRAIN = {
+    "accumulation": (Priced, {"accumulate_grad_batches": 2}, 1),
+    "unused parameters": (Priced, {"strategy": {"find_unused_parameters": True}}, 1),
+    "static graph": (Priced, {"strategy": {"static_graph": True}}, 1),
+    "two optimizers by hand": (PricedByHand, {}, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_TRAIN)
+def test_it_changes_hands_however_one_trains(pair: Pool, way: str) -> None:
+    module, arguments, steps_a_batch = WAYS_TO_TRAIN[way]
+    answers = pair.run(fit_priced, (nothing, much), SETTLED * steps_a_batch, arguments, module)
+    assert_one_model(answers)
+    for _, were_plain, _, _, _ in answers:
+        assert sum(were_plain[-60:]) >= 40

@@ -12,7 +12,16 @@ from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import Schedule
 from tests.pool import Pool
-from tests.sparse_ddp import batch, parameters_of, sparse_ddp
+from tests.sparse_ddp import (
+    AGREEING_NAMES,
+    COMPRESSOR_NAMES,
+    DENSITY,
+    GROUPING_FREE_NAMES,
+    Edges,
+    batch,
+    parameters_of,
+    sparse_ddp,
+)
 
 LAYERS = 6
 STEPS = 80  # the trials take 30 steps, the contest 32
@@ -139,3 +148,30 @@ def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair: Pool) 
 def test_where_nothing_hides_lags_keeps_to_its_floor(pair: Pool) -> None:
     for _, _, stats in pair.run(train_adaptively, costly_message, STEPS + 20):
         assert stats["density"] == pytest.approx(0.02, abs=2e-4)
+
+
+def train_edges(rank: int, compressor: str, schedule: str, steps: int) -> tuple[dict[str, Tensor], bool]:
+    """Train the awkward shapes; return the parameters, and whether a plan was made."""
+    torch.manual_seed(0)
+    settings = {"density": DENSITY[compressor], "schedule": schedule, "say": lambda line: None}
+    with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(steps):
+            optimizer.zero_grad()
+            engine.begin_backward()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+        return parameters_of(ddp), engine.plan is not None
+
+
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_no_compressor_notices_the_trials(pair: Pool, compressor: str) -> None:
+    planned = pair.run(train_edges, compressor, "merged", STEPS)
+    assert all(has_plan for _, has_plan in planned)
+    (single, _), (other, _) = pair.run(train_edges, compressor, "single", STEPS)
+    if compressor in GROUPING_FREE_NAMES:
+        for (ours, _), theirs in zip(planned, (single, other)):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    if compressor in AGREEING_NAMES:
+        assert all(torch.equal(tensor, planned[1][0][name]) for name, tensor in planned[0][0].items())

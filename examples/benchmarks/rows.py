@@ -16,8 +16,7 @@ from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
-_PLANNED = ("merged", "omgs")
-_TRIAL_STEPS = 76  # what lightning_sparse.planning needs at most
+_TRIAL_STEPS = {"merged": 76, "omgs": 76, "auto": 130}  # what schedules that measure first need at most
 
 Shapes = Sequence[Sequence[int]]
 
@@ -106,7 +105,7 @@ def _ddp(
 
 
 def _sparse(**arguments: Any) -> Row:
-    trial_steps = _TRIAL_STEPS if arguments.get("schedule", "merged") in _PLANNED else 0
+    trial_steps = _TRIAL_STEPS.get(arguments.get("schedule", "merged"), 0)
     return Row(lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts}, trial_steps=trial_steps)
 
 
@@ -147,6 +146,9 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),
     "sparse_topk 0.001 layerwise": _top_k(0.001, schedule="layerwise"),
     "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),
+    "sparse_auto 0.001": _sparsifier("lags", 0.001, schedule="auto"),
+    "sparse_auto 0.001 float32": _sparsifier("lags", 0.001, schedule="auto", wire="float32"),
+    "sparse_omgs 0.001": _sparsifier("omgs", 0.001),
     "sparse_topk 0.001 omgs": _top_k(0.001, schedule="omgs"),
     **{
         f"sparse_topk 0.001 size {size}k": _top_k(0.001, schedule=FixedSize(min_elements=size << 10))

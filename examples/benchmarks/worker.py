@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 from models import WORKLOADS, BenchmarkModule
 from pytorch_lightning import Callback, LightningModule, Trainer
 from results import Measurement, milliseconds
@@ -71,7 +72,7 @@ class PlanWatch(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Look."""
         if isinstance(trainer.strategy, SparseDDPStrategy):
-            self._plan = trainer.strategy.exchange_plan()
+            self._plan = None if trainer.strategy.is_plain else trainer.strategy.exchange_plan()
             marks = trainer.strategy.last_step()
             assert marks is not None
             self._seconds.append(Clock.seconds(marks.backward_start, marks.end))
@@ -125,6 +126,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    logging.basicConfig(format="%(message)s")
+    rank_zero.log.setLevel(logging.INFO)  # what strategies say of themselves
     # The group outlives every Trainer, so that all rows run in the same processes over the same connections.
     dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=options.hosts)
     measurements: dict[str, list[Measurement]] = {name: [] for name in options.rows}
