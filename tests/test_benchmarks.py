@@ -25,8 +25,9 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
 
 
-shape, network, launch, results, rows, worker, memory, selection, plot, step = map(
-    _load, ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step"]
+shape, network, launch, results, rows, worker, memory, selection, plot, step, adaptation = map(
+    _load,
+    ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "adaptation"],
 )
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -96,6 +97,30 @@ def test_csv_has_comments_and_reads_back() -> None:
     (read,) = csv.DictReader(table)
     assert comment == "# command"
     assert (read["row"], float(read["median_ms"]), read["to_no_communication"]) == ("ddp, accumulate 2", 10.0, "")
+
+
+def test_predictions_are_drawn_where_there_are_any(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    without = results.Line("model", "ddp", 10.0, 1.0, 1.0, None, 1.0, 2.0)
+    path = tmp_path / "predictions.png"
+    assert not plot.draw_predictions([without], "title", path)
+    assert not path.exists()
+    assert plot.draw_predictions([without, without._replace(predicted_ms=11.0)], "title", path)
+    assert path.stat().st_size > 5000
+
+
+def test_predictions_of_all_ranks_are_pooled() -> None:
+    seen = [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)]
+    (line,) = results.summarise("model", {"planned": seen}, "ddp", "still")
+    assert line.predicted_ms == pytest.approx(300.0)
+    assert results.as_text([line]).splitlines()[1].endswith("300.0 ms")
+
+
+def test_adaptation_counts_the_steps_until_nothing_changes_any_more() -> None:
+    plain, ours = adaptation.Step(0.1, True), adaptation.Step(0.2, False)
+    steps = [plain] * 50 + [plain] * 30 + [ours] * 4 + [plain] * 8 + [ours] * 60
+    assert adaptation.adaptation(steps, 50) == pytest.approx((100.0, 200.0, True, False, 42))
+    assert adaptation.adaptation([plain] * 100, 50).steps == 0
 
 
 def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:

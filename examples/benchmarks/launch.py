@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from network import ShapedNetwork
 
@@ -19,7 +19,14 @@ class WorkerError(RuntimeError):
     """A host's program failed, or took too long; the message holds the end of its log."""
 
 
-def run_on_all_hosts(network: ShapedNetwork, program: Sequence[str], logs: Path, deadline: float, show: str) -> None:
+def run_on_all_hosts(
+    network: ShapedNetwork,
+    program: Sequence[str],
+    logs: Path,
+    deadline: float,
+    show: str,
+    react: Callable[[str], None] = lambda line: None,
+) -> None:
     """Run a Python program on every host, as one rank each, until all have ended.
 
     Args:
@@ -28,6 +35,7 @@ def run_on_all_hosts(network: ShapedNetwork, program: Sequence[str], logs: Path,
         logs: folder for what the ranks print.
         deadline: when it must be done, on ``time.monotonic()``.
         show: lines of rank 0 that start like this are printed here as they come.
+        react: called with every line of rank 0.
 
     Raises:
         WorkerError: if a rank fails, or the deadline passes.
@@ -36,10 +44,10 @@ def run_on_all_hosts(network: ShapedNetwork, program: Sequence[str], logs: Path,
     processes = [_start(network, rank, program, path) for rank, path in enumerate(paths)]
     with paths[0].open() as progress:
         while any(process.poll() is None for process in processes):
-            _print_lines(progress.readlines(), show)
+            _print_lines(progress, show, react)
             _check(processes, paths, deadline)
             time.sleep(_POLL_SECONDS)
-        _print_lines(progress.readlines(), show)
+        _print_lines(progress, show, react)
     _check(processes, paths, deadline)
 
 
@@ -64,8 +72,9 @@ def _start(network: ShapedNetwork, rank: int, program: Sequence[str], log: Path)
         return network.start(rank, command, rank_environment(network, rank), stdout=output, stderr=subprocess.STDOUT)
 
 
-def _print_lines(lines: Sequence[str], start: str) -> None:
-    for line in lines:
+def _print_lines(log: TextIO, start: str, react: Callable[[str], None]) -> None:
+    for line in log.readlines():
+        react(line)
         if line.startswith(start):
             print(f"  {line.rstrip()}", flush=True)
 

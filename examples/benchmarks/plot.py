@@ -36,6 +36,39 @@ def draw(lines: Sequence[Line], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def draw_predictions(lines: Sequence[Line], title: str, path: Path) -> bool:
+    """Write a picture of what plans foresaw against what was measured; return whether there was any.
+
+    Args:
+        lines: of one run or several; those without a prediction are left out.
+        title: what the numbers depend on.
+        path: where to, with an ending that matplotlib knows.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    predicted = [line for line in lines if line.predicted_ms is not None]
+    if not predicted:
+        return False
+    figure = Figure(figsize=(6.0, 5.4), layout="constrained")
+    axes = figure.subplots()
+    for workload in dict.fromkeys(line.workload for line in predicted):
+        points = [line for line in predicted if line.workload == workload]
+        measured = [line.median_ms for line in points]
+        errors = [line.spread_ms / 2 for line in points]
+        axes.errorbar(measured, [line.predicted_ms or 0.0 for line in points], xerr=errors, fmt="o", label=workload)
+    furthest = 1.1 * max(max(line.median_ms, line.predicted_ms or 0.0) for line in predicted)
+    ends = (0.0, furthest)
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(ends, [0.85 * end for end in ends], [1.15 * end for end in ends], alpha=0.15, label="15 %")
+    axes.set(xlabel="measured step (ms)", ylabel="predicted step (ms)", xlim=ends, ylim=ends, title=title)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    return True
+
+
 def _draw_workload(axes: Any, lines: Sequence[Line], rows: Sequence[str]) -> None:
     heights = [rows.index(line.row) for line in lines]
     ratios = [line.to_ddp or 0.0 for line in lines]
