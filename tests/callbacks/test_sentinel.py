@@ -22,7 +22,8 @@ class Tampered(Small):
         """Change them."""
         if self.global_rank == 1 and batch_idx == 5:
             with torch.no_grad():
-                self.network[2].bias[3] = self.network[2].bias[3].nextafter(torch.tensor(9.0))
+                bias = self.network[2].bias
+                bias[3] = bias[3].nextafter(bias.new_tensor(9.0))
                 self.network[2].weight[0, 0] += 1
 
 
