@@ -108,11 +108,12 @@ class CompressionMonitor(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        mine = {**step_statistics(strategy), **self._throughput.statistics(step)}
+        samples, marks = strategy.parameter_samples(), strategy.last_step()
+        if samples is None or marks is None:
+            return  # what exchanges was built anew since the step was asked for
+        mine = {**step_statistics(strategy, marks, samples), **self._throughput.statistics(step)}
         stats = over_ranks(strategy, mine)
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
-        samples = strategy.parameter_samples()
-        assert samples is not None
         by_parameter = parameters_over_ranks(strategy, samples) if self._counts else {}
         if self.by_parameter:
             for name, facts in by_parameter.items():
@@ -133,9 +134,10 @@ class CompressionMonitor(StepObserver):
         if self._figure_class is None or not self._history.steps or not trainer.is_global_zero:
             return
         history, last = self._history, self._history.steps[-1]
-        figure = self._figure_class(layout="constrained")
-        draw_density(figure, history.steps, history.densities)
-        log_picture(trainer, "sparse/density_by_parameter", figure, last)
+        if history.densities:  # there are none where every gradient is sparse_coo
+            figure = self._figure_class(layout="constrained")
+            draw_density(figure, history.steps, history.densities)
+            log_picture(trainer, "sparse/density_by_parameter", figure, last)
         figure = self._figure_class(layout="constrained")
         draw_time(figure, history.steps, history.statistics)
         log_picture(trainer, "sparse/time_of_a_step", figure, last)

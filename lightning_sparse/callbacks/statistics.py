@@ -4,15 +4,12 @@ import math
 from collections.abc import Mapping
 
 from lightning_sparse.callbacks.gathering import gather_rows, reduce_rows
-from lightning_sparse.observe import Clock, ParameterSamples
+from lightning_sparse.observe import Clock, ParameterSamples, StepMarks
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
-def step_statistics(strategy: SparseDDPStrategy) -> dict[str, float]:
-    """Return what the last step did on this rank; its samples must have been asked for."""
-    marks, samples = strategy.last_step(), strategy.parameter_samples()
-    assert marks is not None
-    assert samples is not None
+def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: ParameterSamples) -> dict[str, float]:
+    """Return what the last step, of which there are marks and samples, did on this rank."""
     backward = 0.0
     if marks.backward_start is not None and marks.backward_end is not None:
         backward = Clock.seconds(marks.backward_start, marks.backward_end)

@@ -369,6 +369,36 @@ def test_one_process_has_nothing_to_log(pools: dict[int, Pool], tmp_path: Path) 
     assert "sparse/" not in (tmp_path / "metrics.csv").read_text()
 
 
+class OnlySparseLayout(Small):
+    """A model all of whose gradients are ``sparse_coo``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Pull some rows to one."""
+        return (self.network(batch[:, :3].abs().mul(5).long().clamp(max=15)) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD, which takes such gradients."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_sparse_layout(rank: int, directory: str) -> None:
+    """Fit with it, and everything on."""
+    fit_monitored(rank, TensorBoardLogger, directory, EVERYTHING, module=OnlySparseLayout, limit_val_batches=0)
+
+
+def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(pair: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pair.run(fit_sparse_layout, str(tmp_path))
+    events = read_events(tmp_path)
+    assert all(event.value > 0 for event in events.Scalars("sparse/wire_bytes"))
+    assert events.Tags()["images"] == ["sparse/time_of_a_step"]
+    assert not any("network" in tag for tag in events.Tags()["scalars"])
+
+
 class LongValidation(Small):
     """A model whose validation takes longer than its training."""
 
