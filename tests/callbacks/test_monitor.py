@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -206,18 +206,47 @@ def fit_planned(rank: int, directory: str) -> None:
     fit_monitored(rank, TensorBoardLogger, directory, max_epochs=6)
 
 
-class Skewed(Small):
-    """A model whose first rank is slower."""
+class Notes(Callback):
+    """Note what this rank measured in the steps that are logged."""
 
-    def on_before_backward(self, loss: Tensor) -> None:
-        """Wait."""
-        if self.global_rank == 0:
-            time.sleep(0.02)
+    def __init__(self) -> None:
+        self.stats: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        """Note it."""
+        if arguments[-1] in STEPS:
+            self.stats.append(trainer.strategy.compression_stats())
 
 
-def test_the_slowest_rank_says_how_much_is_exposed(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_monitored, CSVLogger, str(tmp_path), None, {"schedule": "single"}, Skewed)
-    assert all(float(row["sparse/exposed_seconds"]) > 0.015 for row in read_rows(tmp_path))
+def fit_noted(rank: int, directory: str) -> list[dict[str, float]]:
+    """Fit with a method whose ranks send differently much; return what this rank measured."""
+    notes = Notes()
+    trainer = make_trainer(
+        rank,
+        SparseDDPStrategy("exdyna", density=0.05),
+        logger=CSVLogger(directory, name="", version=""),
+        log_every_n_steps=4,
+        callbacks=[CompressionMonitor(), notes],
+    )
+    trainer.fit(Small())
+    return notes.stats
+
+
+def test_logged_are_means_over_ranks_and_what_the_slowest_has_exposed(pair: Pool, tmp_path: Path) -> None:
+    rows = zip(read_noted(pair, tmp_path), read_rows(tmp_path))
+    for (first, second), row in rows:
+        for name in ("density", "wire_bytes", "select_seconds", "exchange_seconds", "total_wire_bytes"):
+            assert float(row[f"sparse/{name}"]) == pytest.approx((first[name] + second[name]) / 2)
+        slowest = max(first["exposed_seconds"], second["exposed_seconds"])
+        assert float(row["sparse/exposed_seconds"]) == pytest.approx(slowest)
+        assert first["exposed_seconds"] != second["exposed_seconds"]
+
+
+def read_noted(pair: Pool, directory: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Return what both ranks measured, step by step."""
+    first, second = pair.run(fit_noted, str(directory))
+    assert len(first) == len(second) == len(STEPS)
+    return list(zip(first, second))
 
 
 def gather(rank: int) -> list[list[float]]:
@@ -404,7 +433,7 @@ class LongValidation(Small):
 
     def on_validation_start(self) -> None:
         """Wait."""
-        time.sleep(1.0)
+        time.sleep(2.0)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return 4 batches for two ranks."""
@@ -412,9 +441,9 @@ class LongValidation(Small):
 
 
 def test_validation_does_not_count_as_training(pair: Pool, tmp_path: Path) -> None:
-    arguments = {"num_sanity_val_steps": 0, "max_epochs": 3}
+    arguments = {"num_sanity_val_steps": 0, "max_epochs": 2}
     pair.run(fit_monitored_long, str(tmp_path), arguments)
-    assert all(float(row["sparse/step_seconds"]) < 0.2 for row in read_rows(tmp_path)[1:])
+    assert all(float(row["sparse/step_seconds"]) < 0.45 for row in read_rows(tmp_path)[1:])
 
 
 def fit_monitored_long(rank: int, directory: str, arguments: dict[str, Any]) -> None:
