@@ -21,11 +21,12 @@ LAYERS = [
     {"strategy"},
     {"callbacks"},
     {"__init__"},
-    {"plan"},
+    {"parser"},
+    {"plan", "submit"},
     {"cli"},
     {"__main__"},
 ]
-KNOWS_LIGHTNING = {"strategy", "callbacks", "cli", "plan", "__init__"}
+KNOWS_LIGHTNING = {"strategy", "callbacks", "cli", "parser", "plan", "submit", "__init__"}
 
 
 def noun(path: Path) -> str:
