@@ -48,11 +48,11 @@ class Images(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.split.train, self.batch_size, shuffle=True)
+        return DataLoader(self.split.train, batch_size=self.batch_size, shuffle=True)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.split.test, self.batch_size)
+        return DataLoader(self.split.test, batch_size=self.batch_size)
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:

@@ -14,6 +14,7 @@ from pytorch_lightning.strategies import StrategyRegistry
 from typing_extensions import override
 
 import lightning_sparse  # noqa: F401  # registers the strategy names
+from lightning_sparse.callbacks import RequeueAtStepEnd
 from lightning_sparse.named import unknown_name
 from lightning_sparse.registry import SYSTEMS
 
@@ -32,7 +33,7 @@ class HintingParser(LightningArgumentParser):
 
 
 class SparseCLI(LightningCLI):
-    """Lightning's command line with this package's strategy names known to it.
+    """Lightning's command line with this package's strategy names known to it, and SLURM's signals answered.
 
     Args:
         **kwargs: as for :class:`~pytorch_lightning.cli.LightningCLI`.
@@ -41,7 +42,12 @@ class SparseCLI(LightningCLI):
     def __init__(self, **kwargs: Any) -> None:
         # A job that SLURM puts back into the queue finds the file that its first run has written.
         overwrites = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
-        super().__init__(**{"parser_class": HintingParser, "save_config_kwargs": {"overwrite": overwrites}, **kwargs})
+        defaults: dict[str, Any] = {
+            "parser_class": HintingParser,
+            "save_config_kwargs": {"overwrite": overwrites},
+            "trainer_defaults": {"callbacks": [RequeueAtStepEnd()]},
+        }
+        super().__init__(**{**defaults, **kwargs})
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -78,7 +78,7 @@ def test_only_the_hook_knows_buckets() -> None:
 
 def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> None:
     calling = {path.name for path in FILES if "torch.distributed" in imported(path)}
-    assert calling == {"collectives.py", "engine.py", "hook.py", "job.py", "strategy.py"}
+    assert calling == {"collectives.py", "engine.py", "hook.py", "job.py", "requeue.py", "strategy.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

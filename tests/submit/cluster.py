@@ -29,7 +29,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
 # A requeued job waits for this many seconds before it starts again; 120 unless set.
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=2
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -43,7 +43,7 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
-KillWait=5
+KillWait=2
 # The port at which a job's processes meet follows from its number, and two test runs may share a machine.
 FirstJobId={first_job}
 StateSaveLocation={folder}/state

@@ -16,19 +16,25 @@ from tests.trainers import Small
 
 
 class Slow(Small):
-    """Sleep before every step, so that a signal reaches all ranks in the same one.
+    """Let rank 0 sleep between steps, so that a signal meets the others while they wait for it.
 
     Args:
         seconds: to sleep.
     """
 
-    def __init__(self, seconds: float = 0.2) -> None:
+    def __init__(self, seconds: float = 0.1) -> None:
         super().__init__()
         self.seconds = seconds
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        time.sleep(self.seconds)
+        if self.trainer.is_global_zero:
+            time.sleep(self.seconds / 2)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_index: int) -> None:
+        if self.trainer.is_global_zero:
+            time.sleep(self.seconds / 2)
 
 
 class Recorder(Callback):

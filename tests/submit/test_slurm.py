@@ -96,6 +96,8 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: P
     assert [line["restarts"] for line in written] == sorted(line["restarts"] for line in written)
     saved = torch.load(work / "jobs" / job / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)["global_step"]
     assert 20 <= saved < 48
+    # At the end of a step, and with nothing done after it, that would be done twice.
+    assert [line["step"] for line in written if line["restarts"] == 0][-1] == saved
     again = [(line["step"], line["epoch"], line["batch"]) for line in written if line["restarts"] == 1]
     # In the middle of an epoch, of 16 batches, and neither from its start nor with a step left out.
     assert again == [(step, (step - 1) // 16, (step - 1) % 16) for step in range(saved + 1, 49)]
