@@ -28,8 +28,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-# A requeued job waits for this many seconds before it starts again; 120 unless set.
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+# A requeued job waits for this many seconds before it starts again: 120 unless set, and 5 at least.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
