@@ -4,11 +4,13 @@ import gzip
 import math
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
+from pytorch_lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 DIGITS_FOR_TEST = 448  # a quarter, and a multiple of most numbers of ranks
 
@@ -25,6 +27,40 @@ class ImageSplit(NamedTuple):
 
     train: TensorDataset
     test: TensorDataset
+
+
+class Images(LightningDataModule):
+    """Digits, or Fashion-MNIST, in batches; what is for testing is also for validation and prediction.
+
+    Args:
+        batch_size: images of a batch, in each process.
+        directory: of the files of Fashion-MNIST; ``None`` for scikit-learn's digits, which need no download.
+    """
+
+    def __init__(self, batch_size: int = 16, directory: Optional[str] = None) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.directory = directory
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.split = digits() if self.directory is None else fashion_mnist(Path(self.directory))
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.split.train, batch_size=self.batch_size, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.split.test, batch_size=self.batch_size)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.val_dataloader()
 
 
 def digits() -> ImageSplit:

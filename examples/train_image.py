@@ -78,6 +78,14 @@ class ImageClassifier(LightningModule):
         self.log("accuracy", self.accuracy, on_epoch=True, prog_bar=True)
 
     @override
+    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.validation_step(batch)
+
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.network(batch[0]).argmax(dim=1)  # type: ignore[no-any-return]
+
+    @override
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 

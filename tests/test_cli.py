@@ -2,13 +2,30 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.cli import main
 
 MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+OWN_SCRIPT = """
+import lightning_sparse
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    cli = LightningCLI(BoringModel)
+    if cli.trainer.is_global_zero:
+        print("\\nratio", cli.trainer.strategy.compression_stats()["compression_ratio"])
+"""
+
+
+def run(*arguments: str, command: tuple[str, ...] = ("-m", "lightning_sparse")) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightning_sparse", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -43,7 +60,53 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
     assert "gradient_as_bucket_view" not in done.stdout  # DDP's default in place of ours
 
 
-def test_the_help_lists_lightnings_commands() -> None:
+def test_the_help_lists_all_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("fit", "validate", "test", "predict"))
+    assert all(command in done.stdout for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
+
+
+def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
+    script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
+    script.write_text(OWN_SCRIPT)
+    config.write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args: {density: 0.1}\n"
+        "  accelerator: cpu\n  devices: 2\n  fast_dev_run: 2\n"
+    )
+    done = run("fit", f"--config={config}", command=(str(script),))
+    assert done.returncode == 0, done.stderr
+    (ratio,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ratio")]
+    assert ratio > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["--trainer.max_epoks=3"], "'trainer.max_epoks' is unknown; did you mean 'trainer.max_epochs'"),
+        (["--config={folder}/key.yaml"], "'trainer.max_epoch' is unknown; did you mean 'trainer.max_epochs'"),
+        (["--config={folder}/argument.yaml"], "'wyre' is unknown; did you mean 'wire'?"),
+        (["--config={folder}/inner.yaml"], "'max_compresion' is unknown; did you mean 'max_compression'?"),
+        (["--model=tests.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
+        (["--trainer.strategy=sparse_lag"], "trainer.strategy='sparse_lag' is unknown"),
+        (["--trainer.strategy=sparse_lag"], "(did you mean 'sparse_lags'?)"),
+        (["--nothing_like_it=3"], "unrecognized arguments: --nothing_like_it=3"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_one_that_is_near(
+    arguments: list[str],
+    near: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    strategy = "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args:\n"
+    (tmp_path / "key.yaml").write_text("trainer:\n  max_epoch: 3\n")
+    (tmp_path / "argument.yaml").write_text(f"{strategy}      wyre: float16\n")
+    compressor = "{class_path: lightning_sparse.compressors.LAGS, init_args: {max_compresion: 3.0}}"
+    (tmp_path / "inner.yaml").write_text(f"{strategy}      compressor: {compressor}\n")
+    monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", MODEL, *(word.format(folder=tmp_path) for word in arguments)])
+    assert stop.value.code == 2
+    assert near in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 from lightning_sparse.callbacks.assumption import AssumptionMonitor
 from lightning_sparse.callbacks.monitor import CompressionMonitor
+from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
 from lightning_sparse.callbacks.sentinel import ReplicaSentinel
 from lightning_sparse.callbacks.timeline import OverlapTimeline
 
-__all__ = ["AssumptionMonitor", "CompressionMonitor", "OverlapTimeline", "ReplicaSentinel"]
+__all__ = ["AssumptionMonitor", "CompressionMonitor", "OverlapTimeline", "ReplicaSentinel", "RequeueAtStepEnd"]

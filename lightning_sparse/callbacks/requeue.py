@@ -1,0 +1,121 @@
+"""Save, and go back into SLURM's queue, at the end of a step that all ranks have agreed on."""
+
+import os
+import signal
+import subprocess
+import threading
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+
+class RequeueAtStepEnd(Callback):
+    """Answer SLURM's signal at the end of a step, instead of wherever each rank happens to be.
+
+    Lightning saves within the signal's handler. A rank that is waiting for another one's gradient then does not get to
+    its handler, while the other waits for it there: the job hangs, and is neither saved nor put back. Here the handler
+    only takes note. What ranks have noted is reduced in the background while the next step runs, so that all of them
+    learn of it at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's
+    ``default_root_dir``, from which the requeued job goes on, and end.
+
+    It replaces Lightning's handler, and does nothing outside of SLURM or where ``SLURMEnvironment(auto_requeue=False)``
+    is among the Trainer's plugins. ``lightning-sparse fit`` has it always. A signal during a validation is answered
+    after it.
+
+    Example::
+
+        >>> callbacks = [RequeueAtStepEnd()]
+    """
+
+    def __init__(self) -> None:
+        self._is_signalled = False
+        self._signal: Optional[signal.Signals] = None
+        self._replaced: Any = None
+        self._group: Any = None
+        self._noted = torch.zeros(1, dtype=torch.int32)
+        self._reduction: Any = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if stage != "fit" or not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return
+        # Signals reach the main thread only. Lightning installs no handler of its own where it finds one.
+        if environment.requeue_signal is not None and threading.current_thread() is threading.main_thread():
+            self._is_signalled = False
+            self._signal = environment.requeue_signal
+            self._replaced = signal.signal(self._signal, self._note)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._signal is not None and trainer.world_size > 1:
+            # Of its own, so that nothing else that ranks exchange comes between; on the CPU, so that no GPU waits.
+            self._group = dist.new_group(backend="gloo")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._signal is not None and self._is_agreed():
+            self._save_and_requeue(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._signal is not None:
+            signal.signal(self._signal, self._replaced)
+            self._signal = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        self._is_signalled = True
+
+    def _is_agreed(self) -> bool:
+        """Return whether any rank had been signalled at the end of the last step; the same on all ranks."""
+        is_agreed = self._group is None and self._is_signalled
+        if self._reduction is not None:
+            self._reduction.wait()
+            is_agreed = bool(self._noted)
+        if is_agreed:
+            self._is_signalled = False  # answered now, and not again after the next step
+        if self._group is not None:
+            self._noted.fill_(self._is_signalled)
+            self._reduction = dist.all_reduce(self._noted, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return is_agreed
+
+    def _save_and_requeue(self, trainer: Trainer) -> None:
+        # Lightning's own name for the file, since it is Lightning that looks for it.
+        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        path = trainer.strategy.broadcast(path)
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"RequeueAtStepEnd: saved {path} after step {trainer.global_step}")
+        if trainer.strategy.broadcast(_requeue() if trainer.is_global_zero else None):
+            # Steps after the checkpoint would be done, and logged, twice.
+            raise SystemExit(0)
+
+
+def _requeue() -> bool:
+    """Put this job back into the queue; SLURM ends its processes then."""
+    job = os.environ["SLURM_JOB_ID"]
+    done = subprocess.run(  # noqa: S603  # SLURM's own, with a number
+        ["scontrol", "requeue", job],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        rank_zero_warn(f"SLURM does not put job {job} back, which trains on until its end: {done.stderr.strip()}")
+    return done.returncode == 0

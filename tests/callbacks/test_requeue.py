@@ -1,0 +1,107 @@
+"""Ranks that a signal meets in different places save together, at the end of one step."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.plugins.environments import SLURMEnvironment
+from typing_extensions import override
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import RequeueAtStepEnd
+from tests.pool import Pool
+from tests.trainers import Small, make_trainer
+
+JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+STEPS = 16
+
+
+class SignalAt(Callback):
+    """Signal this process before a step.
+
+    Args:
+        step: which.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.handler: Any = None
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.handler = signal.getsignal(signal.SIGUSR1)
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def fit_signalled(rank: int, folder: str, signalled: tuple[int, ...]) -> tuple[bool, int, bool, list[str]]:
+    """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings."""
+    job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    job["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
+    before, has_ended = signal.getsignal(signal.SIGUSR1), False
+    with mock.patch.dict(os.environ, job), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="SLURM does not put job")
+        callbacks = [RequeueAtStepEnd(), SignalAt(4 if rank in signalled else -1)]
+        plugins = [SLURMEnvironment()]
+        trainer = make_trainer(rank, SparseDDPStrategy(), plugins=plugins, callbacks=callbacks, default_root_dir=folder)
+        try:
+            trainer.fit(Small())
+        except SystemExit:
+            has_ended = True
+    is_restored = signal.getsignal(signal.SIGUSR1) == before
+    signal.signal(signal.SIGUSR1, before)
+    said = [str(each.message) for each in caught if "SLURM does not" in str(each.message)]
+    return has_ended, trainer.global_step, is_restored, said
+
+
+def fit_outside(rank: int) -> bool:
+    """Fit outside of a job; return whether the signal is left alone."""
+    watching = SignalAt(-1)
+    make_trainer(rank, SparseDDPStrategy(), callbacks=[RequeueAtStepEnd(), watching], max_steps=2).fit(Small())
+    return watching.handler == signal.SIG_DFL
+
+
+def put_scontrol(folder: Path, status: int) -> None:
+    """Put a command in place of SLURM's that writes down what is asked of it."""
+    path = folder / "scontrol"
+    path.write_text(
+        f'#!/bin/sh\necho "$*" >> {folder}/asked\n[ {status} = 0 ] || echo no such job >&2\nexit {status}\n'
+    )
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+def test_all_ranks_save_and_end_after_the_same_step(signalled: tuple[int, ...], pair: Pool, tmp_path: Path) -> None:
+    put_scontrol(tmp_path, 0)
+    (ended, step, _, _), (other_ended, other_step, _, _) = pair.run(fit_signalled, str(tmp_path), signalled)
+    assert ended
+    assert other_ended
+    assert step == other_step == 6  # signalled in the fifth, agreed on while the sixth ran
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)
+    assert saved["global_step"] == step
+
+
+def test_without_a_signal_nothing_happens(pair: Pool, tmp_path: Path) -> None:
+    put_scontrol(tmp_path, 0)
+    assert pair.run(fit_signalled, str(tmp_path), ()) == [(False, STEPS, True, [])] * 2
+    assert not list(tmp_path.glob("hpc*"))
+
+
+def test_a_job_that_may_not_go_back_trains_on(pair: Pool, tmp_path: Path) -> None:
+    put_scontrol(tmp_path, 1)
+    first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
+    assert first[:3] == second[:3] == (False, STEPS, True)
+    assert "SLURM does not put job 77 back, which trains on until its end: no such job" in first[3][0]
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+
+
+def test_outside_of_slurm_the_signal_is_left_alone(pair: Pool) -> None:
+    assert pair.run(fit_outside) == [True, True]

@@ -1,0 +1,225 @@
+"""A real SLURM cluster on this machine: a controller and several nodes, each a slurmd with a hostname of its own.
+
+Everything runs as root in a process namespace of its own, whose first process dies with the test run: the kernel then
+ends daemons, jobs and what the jobs have started, whatever happened. No service of the system is used, no fixed port.
+"""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Optional
+
+REQUIRED = "LIGHTNING_SPARSE_NEEDS_SLURM"  # set where its absence is an error, as in continuous integration
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+
+_NODE_NAME = "n"
+_CONFIGURATION = """\
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+# A requeued job waits for this many seconds before it starts again: 120 unless set, and 5 at least.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=2
+SlurmdParameters=config_overrides
+ReturnToService=2
+JobRequeue=1
+KillWait=2
+# The port at which a job's processes meet follows from its number, and two test runs may share a machine.
+FirstJobId={first_job}
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdLogFile={folder}/slurmd.%n.log
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+_NODE = (
+    "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=2 Boards=1 SocketsPerBoard=1"
+    " CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
+)
+# First process of the namespace. It ends, and with it all others, as soon as one of the daemons does.
+_FIRST_PROCESS = """\
+set -eu
+folder=$1
+shift
+# A directory that only root may enter is right here, so --force.
+munged --foreground --force --num-threads=2 --key-file="$folder/munge.key" --socket="$folder/munge.socket" \\
+    --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munged.seed" &
+until munge --no-input --socket="$folder/munge.socket" > /dev/null 2>&1; do
+    kill -0 "$!"
+    sleep 0.1
+done
+slurmctld -D -c &
+for name in "$@"; do
+    mkdir -p "$folder/spool.$name"
+    unshare --uts --mount bash -c 'hostname "$1"; mount --bind "$0/hosts" /etc/hosts; exec slurmd -D -N "$1"' \\
+        "$folder" "$name" &
+done
+wait -n
+"""
+
+
+def missing() -> list[str]:
+    """Return what this machine lacks to run a cluster."""
+    lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    if not sys.platform.startswith("linux"):
+        lacking.append("Linux")
+    elif os.geteuid() != 0:
+        lacking.append("root")
+    elif not lacking and subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        lacking.append("the right to make namespaces")
+    return lacking
+
+
+class Cluster:
+    """Start ``nodes`` nodes ``n1``, ``n2``, ...; every method has a time limit.
+
+    Args:
+        folder: empty directory for everything that the cluster writes.
+        nodes: number of nodes, of 2 processors each.
+
+    Raises:
+        RuntimeError: if the nodes are not ready within a minute; the message ends with the logs.
+    """
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder = folder
+        self.names = [f"{_NODE_NAME}{number + 1}" for number in range(nodes)]
+        self.environment = {**_without_slurm(os.environ), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        self._write_files()
+        # Both ends of the chain: unshare dies with the test run, and the first process of the namespace with unshare.
+        namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with (folder / "daemons.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    *namespace,
+                    "bash",
+                    "-c",
+                    _FIRST_PROCESS,
+                    "bash",
+                    folder,
+                    *self.names,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait_for_nodes()
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(self, *command: str, folder: Optional[Path] = None) -> str:
+        """Run a command such as ``sbatch`` for at most a minute; return what it printed."""
+        done = subprocess.run(
+            command, env=self.environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def facts(self, job: str) -> dict[str, str]:
+        """Return what SLURM knows of a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_until_ended(self, job: str, timeout: float) -> dict[str, str]:
+        """Return what SLURM knows of a job after its end.
+
+        Raises:
+            TimeoutError: if it goes on for longer than ``timeout`` seconds; the message ends with the logs.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            facts = self.facts(job)
+            if facts["JobState"] in ENDED:
+                return facts
+            time.sleep(0.5)
+        raise TimeoutError(f"job {job} has not ended within {timeout} s: {self.facts(job)}\n{self.logs()}")
+
+    def logs(self) -> str:
+        """Return the ends of all logs."""
+        paths = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+
+    def stop(self) -> None:
+        """End the cluster and all of its jobs."""
+        self._process.kill()
+        self._process.wait(timeout=30)
+
+    def _wait_for_nodes(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._process.poll() is None:
+            asked = ["sinfo", "--noheader", "--Node", "--format=%t"]
+            told = subprocess.run(asked, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+            if told.stdout.split() == ["idle"] * len(self.names):
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"the nodes {self.names} are not ready\n{self.logs()}")
+
+    def _write_files(self) -> None:
+        controller_port, *ports = _free_ports(1 + len(self.names))
+        configuration = _CONFIGURATION.format(
+            host=socket.gethostname(),
+            folder=self.folder,
+            controller_port=controller_port,
+            first_job=random.randrange(1000, 9000),
+            nodes="\n".join(_NODE.format(name=name, port=port) for name, port in zip(self.names, ports)),
+            names=",".join(self.names),
+        )
+        (self.folder / "slurm.conf").write_text(configuration)
+        (self.folder / "state").mkdir()
+        hosts = ["localhost", socket.gethostname(), *self.names]
+        (self.folder / "hosts").write_text("".join(f"127.0.0.1 {name}\n" for name in hosts))
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+
+
+def _path() -> str:
+    """Return the search path with the system's daemons in it."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def _without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment less what an outer job may have left in it."""
+    return {name: value for name, value in environment.items() if not name.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens at; held together until all are known, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

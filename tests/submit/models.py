@@ -1,0 +1,75 @@
+"""A training that takes its time, and what it writes down of itself."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from tests.trainers import Small
+
+
+class Slow(Small):
+    """Let rank 0 sleep between steps, so that a signal meets the others while they wait for it.
+
+    Args:
+        seconds: to sleep.
+    """
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    @override
+    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+        if self.trainer.is_global_zero:
+            time.sleep(self.seconds / 2)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_index: int) -> None:
+        if self.trainer.is_global_zero:
+            time.sleep(self.seconds / 2)
+
+
+class Recorder(Callback):
+    """Append to a file, for every step, where the training is, and at the end what has become of it.
+
+    Args:
+        path: of the file, a JSON object a line.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero:
+            restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+            self._write(restarts=restarts, step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        weights = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
+        replicas = [torch.empty_like(weights) for _ in range(trainer.world_size)]
+        hosts: list[Any] = [None] * trainer.world_size
+        dist.all_gather(replicas, weights)
+        dist.all_gather_object(hosts, os.environ["SLURMD_NODENAME"])
+        if trainer.is_global_zero:
+            self._write(
+                hosts=hosts,
+                identical=all(torch.equal(replica, weights) for replica in replicas),
+                stats=trainer.strategy.compression_stats(),
+                loss=float(trainer.callback_metrics["loss"]),
+            )
+
+    def _write(self, **line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,198 @@
+"""The command ``lightning-sparse submit``, without a cluster."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.cli import main
+from lightning_sparse.submit import check_step, parse_time
+
+BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
+FIT = ["--model=tests.submit.models.Slow", "--trainer.strategy=sparse_topk"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep Lightning's own deprecation to itself, and run in an empty directory."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.chdir(tmp_path)
+
+
+def script_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return the script that would be submitted."""
+    main(["submit", *args, "--dry-run"])
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
+    return script
+
+
+def trained_words(script: str) -> list[str]:
+    """Return the words of the training command."""
+    (line,) = [line for line in script.splitlines() if line.startswith("srun")]
+    return shlex.split(line)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return what is said of arguments that are refused."""
+    with pytest.raises(SystemExit) as stop:
+        main(["submit", *args])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_script_asks_for_what_lightning_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = script_of(capsys, *BASE, *FIT, "--interface=ib0", "--cpus-per-task=6", "--job-name=lags")
+    for option in (
+        "--job-name=lags",
+        f"--chdir={tmp_path}",
+        "--time=2:00:00",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--cpus-per-task=6",
+        "--signal=SIGUSR1@120",
+        "--requeue",
+        "--open-mode=append",
+    ):
+        assert f"#SBATCH {option}\n" in script
+    assert "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in script
+    assert 'scontrol show hostnames "$SLURM_JOB_NODELIST"' in script
+    words = trained_words(script)
+    assert words[:2] == ["srun", "--kill-on-bad-exit=1"]
+    assert words[-4:-1] == ["--trainer.num_nodes=2", "--trainer.devices=4", "--trainer.accelerator=gpu"]
+    assert f'root={tmp_path}/jobs/"$SLURM_JOB_ID"' in script
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_on_processors_and_with_more_options(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--sbatch=--partition=long", "--sbatch=--account=me", "--setup=module load python"]
+    script = script_of(capsys, "--nodes=3", "--tasks-per-node=1", "--time=90", *more, *FIT)
+    assert "--gpus" not in script
+    assert "#SBATCH --partition=long\n#SBATCH --account=me\n" in script
+    assert script.index("module load python") < script.index("srun --kill")
+    assert "--trainer.accelerator=cpu" in trained_words(script)
+
+
+def test_words_and_directories_survive_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "two words; $HOME"
+    script = script_of(capsys, *BASE, *FIT, f"--directory={folder}", "--trainer.profiler=$(two) 'words'")
+    assert "--trainer.profiler=$(two) 'words'" in trained_words(script)
+    (line,) = [line for line in script.splitlines() if line.startswith("root=")]
+    done = subprocess.run(
+        ["bash", "-c", f'SLURM_JOB_ID=7; {line}; printf %s "$root"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{folder}/7"
+
+
+def test_what_agrees_is_accepted_and_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--trainer.num_nodes=2", "--trainer.devices=[0,1,2,3]", "--trainer.accelerator=cuda"]
+    words = trained_words(script_of(capsys, *BASE, *FIT, *given))
+    assert [sum(word.startswith(f"--trainer.{key}") for word in words) for key in ("num_nodes", "devices")] == [1, 1]
+
+
+def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = script_of(capsys, *BASE, *FIT, "--ckpt_path=start.ckpt", f"--trainer.default_root_dir={tmp_path / 'root'}")
+    start, end = script.index("resume=()"), script.index("# Where one task fails")
+    (root,) = [line for line in script.splitlines() if line.startswith("root=")]
+    ask = f'set -e\n{root}\n{script[start:end]}\necho "${{resume[@]}}"'
+    resumed = []
+    for name in (None, "hpc_ckpt_1.ckpt"):
+        if name:
+            (tmp_path / "root").mkdir()
+            (tmp_path / "root" / name).touch()
+        resumed.append(subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
+    assert resumed == ["", "--ckpt_path=hpc"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trainer.num_nodes=1"], "trainer.num_nodes=1 in the configuration does not agree with --nodes 2"),
+        (["--trainer.devices=2"], "trainer.devices='2' in the configuration does not agree with --gpus-per-node 4"),
+        (["--trainer.devices=[0,1]"], "--trainer.devices=4 after the configuration"),
+        (["--trainer.accelerator=cpu"], "trainer.accelerator='cpu' in the configuration does not agree"),
+        (["--time=soon"], "--time 'soon' must be minutes, minutes:seconds, hours:minutes:seconds"),
+        (["--time=2"], "--time 2 is 120 seconds, of which --signal-seconds 120"),
+        (["--nodes=0"], "--nodes 0 must be a whole number, at least 1"),
+        (["--gpus-per-node=0"], "--gpus-per-node 0 must be a whole number, at least 1"),
+        (["--tasks-per-node=4"], "not allowed with argument --gpus-per-node"),
+        (["--job-name=interactive"], "--job-name interactive cannot be used"),
+        (["--job-name=bash"], "Lightning takes jobs named bash or interactive for a shell"),
+        (["--job-name=my job"], "must consist of letters, digits"),
+        (["--interface=eth0; rm"], "must be the name of a network interface"),
+        (["--sbatch=--nodes=7"], "--sbatch=--nodes=7 is for this command to write"),
+        (["--sbatch=long"], "--sbatch 'long' must be one option of sbatch"),
+        (["--trainer.max_epoks=3"], "did you mean"),
+        (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(capsys, *BASE, *FIT, *args)
+
+
+def test_devices_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "--time=60", *FIT)
+    assert "one of the arguments --gpus-per-node --tasks-per-node is required" in message
+
+
+def test_an_unknown_key_of_a_configuration_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text("trainer:\n  max_epoch: 3\n")
+    message = refusal(capsys, *BASE, *FIT, "--config=fit.yaml")
+    assert "'trainer.max_epoch' is unknown; did you mean 'trainer.max_epochs'" in message
+
+
+def test_a_leftover_of_another_job_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "hpc_ckpt_3.ckpt").touch()
+    message = refusal(capsys, *BASE, *FIT, f"--trainer.default_root_dir={tmp_path}")
+    assert "holds hpc_ckpt_3.ckpt, from which Lightning would go on without being asked" in message
+
+
+def test_a_missing_sbatch_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "sbatch is not to be found: run this where SLURM's commands are" in refusal(capsys, *BASE, *FIT)
+
+
+def test_what_sbatch_says_is_passed_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    assert "sbatch: error: invalid account" in refusal(capsys, *BASE, *FIT)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("1", 60), ("90:30", 5430), ("0:0:1", 1), ("2:00:00", 7200), ("1-0", 86400), ("1-2:3", 93780), ("1-2:3:4", 93784)],
+)
+def test_times_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
+    assert parse_time(time) == seconds
+
+
+@pytest.mark.parametrize("time", ["", "0", "1:2:3:4", "1-", "-1", "1.5", "2h", "00:00:00", "infinite", "1-1-1"])
+def test_other_times_are_refused(time: str) -> None:
+    with pytest.raises(ValueError, match="must be minutes"):
+        parse_time(time)
+
+
+STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}
+
+
+def test_a_process_that_would_wait_forever_is_refused() -> None:
+    without_srun = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
+    with pytest.raises(RuntimeError, match="put srun before the command"):
+        check_step(without_srun)
+    with pytest.raises(RuntimeError, match="SLURM_JOB_NAME='interactive' in a job of 2 tasks"):
+        check_step({**STEP, "SLURM_JOB_NAME": "interactive"})
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, STEP, {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"}]
+)
+def test_others_may_start(environment: dict[str, str]) -> None:
+    check_step(environment)

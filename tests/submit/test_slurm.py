@@ -1,0 +1,150 @@
+"""Trainings on a real SLURM cluster of several nodes, on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.submit.cluster import REQUIRED, Cluster, missing
+
+ROOT = Path(__file__).parents[2]
+NODES = 4
+EXAMPLE = "several_nodes.sbatch"
+
+
+def or_skip() -> None:
+    """Skip, and say what is missing, unless this is where nothing may be."""
+    lacking = missing()
+    if lacking and os.environ.get(REQUIRED):
+        pytest.fail(f"{REQUIRED} is set, but a cluster cannot run here without {', '.join(lacking)}")
+    if lacking:
+        pytest.skip(f"a SLURM cluster needs {', '.join(lacking)}; .ci/run installs it on Debian, as root")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    or_skip()
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
+    path = [str(Path(sys.executable).parent), cluster.environment["PATH"]]
+    cluster.environment.update(PATH=os.pathsep.join(path), PYTHONPATH=str(ROOT), INTERFACE="lo")
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A directory that has what the root of the repository has."""
+    for name in ("configs", "examples", "lightning_sparse"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def wait_for(happened: Callable[[], Any], timeout: float, cluster: Cluster, log: Path) -> None:
+    """Wait until something is true; fail with the logs after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout} s\n{log.read_text() if log.exists() else ''}\n{cluster.logs()}")
+        time.sleep(0.2)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the objects that a training has written down so far."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@pytest.mark.timeout(240)
+def test_the_example_trains_on_four_nodes_as_it_is_written(cluster: Cluster, work: Path) -> None:
+    job = cluster.run("sbatch", "--parsable", f"--nodes={NODES}", f"examples/slurm/{EXAMPLE}", folder=work).strip()
+    try:
+        facts = cluster.wait_until_ended(job, timeout=200)
+    finally:
+        log = next(work.glob(f"*-{job}.log")).read_text()
+    assert facts["JobState"] == "COMPLETED", log
+    assert facts["NodeList"] == "n[1-4]"
+    assert "Starting with 4 processes" in log
+    root = work / "jobs" / job / "lightning_logs" / f"version_{job}"
+    scalars = EventAccumulator(str(root)).Reload()
+    assert scalars.Scalars("accuracy")[-1].value > 0.9
+    assert scalars.Scalars("sparse/compression_ratio")[-1].value > 20
+    assert list(root.glob("checkpoints/epoch=9-*.ckpt"))
+
+
+@pytest.mark.timeout(240)
+def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: Path) -> None:
+    options = ["--nodes=2", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
+    told = cluster.run("lightning-sparse", "submit", *options, f"--config={ROOT}/tests/submit/slow.yaml", folder=work)
+    job = told.split()[1]
+    log, steps = work / "jobs" / f"train-{job}.log", work / "steps.jsonl"
+    assert str(log) in told
+    wait_for(lambda: len(lines_of(steps)) >= 20, 100, cluster, log)
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
+    *written, end = lines_of(steps)
+    assert [line["restarts"] for line in written] == sorted(line["restarts"] for line in written)
+    saved = torch.load(work / "jobs" / job / "hpc_ckpt_1.ckpt", map_location="cpu", weights_only=True)["global_step"]
+    assert 20 <= saved < 48
+    # At the end of a step, and with nothing done after it, that would be done twice.
+    assert [line["step"] for line in written if line["restarts"] == 0][-1] == saved
+    again = [(line["step"], line["epoch"], line["batch"]) for line in written if line["restarts"] == 1]
+    # In the middle of an epoch, of 16 batches, and neither from its start nor with a step left out.
+    assert again == [(step, (step - 1) // 16, (step - 1) % 16) for step in range(saved + 1, 49)]
+    assert end["hosts"] == ["n1", "n2"]
+    assert end["identical"]
+    assert end["stats"]["compression_ratio"] > 5
+    assert end["loss"] < 0.9
+
+
+@pytest.mark.timeout(60)
+def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) -> None:
+    fit = "lightning-sparse fit --model=tests.submit.models.Slow --trainer.strategy=sparse_topk"
+    job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=2", f"--wrap={fit}", folder=work).strip()
+    assert cluster.wait_until_ended(job, timeout=50)["JobState"] == "FAILED"
+    assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_left_running_when_the_tests_are_killed(tmp_path: Path) -> None:
+    or_skip()
+    code = (
+        "import sys, time; from pathlib import Path; from tests.submit.cluster import Cluster;"
+        "Cluster(Path(sys.argv[1]), 1); print('ready', flush=True); time.sleep(60)"
+    )
+    tests = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}
+    )
+    try:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == b"ready\n"
+        assert len(processes_of(tmp_path)) >= 4
+    finally:
+        tests.send_signal(signal.SIGKILL)
+        tests.communicate(timeout=10)
+    deadline = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(tmp_path)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the commands of the processes whose environment names a cluster's directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"SLURM_CONF={folder}/".encode() in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_text())
+        except OSError:  # it has ended meanwhile
+            continue
+    return found

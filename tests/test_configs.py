@@ -1,0 +1,101 @@
+"""Every file under configs/, alone and in every sensible stack, trains as it says."""
+
+import os
+import sys
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_sparse.parser import SparseCLI
+from tests.pool import Pool
+from tests.trainers import EXPECTED_WARNINGS, accelerator
+
+ROOT = Path(__file__).parents[1]
+SYSTEMS = sorted((ROOT / "configs").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "configs").glob("*/*.yaml"))
+FOLDERS = sorted({path.parent.name for path in OVERLAYS})
+# Of a stack of all folders, one of each.
+STACKED = ["cluster/slurm", "density/tenth", "precision/bf16", "schedule/layerwise", "wire/bfloat16"]
+STEPS = 3
+
+
+def stacks(system: Path) -> list[tuple[Path, ...]]:
+    """Return the overlays that a system is tried with: none, each alone, and one of each folder."""
+    overlays = [path for path in OVERLAYS if system.stem != "a2sgd" or path.parent.name != "density"]
+    together = tuple(ROOT / "configs" / f"{name}.yaml" for name in STACKED)
+    return [(), *((path,) for path in overlays), tuple(path for path in together if path in overlays)]
+
+
+def fit_stacks(rank: int, stacks: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Fit a batch with each stack of files; return the configuration and the statistics."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
+    sys.path.insert(0, str(ROOT / "examples"))
+    expected = (".*args parameter is intended.*", ".*AMP with fp16 is not supported on CPU.*", ".*logged any value.*")
+    for message in (*EXPECTED_WARNINGS, *expected):
+        warnings.filterwarnings("ignore", message=message)
+    torch.manual_seed(0)
+    return [_fit(files) for files in stacks]
+
+
+def _fit(files: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
+    options = ["--trainer.devices=2", f"--trainer.fast_dev_run={STEPS}", "--trainer.enable_progress_bar=false"]
+    words = ["fit", *(f"--config={file}" for file in files), *options, "--trainer.enable_model_summary=false"]
+    trainer = {"accelerator": accelerator()}  # of the device under test, which yaml has no word for
+    cli = SparseCLI(args=words, trainer_defaults=trainer)
+    return cli.config.fit.as_dict(), cli.trainer.strategy.compression_stats()
+
+
+def leaves(tree: dict[str, Any], *keys: str) -> "list[tuple[tuple[str, ...], Any]]":
+    """Return the plain values of a nested dictionary, and where they are."""
+    return [
+        leaf
+        for key, value in tree.items()
+        for leaf in (leaves(value, *keys, key) if isinstance(value, dict) else [((*keys, key), value)])
+    ]
+
+
+def value_at(tree: Any, keys: tuple[str, ...]) -> Any:
+    """Return what is at a place of a nested dictionary."""
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda path: path.stem)
+def test_a_system_trains_in_every_stack(system: Path, pair: Pool) -> None:
+    tried = stacks(system)
+    files = [[str(system), *map(str, stack)] for stack in tried]
+    results, _ = pair.run(fit_stacks, files, timeout=240)
+    by_stack = dict(zip(tried, results))
+    alone = by_stack[()][1]
+    for stack, (config, stats) in by_stack.items():
+        for path in stack:
+            for keys, value in leaves(yaml.safe_load(path.read_text())):
+                if keys != ("trainer", "devices") and not keys[-1].startswith("enable_") and keys[-1] != "accelerator":
+                    assert value_at(config, keys) == value, f"{path} says {keys}, which is lost"
+        # A2SGD has averaged the parameters once, at the end.
+        assert 0 < stats["total_wire_bytes"] < STEPS * stats["dense_bytes"] or stats["density"] < 0.5, stack
+    if system.stem != "a2sgd":
+        for name in ("bfloat16", "float16"):
+            assert by_stack[ROOT / "configs" / "wire" / f"{name}.yaml",][1]["wire_bytes"] < alone["wire_bytes"]
+
+
+def test_the_five_systems_are_there_and_complete() -> None:
+    assert {"lags", "omgs", "a2sgd", "sdagc", "exdyna"} <= {path.stem for path in SYSTEMS}
+    for path in SYSTEMS:
+        assert set(yaml.safe_load(path.read_text())) == {"seed_everything", "trainer", "model", "data"}, path
+
+
+@pytest.mark.parametrize("path", [*SYSTEMS, *OVERLAYS], ids=lambda path: path.stem)
+def test_every_file_says_what_it_does(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    for above, line in pairwise(lines):
+        is_value = ":" in line and not line.rstrip().endswith(":") and not line.lstrip().startswith(("#", "class_path"))
+        if is_value and path in SYSTEMS:
+            assert "#" in line or above.lstrip().startswith("#"), f"{path} says nothing of {line.strip()}"
