@@ -41,7 +41,7 @@ class Numbered(Small):
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """Reconstruct rows that nobody else has."""
         seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
-        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
         return (self.network(rows) - rows).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

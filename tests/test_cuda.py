@@ -140,6 +140,11 @@ class Overflowing(Small):
         self.notes.append(self.note())
 
 
+def without_counter(kept: dict[str, Any]) -> dict[str, Any]:
+    """Leave out how many steps ago replicas were averaged."""
+    return {part: state for part, state in kept.items() if part != "averager"}
+
+
 def fit_overflowing(rank: int, compressor: str, density: Optional[float], wire: str) -> list[dict[str, Any]]:
     """Fit with fp16 autocast and a real gradient scaler."""
     # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
@@ -160,7 +165,8 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, comp
             assert torch.equal(before["parameters"], after["parameters"]) == is_skipped, step
             assert after["scale"] == before["scale"] / (2 if is_skipped else 1), step
             if is_skipped:
-                assert_same_state(before["kept"], after["kept"])
+                # A2SGD's counter goes on: whether the scaler has skipped the step, only the device knows.
+                assert_same_state(without_counter(before["kept"]), without_counter(after["kept"]))
             assert after["parameters"].isfinite().all()
     kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
     assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)

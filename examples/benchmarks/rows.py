@@ -16,7 +16,7 @@ from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
-_TRIAL_STEPS = {"merged": 76, "omgs": 76, "auto": 130}  # what schedules that measure first need at most
+_TRIAL_STEPS = {"merged": 76, "omgs": 76, "auto": 150}  # what schedules that measure first need at most
 
 Shapes = Sequence[Sequence[int]]
 

@@ -32,6 +32,7 @@ _WHOLE_SHARES = (1 / 64, 1 / 32, 1 / 16)  # of the model, sent whole to see what
 _ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
 _CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
 _STEPS = 3  # of a turn
+_WORTH = 1.05  # times as long a step may be seen to take if it sends more: what should cost nothing, to a measurement
 _CHECK_EVERY = 50  # steps
 _CHECKED_STEPS = 10
 _DEPARTURE = 0.2  # of the exposed time
@@ -122,14 +123,12 @@ class StepPlanner:
             profile = profile_of(elements, counts, samples) if can_profile(samples) else None
             if profile is not None and self._adapts_density:
                 profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
-            if profile is None:
-                planned = best
-            else:
+            ways = [best]
+            if profile is not None:
                 planned = self._agreed(profile, self._schedule.propose(profile))
-                best = self._agreed(profile, best.stops)
-            seen |= yield from self._try([planned, best], _CONTEST_ROUNDS)
-            if self._schedule.keeps_fastest:
-                planned = min((planned, best), key=lambda way: _seconds(seen[way]))
+                ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
+            seen |= yield from self._try(ways, _CONTEST_ROUNDS)
+            planned = min(ways, key=lambda way: _seconds(seen[way]) * (1.0 if way.densities else _WORTH))
             is_confirmed = self._adopt(planned, seen, profile)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)

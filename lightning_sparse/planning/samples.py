@@ -24,10 +24,11 @@ def averaged(collectives: Collectives, steps: Sequence[StepMarks], holds_groups:
 def sample_of(marks: StepMarks, holds_groups: bool = False) -> StepSample:
     """Read the marks of a step; gradients that nobody watched are left out."""
     assert marks.end is not None
-    first = next(iter(marks.ready.values()))
+    watched = [mark for mark in marks.ready.values() if mark is not None]
+    # Whoever drives the engine without a Trainer need not say when backward begins.
+    first = watched[0] if watched else marks.backward_end
     start = first if marks.backward_start is None else marks.backward_start
     backward_seconds = Clock.seconds(start, marks.backward_end)
-    watched = [mark for mark in marks.ready.values() if mark is not None]
     ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
     last_exchange = marks.groups[-1].spans[-1].end
     groups = [

@@ -134,7 +134,8 @@ def test_it_is_right_on_average_with_the_variance_of_the_paper(levels: int, norm
     fraction = units - units.floor()
     variance = fraction * (1 - fraction) * (scales / levels) ** 2
     standard_errors = (variance / draws).sqrt() + scales / levels * 2.0**-17
-    assert (errors.mean(dim=0).abs() <= 5 * standard_errors).all()
+    # What is drawn once in a million comes once too often somewhere, which is many standard errors.
+    assert (errors.mean(dim=0).abs() <= 5 * standard_errors + 2 * scales / levels / draws).all()
     for error, expected, bucket in zip(*(each.split(bucket_size, -1) for each in (errors, variance, gradient))):
         torch.testing.assert_close(error.square().sum(dim=1).mean(), expected.sum(), rtol=0.1, atol=0)
         bound = min(len(bucket) / levels**2, math.sqrt(len(bucket)) / levels) * bucket.double().square().sum()
