@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench wheel clean
+.PHONY: demo test faults lint bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The long forms: every rank as victim, three ranks, ranks far out of step; as root, links are cut.
+faults: $(READY)
+	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py \
+		tests/test_links.py --timeout 3600
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -39,6 +39,21 @@ class Collectives:
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
+    def in_vain(self, name: str, subject: str, error: Exception) -> ExchangeError:
+        """Compose the error for a collective that did not end.
+
+        Args:
+            name: of the collective.
+            subject: what travelled, in words.
+            error: of the backend.
+        """
+        return ExchangeError(
+            f"rank {self.rank} of {self.ranks} waited in vain in {name} of {subject}: another rank has died, or did not"
+            " get there before the process group's timeout. Look at the other ranks' output for the first error; give"
+            " SparseDDPStrategy a longer timeout=... if they are only slow. To go on, start the job again from its last"
+            f" checkpoint (ckpt_path=...). The backend said: {error}"
+        )
+
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
         gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
@@ -59,10 +74,13 @@ class Collectives:
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather equally many numbers from every rank; the host waits for them."""
-        gathered: list[list[float]] = self.all_gather(
-            torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        ).tolist()
-        return gathered
+        handed_in = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        try:
+            gathered = self.all_gather(handed_in)
+        except RuntimeError as error:
+            raise self.in_vain("all_gather", f"{len(numbers)} numbers on which ranks agree", error) from error
+        rows: list[list[float]] = gathered.tolist()
+        return rows
 
     def check(self, names: Iterable[str]) -> None:
         """Try every collective once, on a few bytes, so that a backend without one is refused before training.

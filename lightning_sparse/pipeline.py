@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional, TypeVar, Union
 import torch
 from torch import Tensor
 
-from lightning_sparse.collectives import Collectives, ExchangeError
+from lightning_sparse.collectives import Collectives
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
@@ -206,13 +206,11 @@ class Pipeline:
         self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size())
         try:
             return self.collectives.run(*payload)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise ExchangeError(
-                f"rank {self.collectives.rank} of {self.collectives.ranks} waited in vain in {payload.collective} of"
-                f" the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}: another rank has died, or"
-                " did not get there before the process group's timeout. Look at the other ranks' output for the first"
-                f" error; give SparseDDPStrategy a longer timeout=... if they are only slow. The backend said: {error}"
-            ) from error
+            subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+            raise self.collectives.in_vain(payload.collective, subject, error) from error
 
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
         if group[0].is_used is None:

@@ -53,7 +53,19 @@ class ReplicaAverager:
         self.divergence = state["divergence"].to(self._collectives.device, copy=True)
 
     def average(self) -> None:
-        """Average over ranks, in place: afterwards all replicas are identical to the bit."""
+        """Average over ranks, in place: afterwards all replicas are identical to the bit.
+
+        Raises:
+            ExchangeError: if another rank does not get there.
+        """
+        try:
+            self._average()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._collectives.in_vain("all_reduce", "the average of the replicas", error) from error
+
+    def _average(self) -> None:
         self._steps = 0
         self.sent_bytes = 0
         distance = torch.zeros(1, device=self._collectives.device)

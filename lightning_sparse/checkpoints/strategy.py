@@ -123,7 +123,15 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
 
     def _agree(self, error: Optional[Exception], complaint: str) -> None:
         """Raise on every rank if one of them has an error: nobody is to wait for a rank that has given up."""
-        if not self.reduce_boolean_decision(error is None):
+        try:
+            all_agree = self.reduce_boolean_decision(error is None)
+        except RuntimeError as lost:
+            raise CheckpointError(
+                f"{complaint}, or has died: rank {self.global_rank} of {self.world_size} waited in vain for the others"
+                " to say whether they could. Look at the other ranks' output for the first error, and start the job"
+                f" again from its last checkpoint (ckpt_path=...). The backend said: {lost}"
+            ) from (error or lost)
+        if not all_agree:
             raise error or CheckpointError(f"{complaint}, see its output.")
 
     def _remove_saves(self, filepath: PathLike, keep: set[str]) -> None:

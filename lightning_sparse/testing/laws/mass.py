@@ -1,0 +1,117 @@
+"""What is not sent is kept: nothing is lost by a truncation, a rounding, or a parameter that goes unused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.testing.devices import DEVICE
+from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import agrees, any_compressor, density_for, holds_for, keeps, subject_of
+from lightning_sparse.testing.wrapping import Edges, batch, residuals_like, sparse_ddp, watch_gradients
+
+Tensors = dict[str, Tensor]
+
+
+def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
+    """Train, and write down for every step what came in, what was applied and what waits before and after."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        gradients = watch_gradients(ddp.module)
+        for step in range(steps):
+            before = residuals_like(engine, gradients)
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+            after = residuals_like(engine, gradients)
+            arrived = {name: gradient.clone() for name, gradient in gradients.items()}
+            book.append({"gradient": arrived, "before": before, "applied": applied, "after": after})
+            optimizer.step()
+    return book
+
+
+@each_world
+@each_wire
+@each_schedule
+@holds_for(keeps)
+def test_mass_is_conserved(pools: dict[int, Pool], ranks: int, compressor: str, schedule: str, wire: str) -> None:
+    settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
+    books = pools[ranks].run(balance, settings, 4)
+    for entries in zip(*books):
+        for name in entries[0]["gradient"]:
+            owed = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries) / ranks
+            kept = sum(entry["after"][name].double() for entry in entries) / ranks
+            applied = entries[0]["applied"][name].double()
+            torch.testing.assert_close(applied + kept, owed, rtol=2e-6, atol=1e-6 * owed.abs().max().item() + 1e-12)
+
+
+class Branches(nn.Module):
+    """A parameter that every rank uses, one that only some do, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Parameter(torch.randn(300))
+        self.sometimes = nn.Parameter(torch.randn(300))
+        self.never = nn.Parameter(torch.randn(300))
+
+    def forward(self, inputs: Tensor, uses: tuple[bool, bool]) -> Tensor:
+        """Return a loss that leaves parameters out."""
+        loss = (self.shared * inputs).sum()
+        for is_used, parameter in zip(uses, (self.sometimes, self.never)):
+            if is_used:
+                loss = loss + (parameter * inputs).sum()
+        return loss
+
+
+def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """Use everything, then ``sometimes`` on rank 0 alone and ``never`` nowhere."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        for step, uses in enumerate([(True, True), (rank == 0, False), (rank == 0, False)]):
+            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
+            owed = residuals_like(engine, gradients)
+            ddp.zero_grad(set_to_none=True)
+            for gradient in gradients.values():
+                gradient.zero_()
+            ddp(inputs, uses).backward()
+            engine.raise_error()
+            applied = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
+            nothing = torch.zeros(300, device=DEVICE)
+            applied = {name: nothing if grad is None else grad.clone() for name, grad in applied.items()}
+            owed = {name: residual + gradients[name] for name, residual in owed.items()}
+            book.append((owed, applied, residuals_like(engine, owed)))
+    return book
+
+
+@each_wire
+@each_schedule
+@holds_for(keeps)
+def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
+    pair: Pool, compressor: str, schedule: str, wire: str
+) -> None:
+    settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
+    for entries in zip(*pair.run(train_branches, settings)):
+        for name in ("shared", "sometimes", "never"):
+            owed = sum(owed[name].double() for owed, _, _ in entries) / 2
+            kept = sum(after[name].double() for _, _, after in entries) / 2
+            torch.testing.assert_close(entries[0][1][name].double() + kept, owed, rtol=1e-5, atol=1e-6)
+
+
+@each_schedule
+@holds_for(any_compressor)
+def test_a_parameter_is_written_where_any_rank_used_it(pair: Pool, compressor: str, schedule: str) -> None:
+    settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
+    for book in pair.run(train_branches, settings):
+        assert all(book[0][1][name].any() for name in ("shared", "sometimes", "never"))
+        for _, applied, _ in book[1:]:
+            assert applied["shared"].any()
+            assert not applied["never"].any()
+    (rank_0, rank_1) = (book[1][1] for book in pair.run(train_branches, settings))
+    assert rank_0["sometimes"].any()
+    assert not agrees(subject_of(compressor)) or torch.equal(rank_0["sometimes"], rank_1["sometimes"])

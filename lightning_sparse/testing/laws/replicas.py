@@ -1,0 +1,136 @@
+"""Density 1 is DDP, replicas are identical whatever the timing, and neither schedule nor observer change a bit."""
+
+import random
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse.engine as engine_module
+from lightning_sparse.schedule import ExchangeWorker, FixedSize, Schedule
+from lightning_sparse.testing.devices import DEVICE
+from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import (
+    agrees,
+    any_compressor,
+    density_for,
+    holds_for,
+    is_exact,
+    is_grouping_free,
+    subject_of,
+)
+from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, sparse_ddp
+
+Tensors = dict[str, Tensor]
+
+
+def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple[Tensors, Tensors]:
+    """Train a model behind the engine, and its twin behind plain DDP."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        torch.manual_seed(0)
+        twin = DistributedDataParallel(Edges().to(DEVICE))
+        for model in (ddp, twin):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            for step in range(5):
+                optimizer.zero_grad()
+                for micro in range(micro_batches - 1):
+                    with model.no_sync():
+                        model(batch(rank, 100 * step + micro)).backward()
+                model(batch(rank, 100 * step + 99)).backward()
+                optimizer.step()
+        engine.raise_error()
+        return parameters_of(ddp), parameters_of(twin)
+
+
+@each_world
+@each_schedule
+@holds_for(is_exact)
+@pytest.mark.parametrize("micro_batches", [1, 3], ids=["no accumulation", "accumulation"])
+def test_density_one_equals_ddp(
+    pools: dict[int, Pool], ranks: int, compressor: str, schedule: str, micro_batches: int
+) -> None:
+    density = None if density_for(compressor) is None else 1.0
+    settings = {"compressor": compressor, "density": density, "schedule": schedule}
+    for ours, twin in pools[ranks].run(train_both, settings, micro_batches):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+class Sluggish(ExchangeWorker):
+    """An exchange worker that dawdles before every task, differently on every rank."""
+
+    def submit(self, run: Any, settle: Any = None) -> None:
+        """Queue a task behind a short sleep."""
+        chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
+
+        def run_late() -> None:
+            time.sleep(chance.random() * 0.005)
+            run()
+
+        super().submit(run_late, settle)
+
+
+def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observed: bool) -> list[Tensors]:
+    """Train with delays in hooks and exchanges, and copy the parameters after every step."""
+    torch.manual_seed(0)
+    chance = random.Random(time.perf_counter_ns())
+    history = []
+    with mock.patch.object(engine_module, "ExchangeWorker", Sluggish), sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for parameter in ddp.parameters():
+            parameter.register_hook(lambda gradient: time.sleep(chance.random() * 0.002))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+            history.append(parameters_of(ddp))
+            if is_observed:
+                assert engine.compression_stats()["wire_bytes"] > 0
+    return history
+
+
+def assert_same_bits(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@each_world
+@each_wire
+@holds_for(any_compressor)
+def test_replicas_are_identical_and_no_schedule_changes_a_bit(
+    pools: dict[int, Pool], ranks: int, compressor: str, wire: str
+) -> None:
+    outcomes = []
+    schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
+    if not is_grouping_free(subject_of(compressor)):
+        schedules *= 2  # each of the four is then to agree with itself
+    for schedule in schedules:
+        settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
+        histories = pools[ranks].run(train_sluggishly, settings, 4, False)
+        if agrees(subject_of(compressor)):
+            for history in histories[1:]:
+                for ours, first in zip(history, histories[0]):
+                    assert_same_bits(ours, first)
+        outcomes.append([parameters for history in histories for parameters in history])
+    grouping_free = is_grouping_free(subject_of(compressor))
+    for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
+        for one, other in zip(outcome, expected):
+            assert_same_bits(one, other)
+
+
+@each_schedule
+@holds_for(any_compressor)
+def test_the_observer_changes_nothing(pair: Pool, compressor: str, schedule: str) -> None:
+    settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
+    runs = [pair.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
+    for observed, unobserved in zip(*runs):
+        assert_same_bits(observed[-1], unobserved[-1])

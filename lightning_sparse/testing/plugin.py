@@ -1,0 +1,70 @@
+"""The pytest side of the conformance kit: its option, and what the laws ask pytest for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+import pytest
+
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import COMPRESSOR_NAMES, subject_of
+
+_LAWS = Path(__file__).parent / "laws"
+_FILES = [str(_LAWS / f"{name}.py") for name in ("mass", "replicas", "finiteness", "edges")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that names who is held to the laws."""
+    parser.getgroup("lightning_sparse").addoption(
+        "--compressor",
+        metavar="MODULE:CLASS",
+        help="hold this compressor to the laws of lightning_sparse, instead of collecting tests of your own; files that"
+        " are named on the command line are collected as well",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect the laws, if a compressor is to be held to them.
+
+    Raises:
+        pytest.UsageError: if it cannot be built.
+    """
+    chosen = _chosen(config)
+    if chosen is None:
+        return
+    try:
+        subject_of(chosen)
+    except (ValueError, TypeError) as error:
+        raise pytest.UsageError(f"--{error}") from error
+    are_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    config.args = [*(config.args if are_named else []), *_FILES]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Try a law with every compressor that it holds for."""
+    promise = getattr(metafunc.function, "promise", None)
+    if promise is None:
+        return
+    chosen = _chosen(metafunc.config)
+    names = COMPRESSOR_NAMES if chosen is None else [chosen]
+    metafunc.parametrize("compressor", [name for name in names if promise(subject_of(name))])
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Pool]]:
+    """Pools of gloo processes by number of ranks; started when first used."""
+    pools = {ranks: Pool(ranks) for ranks in (1, 2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture
+def pair(pools: dict[int, Pool]) -> Pool:
+    """Two ranks."""
+    return pools[2]
+
+
+def _chosen(config: pytest.Config) -> Optional[str]:
+    name: Optional[str] = config.getoption("--compressor")
+    return name

@@ -1,0 +1,109 @@
+"""Real processes: started once, given many functions to run, never waited for without a limit."""
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse.testing.devices import moved
+
+
+class RemoteError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class Pool:
+    """``ranks`` processes that form one process group.
+
+    Arguments and results travel on the CPU; functions move what they compute with.
+
+    Args:
+        ranks: number of processes.
+        backend: of the process group; only gloo lets several ranks share a GPU.
+        preload: modules to import once, in a server of which the processes are then forked: for functions that end
+            processes, again and again. On the CPU only.
+    """
+
+    def __init__(self, ranks: int, backend: str = "gloo", preload: Sequence[str] = ()) -> None:
+        self.ranks = ranks
+        self.backend = backend
+        self._preload = list(preload)
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call ``function(rank, *args)`` on every rank and return the results in order of rank.
+
+        Raises:
+            RemoteError: if a rank raised, died, or took longer than ``timeout`` seconds; the processes are replaced.
+        """
+        answers = self.answers(function, *args, timeout=timeout)
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
+        if failures:
+            raise RemoteError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def answers(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[tuple[Optional[str], Any]]:
+        """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        answers = [self._receive(connection, timeout) for connection in self._connections]
+        if any(failure for failure, _ in answers):
+            self.stop()
+        return answers
+
+    def stop(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        store = Path(tempfile.mkdtemp()) / "store"
+        context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
+        if self._preload:
+            context.set_forkserver_preload(self._preload)
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, str(store), rank, self.ranks, self.backend)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    @staticmethod
+    def _receive(connection: Connection, timeout: float) -> tuple[Optional[str], Any]:
+        if not connection.poll(timeout):
+            return f"no answer within {timeout} s", None
+        try:
+            answer: tuple[Optional[str], Any] = connection.recv()
+        except EOFError:
+            return "the process died", None
+        return answer
+
+
+def _serve(connection: Connection, store: str, rank: int, ranks: int, backend: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, moved(function(rank, *args), "cpu")))
+        except BaseException:
+            connection.send((traceback.format_exc(), None))

@@ -1,0 +1,85 @@
+"""Who is held to the laws: compressors by name, or of the user's own, and what each declares."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Optional, Union
+
+from lightning_sparse.compressors import COMPRESSORS, Compressor
+
+COMPRESSOR_NAMES = COMPRESSORS.names()
+SCHEDULE_NAMES = ["layerwise", "merged", "single"]
+WIRES = ["float32", "bfloat16", "float16"]
+_DENSITY = 0.05
+
+Promise = Callable[[Compressor], bool]
+
+
+def built(compressor: Union[str, Compressor]) -> Union[str, Compressor]:
+    """Build the compressor that ``"module:Class"`` names; pass names of the table and objects through.
+
+    Raises:
+        ValueError: if there is no such module or class.
+        TypeError: if what it builds is no compressor.
+    """
+    if not isinstance(compressor, str) or ":" not in compressor:
+        return compressor
+    module_name, _, class_name = compressor.partition(":")
+    try:
+        build: Any = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"compressor={compressor!r} must be 'module:Class', which `from module import Class` can import: {error}."
+            " Run `python -m pytest` from the folder that holds the module, or install it."
+        ) from error
+    subject = build() if callable(build) else build
+    if not isinstance(subject, Compressor):
+        raise TypeError(
+            f"compressor={compressor!r} must be a subclass of lightning_sparse.Compressor that is built without"
+            f" arguments, or a function that returns such an object; got {subject!r}"
+        )
+    return subject
+
+
+def subject_of(name: str) -> Compressor:
+    """Build a compressor to look at what it declares."""
+    return COMPRESSORS.resolve(built(name))
+
+
+def density_for(name: str) -> Optional[float]:
+    """Return a density that hides no mistakes in what is kept, as a compressor's own might; ``None`` without one."""
+    return None if subject_of(name).default_density is None else _DENSITY
+
+
+def any_compressor(compressor: Compressor) -> bool:
+    """Return true."""
+    return True
+
+
+def keeps(compressor: Compressor) -> bool:
+    """Tell whether what is not sent is kept."""
+    return compressor.feedback.keeps_residual
+
+
+def is_exact(compressor: Compressor) -> bool:
+    """Tell whether everything can be sent; whoever has no density can only be DDP by sending everything anyway."""
+    return compressor.is_lossless or compressor.default_density is not None
+
+
+def agrees(compressor: Compressor) -> bool:
+    """Tell whether replicas stay identical."""
+    return not compressor.replicas_diverge
+
+
+def is_grouping_free(compressor: Compressor) -> bool:
+    """Tell whether it does not matter which parameters travel together."""
+    return not compressor.selects_across_group
+
+
+def holds_for(promise: Promise) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark a law as one that a compressor is held to if it declares something; the plugin reads the mark."""
+
+    def mark(law: Callable[..., None]) -> Callable[..., None]:
+        law.promise = promise  # type: ignore[attr-defined]
+        return law
+
+    return mark

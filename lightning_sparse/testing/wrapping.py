@@ -1,0 +1,100 @@
+"""Models behind the engine inside a pool's processes, without a Trainer, and what can be seen of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine import Engine
+from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.schedule import Schedule
+from lightning_sparse.settings import Settings
+from lightning_sparse.testing.devices import DEVICE
+from lightning_sparse.testing.subjects import built
+
+
+@contextmanager
+def sparse_ddp(
+    model: nn.Module,
+    compressor: "str | Compressor" = "topk",
+    density: Optional[float] = None,
+    schedule: "str | Schedule" = "merged",
+    wire: str = "float32",
+    warmup_epochs: Optional[int] = 0,
+    say: Callable[[str], None] = print,
+    **ddp_arguments: Any,
+) -> Iterator[tuple[DistributedDataParallel, Engine]]:
+    """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
+    arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_CAP_MB, **ddp_arguments}
+    ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
+    engine = Engine(ddp, Settings(built(compressor), density, schedule, wire, warmup_epochs), say=say)
+    try:
+        yield ddp, engine
+    finally:
+        engine.close()
+
+
+class Edges(nn.Module):
+    """Parameters of awkward shapes: one element, fewer elements than ranks, a prime size, a matrix, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.pair = nn.Parameter(torch.randn(2))
+        self.prime = nn.Parameter(torch.randn(997))
+        self.matrix = nn.Parameter(torch.randn(64, 40))
+        self.encoder = nn.Linear(40, 40, bias=False)
+        self.decoder = nn.Linear(40, 40)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map ``[batch, 64]`` to one loss; no gradient is all zero, and some are all positive or all negative."""
+        hidden = self.decoder(torch.tanh(self.encoder(inputs @ self.matrix)))
+        loss: Tensor = (hidden * self.scale).square().mean()
+        return loss + self.pair.sum() * inputs.mean() + (self.prime * inputs.max()).sum()
+
+
+def batch(rank: int, step: int, size: int = 4) -> Tensor:
+    """Return inputs that differ between ranks and steps, the same numbers on every device."""
+    return torch.randn(size, 64, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
+
+
+def watch_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange.
+
+    The model has to be where it is trained.
+    """
+    gradients: dict[str, Tensor] = {}
+
+    def watch(name: str, parameter: nn.Parameter) -> None:
+        gradients[name] = torch.zeros_like(parameter)
+        parameter.register_hook(lambda gradient: gradients[name].copy_(gradient))
+
+    for name, parameter in model.named_parameters():
+        watch(name, parameter)
+    return gradients
+
+
+def gradients_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what was applied, by parameter name; nothing where there is no gradient."""
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def residuals_like(engine: Engine, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy what waits, in the shape of the gradients; nothing waits where nothing was allocated."""
+    state = engine.memory.state_dict().get("residual", {})
+    return {
+        name: state[name].view_as(gradient).clone() if name in state else torch.zeros_like(gradient)
+        for name, gradient in gradients.items()
+    }
+
+
+def parameters_of(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Copy the parameters, to carry them out of the process."""
+    return {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}

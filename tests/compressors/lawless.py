@@ -1,0 +1,51 @@
+"""Compressors that each break one law, for the conformance kit to find."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse import Selection
+from lightning_sparse.compressors import TopK
+
+
+class HidesNaN(TopK):
+    """Sends the largest finite magnitudes, and so tells nobody of those that are not finite."""
+
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+        """Select from a copy without them."""
+        finite = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in accumulated]
+        return super().select(names, finite, counts)
+
+
+class LosesMass(TopK):
+    """Sends a little less than was there, and keeps nothing of the difference."""
+
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+        """Shrink what is selected."""
+        selections = super().select(names, accumulated, counts)
+        return [selection._replace(values=0.99 * selection.values) for selection in selections]
+
+
+class LooksAround(TopK):
+    """Scales its choice by what else is in the group, without declaring it."""
+
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+        """Start each selection where the group's largest parameter says."""
+        offset = max(tensor.numel() for tensor in accumulated)
+        return [self._strided(tensor, count, offset) for tensor, count in zip(accumulated, counts)]
+
+    def _strided(self, tensor: Tensor, count: int, offset: int) -> Selection:
+        indices = (torch.arange(count, device=tensor.device) * (tensor.numel() // count) + offset) % tensor.numel()
+        if not tensor.isfinite().all():
+            indices[0] = tensor.isfinite().logical_not().nonzero()[0, 0]
+        indices = indices.unique()
+        missing = count - indices.numel()
+        if missing:
+            others = torch.ones(tensor.numel(), dtype=torch.bool, device=tensor.device).index_fill_(0, indices, False)
+            indices = torch.cat([indices, others.nonzero().squeeze(1)[:missing]]).sort().values
+        return Selection(tensor[indices], indices, tensor.numel())
+
+
+NOT_A_COMPRESSOR = 3

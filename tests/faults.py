@@ -1,0 +1,173 @@
+"""Fits in which one rank dies, stops, or runs out of something, at a point of the step that can be chosen."""
+
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, Optional
+from unittest import mock
+
+import torch
+
+import lightning_sparse.planning.planner as planner_module
+import lightning_sparse.switching as switching_module
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.checkpoints import AtomicCheckpointIO
+from lightning_sparse.collectives import Collectives
+from lightning_sparse.compressors import LAGS, ExDyna, TopK
+from lightning_sparse.hook import GradientStream
+from lightning_sparse.pipeline import Pipeline
+from lightning_sparse.switchable import SwitchableDDPStrategy
+from tests.resuming import Numbered, differences, fit_numbered
+
+TIMEOUT = 4.0  # seconds that an exchange waits for its peers
+SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from which on the fault may strike
+
+
+class Point(NamedTuple):
+    """Where a fault strikes.
+
+    Attributes:
+        owner: class, or name of the module, with the function that it strikes in.
+        name: of the function.
+        calls: how many of them have to come first, once armed.
+        settings: of the strategy.
+        epochs: that it takes to get there.
+        message: what another rank says of it.
+    """
+
+    owner: Any
+    name: str
+    calls: int = 0
+    settings: tuple[str, str] = ("topk", "merged")
+    epochs: int = 2
+    message: str = r"waited in vain in all_gather of the group of \d parameters from .*longer timeout=.*ckpt_path"
+
+
+_NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree: .*longer timeout=.*ckpt_path"
+_SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
+POINTS = {
+    "forward": Point(Numbered, "training_step"),
+    "hook": Point(GradientStream, "receive", 1),
+    "selection": Point(TopK, "select"),
+    "between two collectives": Point(
+        Collectives, "run", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
+    ),
+    # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
+    "commit": Point(Pipeline, "commit", message=r"waited in vain|Connection|timed? ?out"),
+    "planning": Point("lightning_sparse.planning.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
+    # The others are in a step of plain DDP by then, whose error is DDP's own.
+    "changing wrappers": Point(
+        SwitchableDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, r"waited in vain|Connection|timed? ?out"
+    ),
+    "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
+}
+SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}
+
+
+class Struck(Numbered):
+    """A model that saves after one of its batches, arms a fault after another, and may then save again.
+
+    Args:
+        path: where to save to.
+        arm: called once.
+        saves_again: whether to save over the checkpoint after the fault is armed.
+    """
+
+    def __init__(self, path: str, arm: Callable[[], None], saves_again: bool) -> None:
+        super().__init__(SAVED, path)
+        self.saves_again = saves_again
+        self.arm = arm
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save, arm, or save again."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if max(self.history) == ARMED:
+            self.arm()  # strikes within the batches that follow
+        if self.saves_again and max(self.history) == ARMED + 1:
+            self.trainer.save_checkpoint(self.path)
+
+
+def strike(how: str) -> None:
+    """Do to this process what is to happen to it."""
+    if how == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
+
+
+def strategy_of(point: Point) -> SparseDDPStrategy:
+    """Build the strategy that a fault strikes."""
+    compressor, schedule = point.settings
+    return SparseDDPStrategy(compressor, 0.05, schedule, timeout=timedelta(seconds=TIMEOUT))
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Plan after a few steps, and decide after a few more; the same on every rank."""
+    with ExitStack() as stack:
+        for module, values in (
+            (planner_module, {"_PARTS": (1, 2), "_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
+            (switching_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1}),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **values))
+        yield
+
+
+def fit_struck(rank: int, point: Point, victim: int, how: str, path: str) -> tuple[str, str, float]:
+    """Fit until the fault ends it; return kind and message of what was raised, and how long that took once armed."""
+    armed_at = [0.0]
+
+    def arm() -> None:
+        armed_at[0] = time.monotonic()
+        if rank != victim:
+            return
+        owner = importlib.import_module(point.owner) if isinstance(point.owner, str) else point.owner
+        original, calls = getattr(owner, point.name), [0]
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > point.calls:
+                strike(how)
+            return original(*args, **kwargs)
+
+        stack.enter_context(mock.patch.object(owner, point.name, struck))
+
+    with ExitStack() as stack:
+        stack.enter_context(impatient())
+        try:
+            fit_numbered(
+                rank, strategy_of(point), Struck(path, arm, point.name == "save_checkpoint"), max_epochs=point.epochs
+            )
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - armed_at[0]
+    return "nothing", "", 0.0
+
+
+def fit_whole(rank: int, compressor: str) -> dict[int, Any]:
+    """Fit without a fault; return the weights after each batch."""
+    model = Numbered()
+    fit_numbered(rank, SparseDDPStrategy(compressor, 0.05), model)
+    return model.history
+
+
+def start_again(rank: int, point: Point, path: str, never_stopped: dict[int, Any]) -> tuple[list[int], list[str]]:
+    """Go on from the checkpoint; return the batches gone through, and where they differ from a fit without a fault."""
+    model = Numbered()
+    fit_numbered(rank, strategy_of(point), model, path)
+    return sorted(model.history), differences({seen: never_stopped[seen] for seen in model.history}, model.history)
+
+
+def children_left() -> Optional[int]:
+    """Return a child of this process that has ended and that nobody has asked after; ``None`` if there is none."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state == "Z":
+            return int(name)
+    return None

@@ -1,0 +1,93 @@
+"""The conformance kit holds a compressor of the user's own to the laws, and the right one fails."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.testing.laws import finiteness, mass, replicas
+from tests.pool import Pool
+
+LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
+    "mass": lambda pools, name: mass.test_mass_is_conserved(pools, 2, name, "merged", "float32"),
+    "grouping": lambda pools, name: replicas.test_replicas_are_identical_and_no_schedule_changes_a_bit(
+        pools, 2, name, "float32"
+    ),
+    "finiteness": lambda pools, name: finiteness.test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(
+        pools[2], name, "merged", "float32", float("nan")
+    ),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("compressor", "broken"), [("HidesNaN", "finiteness"), ("LosesMass", "mass"), ("LooksAround", "grouping")]
+)
+def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
+    pools: dict[int, Pool], compressor: str, broken: str, law: str
+) -> None:
+    subject = f"tests.compressors.lawless:{compressor}"
+    if law != broken:
+        LAWS[law](pools, subject)
+        return
+    with pytest.raises(AssertionError):
+        LAWS[law](pools, subject)
+
+
+def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run pytest as a user does, in a folder of theirs."""
+    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def as_in_contributing(folder: Path) -> str:
+    """Write CONTRIBUTING's compressor to a module of the user's, beside a test of their own."""
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (folder / "mypackage.py").write_text(code)
+    (folder / "test_mine.py").write_text("def test_mine():\n    pass\n")
+    return "mypackage:EveryNth"
+
+
+def test_the_compressor_in_contributing_keeps_the_laws(tmp_path: Path) -> None:
+    subject = as_in_contributing(tmp_path)
+    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", subject)
+    # One row of each law; all of them is what CONTRIBUTING's reader runs.
+    some = "not layerwise and not single and not bfloat16 and not float16 and (not test_edges or prime)"
+    code, output = run_pytest(tmp_path, *kit, "-k", some)
+    assert code == 0, output
+    assert re.search(r"\b([6-9]|\d\d+) passed", output), output
+    assert "test_mine" not in output
+
+
+def test_the_plugin_leaves_other_runs_alone(tmp_path: Path) -> None:
+    as_in_contributing(tmp_path)
+    (tmp_path / "test_mine.py").write_text(
+        "import sys\n\ndef test_mine():\n    assert not any('torch' in name for name in sys.modules)\n"
+    )
+    code, output = run_pytest(tmp_path)
+    assert code == 0, output
+    assert "1 passed" in output
+
+
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        (
+            "tests.compressors.lawless:Missing",
+            r"must be 'module:Class', which .* can import: .*Missing.*python -m pytest",
+        ),
+        ("nowhere:Missing", r"must be 'module:Class'.*No module named 'nowhere'"),
+        ("tests.compressors.lawless:NOT_A_COMPRESSOR", r"must be a subclass of lightning_sparse.Compressor .*got 3"),
+        ("topp", r"compressor='topp' is unknown.*topk"),
+    ],
+)
+def test_what_is_no_compressor_is_refused_with_a_cure(subject: str, message: str) -> None:
+    from lightning_sparse.testing.subjects import subject_of
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        subject_of(subject)

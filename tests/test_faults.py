@@ -1,0 +1,167 @@
+"""Nothing is lost when something breaks: the others end in time and say why, and the job goes on from its checkpoint.
+
+``make faults`` adds every rank as victim, three ranks, and links that are cut.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.devices import DEVICE
+from tests.faults import POINTS, SELECTIONS, TIMEOUT, Point, children_left, fit_struck, fit_whole, start_again
+from tests.pool import Pool
+
+IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
+WORLDS = [(2, 0), (2, 1), (3, 1)] if IS_LONG else [(2, 1)]
+each_world = pytest.mark.parametrize(
+    ("ranks", "victim"), WORLDS, ids=[f"rank {rank} of {ranks}" for ranks, rank in WORLDS]
+)
+# A forked process cannot use a GPU, and no exchange of a GPU's is asked for here.
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[dict[int, Pool]]:
+    """Pools whose processes may die: new ones start at once."""
+    pools = {ranks: Pool(ranks, preload=["tests.faults", "tests.pool"]) for ranks in (2, 3)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="module")
+def histories(mortals: dict[int, Pool]) -> dict[tuple[int, str], Any]:
+    """What fits without a fault come to, by number of ranks and compressor; filled as needed."""
+    return {}
+
+
+def never_stopped(mortals: dict[int, Pool], histories: Any, ranks: int, compressor: str) -> Any:
+    """Return the weights after each batch of a fit without a fault."""
+    if (ranks, compressor) not in histories:
+        histories[ranks, compressor] = mortals[ranks].run(fit_whole, compressor)[0]
+    return histories[ranks, compressor]
+
+
+def assert_goes_on(mortals: dict[int, Pool], histories: Any, ranks: int, point: Point, path: str) -> None:
+    """Start again from the checkpoint, and compare with a fit that never stopped."""
+    expected = never_stopped(mortals, histories, ranks, point.settings[0])
+    for seen, found in mortals[ranks].run(start_again, point, path, expected):
+        assert seen == list(range(5, 13))
+        assert found == []
+
+
+@each_world
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_the_checkpoint(
+    mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "dies", path)
+    assert answers[victim][0] == "the process died"
+    for rank, (failure, answer) in enumerate(answers):
+        if rank != victim:
+            assert failure is None
+            kind, message, seconds = answer
+            assert kind != "nothing"
+            # With three ranks, one may hear of it from another that has given up.
+            assert re.search(POINTS[point].message, message, re.DOTALL), message
+            assert seconds < TIMEOUT + 20
+    assert children_left() is None
+    assert_goes_on(mortals, histories, ranks, POINTS[point], path)
+
+
+@each_world
+@pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
+def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
+    mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, timeout=3 * TIMEOUT)
+    for rank, (failure, answer) in enumerate(answers):
+        if rank == victim:
+            assert "no answer" in failure
+        else:
+            kind, message, seconds = answer
+            assert kind == "ExchangeError"
+            assert re.search(POINTS[point].message, message, re.DOTALL), message
+            assert TIMEOUT - 1 < seconds < TIMEOUT + 20
+    assert_goes_on(mortals, histories, ranks, POINTS[point], path)
+
+
+@each_world
+@pytest.mark.parametrize("compressor", SELECTIONS if IS_LONG else ["topk"])
+def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
+    mortals: dict[int, Pool], histories: Any, tmp_path: Path, compressor: str, ranks: int, victim: int
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    point = Point(SELECTIONS[compressor], "select", 0, (compressor, "merged"))
+    answers = mortals[ranks].run(fit_struck, point, victim, "memory", path)
+    for rank, (kind, message, seconds) in enumerate(answers):
+        assert kind == ("OutOfMemoryError" if rank == victim else "ExchangeError")
+        assert ("Tried to allocate" if rank == victim else "Look at the other ranks' output") in message
+        assert seconds < TIMEOUT + 20
+    # As a scheduler does: with new processes.
+    mortals[ranks].stop()
+    assert_goes_on(mortals, histories, ranks, point, path)
+
+
+def test_out_of_memory_in_an_exchange_is_not_told_as_the_death_of_another_rank(mortals: dict[int, Pool]) -> None:
+    from lightning_sparse.collectives import Collectives
+
+    point = Point(Collectives, "run", 0)
+    kinds = [kind for kind, _, _ in mortals[2].run(fit_struck, point, 1, "memory", os.devnull + "-unused")]
+    mortals[2].stop()
+    assert kinds == ["ExchangeError", "OutOfMemoryError"]
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from pytorch_lightning import Trainer
+import lightning_sparse
+from tests.trainers import Small
+
+class Dies(Small):
+    def training_step(self, batch, batch_index):
+        if batch_index == 3 and self.global_rank == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_index)
+
+torch.set_num_threads(1)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+Trainer(strategy="sparse_topk", accelerator="cpu", devices=2, max_epochs=1, **quiet).fit(Dies())
+"""
+
+
+def processes_of_session(session: int) -> list[str]:
+    """Return the numbers of the processes of a session; not those that have ended, which are for init to clear away."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1] if IS_LONG else [1])
+def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, victim: int) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "job.py", str(victim)]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as job:
+        _, errors = job.communicate(timeout=100)  # which ends when every process that could write has ended
+        assert job.returncode != 0
+        assert "waited in vain" in errors or victim == 1
+        assert processes_of_session(job.pid) == []

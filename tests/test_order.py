@@ -1,0 +1,105 @@
+"""Ranks that are as far apart in time as can be: no deadlock, identical replicas, no mass lost.
+
+``make faults`` runs the long form, 2000 steps in all.
+"""
+
+import os
+import random
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import lightning_sparse.engine as engine_module
+from lightning_sparse.collectives import Collectives
+from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.testing.laws.replicas import Sluggish
+from lightning_sparse.testing.wrapping import residuals_like
+from tests.pool import Pool
+from tests.sparse_ddp import (
+    AGREEING_NAMES,
+    COMPRESSOR_NAMES,
+    DENSITY,
+    KEEPING_NAMES,
+    Edges,
+    batch,
+    sparse_ddp,
+    watch_gradients,
+)
+
+IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
+STEPS = -(-2000 // len(COMPRESSOR_NAMES)) if IS_LONG else 8
+# The systems are combinations of these.
+assert {system.arguments["compressor"] for system in SYSTEMS} <= set(COMPRESSOR_NAMES)
+
+
+class Nap:
+    """Sleep now and then: mostly not at all, sometimes long, on each rank differently."""
+
+    def __init__(self, longest: float) -> None:
+        self.longest = longest
+        self.chance = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
+
+    def __call__(self, *args: Any) -> None:
+        """Sleep."""
+        if self.chance.random() < 0.3:
+            time.sleep(self.longest * self.chance.random() ** 4)
+
+
+def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[list[Any], float]:
+    """Train with naps in hooks, on the worker, and before each collective.
+
+    Returns:
+        of every tenth step, a checksum of each parameter's bits, and the mass that was owed, and applied or kept; and
+        by how much time this rank's steps differed from each other.
+    """
+    torch.manual_seed(0)
+    nap, book, seconds = Nap(0.01), [], []
+    run = Collectives.run
+
+    def run_late(self: Collectives, *args: Any) -> Any:
+        nap()
+        return run(self, *args)
+
+    late_worker = mock.patch.object(engine_module, "ExchangeWorker", Sluggish)
+    with late_worker, mock.patch.object(Collectives, "run", run_late), sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        gradients = watch_gradients(ddp.module)
+        for parameter in ddp.parameters():
+            parameter.register_hook(nap)
+        for step in range(steps):
+            start = time.perf_counter()
+            before = residuals_like(engine, gradients)
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            owed = {name: (before[name].double() + gradients[name].double()).cpu() for name in gradients}
+            applied = {name: parameter.grad.double().cpu() for name, parameter in ddp.module.named_parameters()}
+            kept = {name: tensor.double().cpu() for name, tensor in residuals_like(engine, gradients).items()}
+            optimizer.step()
+            bits = [parameter.detach().flatten().view(torch.int32).sum().item() for parameter in ddp.parameters()]
+            if step % 10 in (0, 9):
+                book.append((bits, owed, applied, kept))
+            seconds.append(time.perf_counter() - start)
+    return book, max(seconds) - min(seconds)
+
+
+@pytest.mark.timeout(3600 if IS_LONG else 300)
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_ranks_out_of_step_do_not_deadlock_and_lose_nothing(pools: dict[int, Pool], compressor: str) -> None:
+    ranks = 3
+    schedule = "layerwise" if COMPRESSOR_NAMES.index(compressor) % 2 else "merged"
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
+    answers = pools[ranks].run(train_out_of_step, settings, STEPS, timeout=60 + STEPS)
+    assert all(unevenness > 0 for _, unevenness in answers)
+    for entries in zip(*(book for book, _ in answers)):
+        bits, owed, applied, kept = zip(*entries)
+        if compressor in AGREEING_NAMES:
+            assert bits[0] == bits[1] == bits[2]
+        if compressor in KEEPING_NAMES:
+            for name in owed[0]:
+                total = sum(rank[name] for rank in owed) / ranks
+                accounted = applied[0][name] + sum(rank[name] for rank in kept) / ranks
+                torch.testing.assert_close(accounted, total, rtol=2e-6, atol=1e-6 * total.abs().max().item() + 1e-12)
