@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test faults lint bench wheel clean
+.PHONY: demo test faults soak lint bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -11,10 +11,14 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-# The long forms: every rank as victim, three ranks, ranks far out of step; as root, links are cut.
+# The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.
 faults: $(READY)
-	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py \
+	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
 		tests/test_links.py --timeout 3600
+
+# 20 000 steps, on the CPU.
+soak: $(READY)
+	$(BIN)/python -m tests.soak
 
 lint: $(READY)
 	$(BIN)/ruff check .
