@@ -11,9 +11,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-# The long forms: every rank as victim, three ranks, ranks far out of step; as root, links are cut.
+# The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.
 faults: $(READY)
-	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py \
+	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
 		tests/test_links.py --timeout 3600
 
 lint: $(READY)

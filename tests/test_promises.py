@@ -22,4 +22,4 @@ def test_every_promise_has_its_test() -> None:
             ]
             assert name in functions, f"{file}::{name}"
             found += 1
-    assert found > 20
+    assert found > 25

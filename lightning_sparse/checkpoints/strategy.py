@@ -124,14 +124,14 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
     def _agree(self, error: Optional[Exception], complaint: str) -> None:
         """Raise on every rank if one of them has an error: nobody is to wait for a rank that has given up."""
         try:
-            all_agree = self.reduce_boolean_decision(error is None)
+            agreed = self.reduce_boolean_decision(error is None)
         except RuntimeError as lost:
             raise CheckpointError(
                 f"{complaint}, or has died: rank {self.global_rank} of {self.world_size} waited in vain for the others"
                 " to say whether they could. Look at the other ranks' output for the first error, and start the job"
                 f" again from its last checkpoint (ckpt_path=...). The backend said: {lost}"
             ) from (error or lost)
-        if not all_agree:
+        if not agreed:
             raise error or CheckpointError(f"{complaint}, see its output.")
 
     def _remove_saves(self, filepath: PathLike, keep: set[str]) -> None:
@@ -208,16 +208,14 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or self._engine is None:
+        (path, save), self._loaded = self._loaded or ("", None), None
+        if not path or self._engine is None:
             return
-        path, save = loaded
         if save is None:
             reason = "holds nothing that a sparse strategy kept" if self._resumes else "was read without it"
             rank_zero_info(f"{type(self).__name__}: {path} {reason}; residuals start empty.")
             return
-        shard = self._read_together(path, save)
-        if shard is not None:
+        if (shard := self._read_together(path, save)) is not None:
             complaint = f"{path}: another rank could not take up what it had kept"
             self._together(partial(self._take_up, shard, save, path), complaint)
 

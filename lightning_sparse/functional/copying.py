@@ -14,6 +14,8 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         tensor of that type, ``[ranks, nbytes / itemsize]``: a copy, and so aligned, whatever stands beside it.
     """
+    if not wires.numel():
+        return wires.new_empty(*wires.shape, dtype=dtype)  # torch refuses a view of nothing as a wider type
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

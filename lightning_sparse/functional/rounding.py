@@ -25,4 +25,5 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
     limit = torch.finfo(dtype).max
+    values = values.to(torch.promote_types(values.dtype, dtype))  # in which the limit is exact
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)

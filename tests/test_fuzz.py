@@ -1,0 +1,502 @@
+"""Pure functions, wire formats, the planner and the reader of saved files, on inputs that nobody would think of.
+
+The same inputs in every run; ``LIGHTNING_SPARSE_FAULTS=1`` tries other ones, and more.
+"""
+
+import itertools
+import math
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from lightning_sparse.checkpoints import AtomicCheckpointIO, CheckpointError
+from lightning_sparse.checkpoints.shards import KEY, Save, read_header, read_shard
+from lightning_sparse.functional import (
+    NORMS,
+    batched_top_k_indices,
+    bucket_views,
+    copy_elements,
+    index_codec,
+    indices_reaching,
+    layer_deltas,
+    magnitude_histogram,
+    magnitude_quantile,
+    pack_codes,
+    packed_nbytes,
+    quantize,
+    round_to,
+    shift_by_sign,
+    sign_totals,
+    top_k_indices,
+    unpack_codes,
+)
+from lightning_sparse.schedule import plan_groups
+from lightning_sparse.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.wire import WIRE_DTYPES, WireFormat, build_wire
+
+IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
+
+
+def examples(count: int) -> Any:
+    """Return how many inputs are tried."""
+    return settings(
+        max_examples=10 * count if IS_LONG else count,
+        derandomize=not IS_LONG,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# Whole, equal, denormal in fp32 and fp16, beyond fp16, at the ends of fp32; then the rest.
+TRICKY = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1e-45,
+    -1e-42,
+    6e-8,
+    65504.0,
+    65520.0,
+    -1e6,
+    3.4028234663852886e38,
+    -3e38,
+    1.1754944e-38,
+]
+finite = some.sampled_from(TRICKY) | some.floats(-(2.0**100), 2.0**100, width=32)
+anything = finite | some.sampled_from([math.inf, -math.inf, math.nan])
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def tensors(numbers: Any, longest: int = 300, dtypes: Sequence[torch.dtype] = DTYPES) -> Any:
+    """Draw flat tensors: of single numbers, or of a few repeated often, so that many are equal."""
+    short = some.lists(numbers, min_size=1, max_size=40)
+    repeated = some.builds(
+        lambda few, times: (few * times)[:longest],
+        some.lists(numbers, min_size=1, max_size=4),
+        some.integers(1, longest),
+    )
+    return some.builds(
+        lambda values, dtype: torch.tensor(values, dtype=torch.float64).to(dtype),
+        short | repeated,
+        some.sampled_from(dtypes),
+    )
+
+
+def large(tensor: Tensor, numel: int) -> Tensor:
+    """Repeat a tensor to a size at which selection goes other ways, with a few elements that stand out."""
+    repeated = tensor.repeat(-(-numel // tensor.numel()))[:numel].clone()
+    repeated[:: max(1, numel // 7)] *= 1.5
+    return repeated
+
+
+@examples(150)
+@given(tensors(anything), some.floats(0.001, 1.0), some.sampled_from([0, 0, 0, 33_000, 70_001]))
+def test_top_k_is_that_of_a_full_sort(tensor: Tensor, density: float, numel: int) -> None:
+    tensor = large(tensor, numel) if numel else tensor
+    count = max(1, round(density * tensor.numel()))
+    indices = top_k_indices(tensor, count)
+    assert indices.dtype == torch.int64
+    assert indices.shape == (count,)
+    assert (indices.diff() > 0).all()
+    assert 0 <= indices[0] <= indices[-1] < tensor.numel()
+
+    def key(magnitudes: Tensor) -> Tensor:
+        return magnitudes.double().abs().nan_to_num(nan=math.inf).sort(descending=True).values
+
+    # A NaN is larger than any number: with infinities equal to it, the number of each may not be told apart here.
+    assert torch.equal(key(tensor[indices]), key(tensor)[:count])
+    assert torch.equal(tensor[indices].isnan().sum(), min(tensor.isnan().sum(), torch.tensor(count)))
+    assert torch.equal(batched_top_k_indices([tensor, tensor], count), torch.stack([indices, indices]))
+
+
+@examples(80)
+@given(tensors(anything), some.sampled_from([0.0, 1e-45, 0.5, 1.0, 1e6, math.inf]))
+def test_indices_reaching_are_those_not_below(tensor: Tensor, threshold: float) -> None:
+    threshold = float(torch.tensor(threshold, dtype=tensor.dtype))
+    expected = [place for place, value in enumerate(tensor.tolist()) if not abs(value) < threshold]
+    found = indices_reaching(tensor, threshold)
+    assert found.tolist() == expected
+
+
+@examples(120)
+@given(some.integers(1, 200_000), some.data())
+def test_indices_come_back_from_their_bytes(numel: int, data: Any) -> None:
+    ranks = data.draw(some.integers(1, 4))
+    count = data.draw(some.integers(0, min(numel, 50)))
+    rows = [
+        sorted(data.draw(some.sets(some.integers(0, numel - 1), min_size=count, max_size=count))) for _ in range(ranks)
+    ]
+    codec = index_codec(numel, count)
+    wires = torch.stack([codec.encode(torch.tensor(row, dtype=torch.int64), numel) for row in rows])
+    assert wires.shape == (ranks, codec.nbytes(numel, count))
+    assert codec.decode(wires, numel, count).tolist() == rows
+
+
+@examples(120)
+@given(some.integers(1, 8), some.lists(some.integers(0, 255), max_size=300))
+def test_codes_come_back_from_their_bits(bits: int, codes: list[int]) -> None:
+    tensor = torch.tensor([code % (1 << bits) for code in codes], dtype=torch.uint8)
+    packed = pack_codes(tensor, bits)
+    assert packed.numel() == packed_nbytes(len(codes), bits)
+    assert torch.equal(unpack_codes(packed, bits, len(codes)), tensor)
+
+
+@examples(120)
+@given(
+    tensors(anything, dtypes=[torch.float32]),
+    some.integers(1, 127),
+    some.integers(1, 64),
+    some.sampled_from(sorted(NORMS)),
+)
+def test_quantized_elements_are_one_of_the_two_nearest(
+    values: Tensor, levels: int, bucket_size: int, norm: str
+) -> None:
+    codes, scales = quantize(values, levels, bucket_size, norm, torch.Generator().manual_seed(0))
+    assert codes.abs().max() <= levels
+    assert scales.numel() == -(-values.numel() // bucket_size)
+    for bucket, scale, part in zip(values.split(bucket_size), scales, codes.split(bucket_size)):
+        assert scale.isfinite() == bucket.isfinite().all()
+        if scale.isfinite() and scale > 0:
+            exact = bucket.double() / scale.double() * levels
+            assert ((part.double() - exact).abs() <= 1 + 1e-5 * levels).all()
+            assert not part[bucket == 0].any()
+
+
+@examples(100)
+@given(tensors(anything), some.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_rounding_makes_nothing_finite_infinite(values: Tensor, dtype: torch.dtype) -> None:
+    rounded = round_to(values, dtype)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded.isfinite(), values.isfinite())
+    assert torch.equal(rounded.isnan(), values.isnan())
+    is_inside = values.isfinite() & (values.double().abs() < torch.finfo(dtype).max)
+    assert torch.equal(rounded[is_inside], values[is_inside].to(dtype))
+
+
+@examples(80)
+@given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.integers(1, 70))
+def test_functions_of_one_tensor_agree_with_loops_over_its_elements(tensor: Tensor, bucket_size: int) -> None:
+    numbers = tensor.double().tolist()
+    above, below = [each for each in numbers if each > 0], [-each for each in numbers if each < 0]
+    expected = torch.tensor([[sum(above), len(above)], [sum(below), len(below)]], dtype=torch.float64)
+    torch.testing.assert_close(sign_totals(tensor), expected, rtol=1e-6, atol=0)
+    shifted = shift_by_sign(tensor, torch.tensor(0.5), torch.tensor(-0.25))
+    moves = torch.tensor([0.5 if each > 0 else -0.25 if each < 0 else 0.0 for each in numbers], dtype=tensor.dtype)
+    torch.testing.assert_close(shifted, tensor + moves)
+    assert torch.equal(torch.cat([view.flatten() for view in bucket_views(tensor, bucket_size)]), tensor)
+    padded = torch.nn.functional.pad(tensor, (0, bucket_size))
+    assert torch.equal(copy_elements(padded, torch.empty_like(tensor)), tensor)
+    deltas = layer_deltas([tensor], [tensor], [1])
+    assert deltas.tolist() == [0.0]
+
+
+@examples(80)
+@given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.data())
+def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor: Tensor, data: Any) -> None:
+    count = data.draw(some.integers(1, tensor.numel()))
+    histogram = magnitude_histogram(tensor)
+    assert histogram.sum() == tensor.numel()
+    quantile = magnitude_quantile(histogram.double(), count)
+    exact = min(float(tensor.abs().sort(descending=True).values[count - 1]), torch.finfo(torch.float32).max)
+    assert math.isfinite(quantile)
+    smallest = torch.finfo(torch.float32).tiny
+    assert exact / 1.126 - smallest <= quantile <= exact * 1.126 + smallest
+
+
+# Wires ------------------------------------------------------------------------------------------------------------
+
+
+def carried(name: str, handed_in: Sequence[Tensor]) -> list[Tensor]:
+    """Do to one tensor of each rank what the collective of that name does."""
+    if name == "all_gather":
+        return [torch.stack(tuple(handed_in))] * len(handed_in)
+    assert name == "all_to_all"
+    return [torch.stack([tensor[rank] for tensor in handed_in]) for rank in range(len(handed_in))]
+
+
+def exchanged(
+    wires: Sequence[WireFormat], given_in: Sequence[Any], numels: Sequence[int]
+) -> tuple[list[Any], list[int]]:
+    """Run the phases of all ranks in this process; return what arrived, and the bytes of each phase of rank 0."""
+    phases = [wire.exchange(*each) for wire, each in zip(wires, given_in)]
+    received: Sequence[Any] = [None] * len(wires)
+    arrivals: list[Any] = []
+    nbytes = []
+    while not arrivals:
+        payloads = []
+        for phase, tensor in zip(phases, received):
+            try:
+                payloads.append(phase.send(tensor))
+            except StopIteration as stop:
+                arrivals.append(stop.value)
+        assert len(payloads) in (0, len(wires)), "ranks disagree on the number of phases"
+        if payloads:
+            assert len({(each.collective, each.tensor.shape, each.tensor.dtype) for each in payloads}) == 1
+            nbytes.append(payloads[0].tensor.numel() * payloads[0].tensor.element_size())
+            received = carried(payloads[0].collective, [each.tensor.clone() for each in payloads])
+    return arrivals, nbytes
+
+
+def dense(selection: Selection) -> Tensor:
+    """Write a selection to a flat tensor, rank by rank."""
+    out = torch.zeros(selection.numel, dtype=torch.float64)
+    if selection.indices is None:
+        return out + selection.values.double().reshape(-1)[: selection.numel]
+    for values, indices in zip(selection.values.reshape(-1, 1), selection.indices.reshape(-1)):
+        out[indices] += values[0].double()
+    return out
+
+
+def groups(numbers: Any) -> Any:
+    """Draw, for each of several ranks, the same few tensors' sizes with other numbers in them."""
+    return some.tuples(some.integers(1, 4), some.lists(some.integers(1, 10), min_size=1, max_size=3)).flatmap(
+        lambda shape: some.lists(
+            some.tuples(*(some.lists(numbers, min_size=numel, max_size=numel) for numel in shape[1])),
+            min_size=shape[0],
+            max_size=shape[0],
+        )
+    )
+
+
+def selections_of(form: str, accumulated: Sequence[Tensor], chance: Any) -> list[Selection]:
+    """Select at random, as the format allows."""
+    found = []
+    for tensor in accumulated:
+        if form == "reduce":
+            found.append(Selection(tensor, None, tensor.numel()))
+            continue
+        count = chance.randint(0, tensor.numel()) if form == "union" else max(1, tensor.numel() // 3)
+        indices = torch.tensor(sorted(chance.sample(range(tensor.numel()), count)), dtype=torch.int64)
+        found.append(Selection(tensor[indices], indices, tensor.numel()))
+    return found
+
+
+@examples(150)
+@given(
+    some.sampled_from(["gather", "reduce", "union"]),
+    some.sampled_from(sorted(WIRE_DTYPES)),
+    groups(finite),
+    some.booleans(),
+    some.randoms(use_true_random=False),
+)
+def test_what_travels_and_what_stays_is_all_there_was(
+    form: str, wire: str, numbers: Any, is_tracked: bool, chance: Any
+) -> None:
+    ranks = len(numbers)
+    accumulated = [[torch.tensor(values, dtype=torch.float32) for values in each] for each in numbers]
+    numels = [tensor.numel() for tensor in accumulated[0]]
+    selections = [selections_of(form, each, chance) for each in accumulated]
+    used = [torch.tensor([chance.random() < 0.5 for _ in numels], dtype=torch.uint8) for _ in range(ranks)]
+    wires = [build_wire(form, None, WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
+    arrivals, nbytes = exchanged(wires, handed_in, numels)
+    for place, numel in enumerate(numels):
+        mean = dense(arrivals[0].means[place])
+        for arrival in arrivals:
+            assert torch.equal(dense(arrival.means[place]), mean)
+        kept = torch.zeros(numel, dtype=torch.float64)
+        for rank, arrival in enumerate(arrivals):
+            left, sent = arrival.kept[place], torch.zeros(numel, dtype=torch.bool)
+            sent[... if left.indices is None else left.indices] = True
+            kept += torch.where(sent, dense(left), accumulated[rank][place].double()) / ranks
+        owed = sum(each[place].double() for each in accumulated) / ranks
+        scale = max(float(each[place].double().abs().max()) for each in accumulated)
+        torch.testing.assert_close(mean + kept, owed, rtol=0, atol=4e-7 * scale + 1e-44 * ranks * 4)
+    assert all(arrival.finite for arrival in arrivals)
+    if is_tracked:
+        expected = torch.stack(used).bool().any(dim=0)
+        assert all(torch.equal(arrival.used, expected) for arrival in arrivals)
+    elif form != "union":
+        sizes = [SelectionSize(each.numel, each.values.numel()) for each in selections[0]]
+        assert [transfer.nbytes for transfer in wires[0].transfers(sizes)] == nbytes
+
+
+@examples(80)
+@given(some.sampled_from(["gather", "reduce", "union"]), some.sampled_from(sorted(WIRE_DTYPES)), groups(anything))
+def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: Any) -> None:
+    ranks = len(numbers)
+    accumulated = [[torch.tensor(values, dtype=torch.float32) for values in each] for each in numbers]
+    every = [
+        [Selection(t, None if form == "reduce" else torch.arange(t.numel()), t.numel()) for t in each]
+        for each in accumulated
+    ]
+    wires = [build_wire(form, None, WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)], [])
+    is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
+    assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
+
+
+@examples(80)
+@given(groups(finite), some.integers(1, 127), some.integers(1, 16))
+def test_codes_arrive_as_they_were_drawn(numbers: Any, levels: int, bucket_size: int) -> None:
+    ranks, handed_in = len(numbers), []
+    expected = [torch.zeros(len(values), dtype=torch.float64) for values in numbers[0]]
+    for rank, each in enumerate(numbers):
+        accumulated = [torch.tensor(values, dtype=torch.float32) for values in each]
+        selections = []
+        for place, tensor in enumerate(accumulated):
+            codes, scales = quantize(tensor, levels, bucket_size, "max", torch.Generator().manual_seed(rank))
+            selections.append(Selection(codes, None, tensor.numel(), None, Quantization(scales, bucket_size, levels)))
+            expected[place] += (
+                codes.double() * scales.double().repeat_interleave(bucket_size)[: tensor.numel()] / levels / ranks
+            )
+        handed_in.append((selections, accumulated, None))
+    arrivals, _ = exchanged(
+        [build_wire("codes", None, torch.float32, rank, ranks) for rank in range(ranks)], handed_in, []
+    )
+    for arrival in arrivals:
+        for mean, wanted in zip(arrival.means, expected):
+            torch.testing.assert_close(dense(mean), wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()) + 1e-40)
+
+
+# The planner ------------------------------------------------------------------------------------------------------
+
+seconds = some.sampled_from([0.0, 0.0, 1e-9, 0.001, 0.01, 1.0]) | some.floats(0, 10)
+
+
+@examples(120)
+@given(
+    some.lists(some.tuples(some.integers(0, 10**7), seconds), min_size=1, max_size=9),
+    some.tuples(seconds, seconds, seconds),
+    some.sampled_from(["worker", "backward"]),
+)
+def test_a_plan_is_the_best_of_all_partitions(tensors: Any, costs: Any, selection: str) -> None:
+    sizes, backward = [size for size, _ in tensors], [each for _, each in tensors]
+    startup, per_element, select = costs[0], costs[1] * 1e-6, costs[2] * 1e-6
+
+    def end(groups_of: Sequence[Sequence[int]]) -> float:
+        free = clock = 0.0
+        for group in groups_of:
+            elements = sum(sizes[position] for position in group)
+            clock += sum(backward[position] for position in group)
+            begin = max(clock, free) if selection == "worker" else clock + select * elements
+            clock = clock if selection == "worker" else begin
+            free = max(begin, free) + startup + per_element * elements
+            free += select * elements if selection == "worker" else 0.0
+        return max(free, clock)
+
+    planned = plan_groups(sizes, backward, lambda n: select * n, lambda n: startup + per_element * n, selection)
+    assert [position for group in planned for position in group] == list(range(len(sizes)))
+    assert all(planned)
+    best = math.inf
+    for cuts in itertools.product([False, True], repeat=len(sizes) - 1):
+        stops = [place + 1 for place, cut in enumerate(cuts) if cut] + [len(sizes)]
+        best = min(best, end([range(start, stop) for start, stop in zip([0, *stops], stops)]))
+    assert end(planned) <= best * (1 + 1e-9) + 1e-12
+
+
+# Saved files ------------------------------------------------------------------------------------------------------
+
+SAVE = Save("0123456789abcdef" * 2, 2, "TopK")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any) -> bytes:
+    """Return the bytes of a rank's part."""
+    path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
+    state = {"memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {"threshold": 0.5}}
+    AtomicCheckpointIO().save_checkpoint({KEY: SAVE.as_header(), "engine": state}, path)
+    return path.read_bytes()
+
+
+def assert_is_refused_or_read(folder: Path, content: bytes) -> None:
+    """Read bytes as a part: nothing but our own error may come of them, and nothing that they ask for be run."""
+    path = folder / "rank_00000.pt"
+    path.write_bytes(content)
+    trace = folder / "executed"
+    try:
+        shard = read_shard(AtomicCheckpointIO(), str(path), SAVE)
+    except CheckpointError as error:
+        has_cure = str(path) in str(error) and "resume_compression=False" in str(error)
+        assert has_cure
+    else:
+        assert read_header(shard, str(path)) == SAVE
+        assert {"memory", "compressor"} <= shard["engine"].keys()
+    assert not trace.exists()
+
+
+@examples(60)
+@given(share=some.floats(0, 1, exclude_max=True))
+def test_a_truncated_part_is_refused(whole: bytes, tmp_path_factory: Any, share: float) -> None:
+    path = tmp_path_factory.getbasetemp() / "truncated.pt"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: it is damaged"):
+        read_shard(AtomicCheckpointIO(), str(path), SAVE)
+
+
+@examples(150)
+@given(
+    flips=some.lists(some.tuples(some.floats(0, 1, exclude_max=True), some.integers(1, 255)), min_size=1, max_size=6)
+)
+def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole: bytes, tmp_path_factory: Any, flips: Any) -> None:
+    content = bytearray(whole)
+    for share, mask in flips:
+        content[int(share * len(content))] ^= mask
+    assert_is_refused_or_read(tmp_path_factory.getbasetemp(), bytes(content))
+
+
+class Evil:
+    """What a pickle may ask for."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        """Leave a trace."""
+        return os.mkdir, (self.path,)
+
+
+values = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=5),
+    lambda inner: (
+        some.lists(inner, max_size=3)
+        | some.dictionaries(
+            some.sampled_from([KEY, "engine", "memory", "compressor", "save", "version", "ranks", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@examples(120)
+@given(
+    content=some.binary(max_size=400) | values.map(pickle.dumps),
+    prefix=some.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95" + struct.pack("<Q", 9)]),
+)
+def test_bytes_of_any_kind_are_refused(tmp_path_factory: Any, content: bytes, prefix: bytes) -> None:
+    assert_is_refused_or_read(tmp_path_factory.getbasetemp(), prefix + content)
+
+
+@examples(80)
+@given(content=values)
+def test_a_file_of_torch_with_other_things_in_it_is_refused(tmp_path_factory: Any, content: Any) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    torch.save(content, folder / "foreign.pt")
+    assert_is_refused_or_read(folder, (folder / "foreign.pt").read_bytes())
+    try:
+        found = read_header(content, "foreign.pt")
+    except CheckpointError:
+        return
+    assert found is None or found.as_header().items() <= content[KEY].items()
+
+
+def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path: Path) -> None:
+    torch.save({KEY: SAVE.as_header(), "engine": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
+    assert_is_refused_or_read(tmp_path, (tmp_path / "evil.pt").read_bytes())
+    assert_is_refused_or_read(tmp_path, pickle.dumps(Evil(str(tmp_path / "executed"))))
+    with pytest.raises(CheckpointError):
+        read_shard(AtomicCheckpointIO(), str(tmp_path / "evil.pt"), SAVE)
