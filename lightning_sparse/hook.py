@@ -130,7 +130,9 @@ class GradientStream:
     def _commit(self, exchanged: Sequence[Exchanged]) -> None:
         if exchanged:
             self._pipeline.commit(exchanged)
-        self._after_step(self._recorder.end_step().marks)
+        marks = self._recorder.end_step().marks
+        self._pipeline.sample_kept()
+        self._after_step(marks)
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Optional
 
 import torch
@@ -39,6 +40,13 @@ class GroupChoice(NamedTuple):
         return arrival._replace(
             means=[means[position] for position in self.positions], kept=[kept[position] for position in self.positions]
         )
+
+    def sent_by_parameter(self) -> list[Selection]:
+        """Return what is sent of each parameter of the group, in its order; the host waits where it is merged."""
+        sent = self.selections
+        if self.merged is not None:
+            sent = [*self.merged.sent(sent[0]), *sent[1:]]
+        return [sent[position] for position in self.positions]
 
 
 class GroupSelector:
@@ -138,6 +146,21 @@ class MergedParameters(NamedTuple):
         for piece, is_used in zip(self._split(self.flat), self.are_used):
             if is_used is False:
                 piece.zero_()
+
+    def sent(self, selection: Selection) -> list[Selection]:
+        """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
+        numels = [tensor.numel() for tensor in self.tensors]
+        if selection.indices is None:
+            return self._whole(selection.values.reshape(-1))
+        stops = list(accumulate(numels))
+        # How many elements of the selection lie before the end of each parameter.
+        bounds = torch.tensor(stops, device=selection.indices.device)
+        cuts = torch.searchsorted(selection.indices, bounds).diff(prepend=bounds.new_zeros(1)).tolist()
+        filled = [None] * len(cuts) if selection.filled is None else selection.filled.split(cuts)
+        pieces = zip(selection.values.split(cuts), selection.indices.split(cuts), numels, stops, filled)
+        return [
+            Selection(values, indices - (stop - numel), numel, taken) for values, indices, numel, stop, taken in pieces
+        ]
 
     def means(self, mean: Selection) -> list[Selection]:
         """Return the mean over ranks of each parameter."""

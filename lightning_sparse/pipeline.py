@@ -116,7 +116,10 @@ class Pipeline:
             ready: when the last of them was ready.
         """
         names = [local.name for local in group]
+        samples = self.recorder.samples
         with self.recorder.group(names, ready) as marks:
+            if samples is not None:
+                samples.add_gradients(names, [local.gradient for local in group], self.context.loss_scale)
             with self.recorder.span("select"):
                 gradients = [local.gradient for local in group]
                 if self.context.loss_scale is not None:
@@ -131,8 +134,12 @@ class Pipeline:
             self.recorder.current.add_selections(choice.selections)
             arrival = self._travel(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
             self.recorder.current.add_means(arrival.means)
+            sent = None if samples is None else choice.sent_by_parameter()
             with self.recorder.span("encode"):
-                return Exchanged(group, accumulated, choice.counts, choice.by_parameter(arrival))
+                arrival = choice.by_parameter(arrival)
+            if samples is not None and sent is not None:
+                samples.add_sent(names, sent, arrival.means)
+            return Exchanged(group, accumulated, choice.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -157,6 +164,12 @@ class Pipeline:
                     if tensor is not local.gradient:
                         local.gradient.copy_(round_to(tensor, local.gradient.dtype))
         self._selector.end_step()
+
+    def sample_kept(self) -> None:
+        """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""
+        if self.recorder.samples is not None:
+            self.recorder.samples.add_kept(self.memory.state_dict().get("residual", {}))
+            self.recorder.close_samples()
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""

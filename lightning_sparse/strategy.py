@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_sparse.checkpoints import ResumableDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
+from lightning_sparse.observable import Observable
 from lightning_sparse.observe import StepMarks
 from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
 from lightning_sparse.planning import Plan
@@ -32,7 +33,7 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-class SparseDDPStrategy(ResumableDDPStrategy):
+class SparseDDPStrategy(Observable, ResumableDDPStrategy):
     """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA

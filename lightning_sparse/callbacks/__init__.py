@@ -1,5 +1,8 @@
 """Callbacks: they show what the engine did, and steer it."""
 
+from lightning_sparse.callbacks.assumption import AssumptionMonitor
 from lightning_sparse.callbacks.monitor import CompressionMonitor
+from lightning_sparse.callbacks.sentinel import ReplicaSentinel
+from lightning_sparse.callbacks.timeline import OverlapTimeline
 
-__all__ = ["CompressionMonitor"]
+__all__ = ["AssumptionMonitor", "CompressionMonitor", "OverlapTimeline", "ReplicaSentinel"]

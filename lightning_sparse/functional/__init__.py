@@ -2,6 +2,7 @@
 
 from lightning_sparse.functional.copying import add_rows, copy_elements, read_as
 from lightning_sparse.functional.deltas import layer_deltas
+from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
@@ -17,6 +18,7 @@ __all__ = [
     "batched_top_k_indices",
     "bucket_views",
     "copy_elements",
+    "fingerprint",
     "index_codec",
     "indices_reaching",
     "layer_deltas",

@@ -4,5 +4,16 @@ from lightning_sparse.observe.clock import Clock, Mark
 from lightning_sparse.observe.facts import StepFacts
 from lightning_sparse.observe.marks import GroupMarks, Span, StepMarks
 from lightning_sparse.observe.recorder import Recorder
+from lightning_sparse.observe.samples import ParameterFacts, ParameterSamples
 
-__all__ = ["Clock", "GroupMarks", "Mark", "Recorder", "Span", "StepFacts", "StepMarks"]
+__all__ = [
+    "Clock",
+    "GroupMarks",
+    "Mark",
+    "ParameterFacts",
+    "ParameterSamples",
+    "Recorder",
+    "Span",
+    "StepFacts",
+    "StepMarks",
+]

@@ -27,6 +27,16 @@ class Clock:
         event.record()
         return event
 
+    def reference(self) -> tuple[Mark, float]:
+        """Return a mark and the host's time (``time.perf_counter``) at which it passed; on a device this waits for it.
+
+        With it, :meth:`seconds` puts any other mark on the host's clock.
+        """
+        mark = self.mark()
+        if not self.is_host:
+            mark.synchronize()
+        return mark, mark if self.is_host else time.perf_counter()
+
     @staticmethod
     def seconds(start: Mark, end: Mark) -> float:
         """Return the seconds between two marks; on a device this waits until both have passed."""

@@ -6,6 +6,7 @@ from typing import Union
 from torch import Tensor
 
 from lightning_sparse.observe.marks import StepMarks
+from lightning_sparse.observe.samples import sent_count, union_count
 from lightning_sparse.selection import Selection
 
 
@@ -31,7 +32,7 @@ class StepFacts:
         """Take note of what this rank sends of a group."""
         for selection in selections:
             self.elements += selection.numel
-            self._sent.append(selection.values.numel() if selection.filled is None else selection.filled.sum())
+            self._sent.append(sent_count(selection))
 
     def add_means(self, means: Iterable[Selection]) -> None:
         """Take note of what arrived from all ranks for a group."""
@@ -39,7 +40,7 @@ class StepFacts:
 
     def union(self) -> int:
         """Return how many elements any rank has sent, which costs a sort of what arrived."""
-        return sum(arrived if isinstance(arrived, int) else _distinct(arrived) for arrived in self._arrived)
+        return sum(arrived if isinstance(arrived, int) else union_count(arrived) for arrived in self._arrived)
 
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
@@ -54,8 +55,3 @@ class StepFacts:
             "exchange_seconds": self.marks.seconds("exchange"),
             "exposed_seconds": self.marks.exposed_seconds,
         }
-
-
-def _distinct(mean: Selection) -> int:
-    assert mean.indices is not None
-    return int(mean.indices[mean.values != 0].unique().numel())

@@ -9,6 +9,7 @@ import torch
 from lightning_sparse.observe.clock import Clock, Mark
 from lightning_sparse.observe.facts import StepFacts
 from lightning_sparse.observe.marks import GroupMarks, Span
+from lightning_sparse.observe.samples import ParameterSamples
 
 
 class Recorder:
@@ -17,7 +18,10 @@ class Recorder:
     Attributes:
         current: the step in progress; it changes only between two backwards.
         last: the last step that ended.
-        watches_gradients: mark when each gradient is ready also where that costs an event of the device.
+        watches_gradients: mark when each gradient is ready also where that costs an event of the device; the planner's.
+        is_watched: the same, for whoever looks on from outside the engine.
+        samples: where the step in progress is to be noted by parameter; ``None`` unless somebody asked.
+        last_samples: of the last step for which they were asked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,6 +29,9 @@ class Recorder:
         self.current = StepFacts()
         self.last: Optional[StepFacts] = None
         self.watches_gradients = False
+        self.is_watched = False
+        self.samples: Optional[ParameterSamples] = None
+        self.last_samples: Optional[ParameterSamples] = None
         self._group: Optional[GroupMarks] = None
         self._bytes_before_last = 0
 
@@ -43,7 +50,7 @@ class Recorder:
 
     def add_ready(self, name: str) -> None:
         """Take note that a gradient is ready."""
-        is_marked = self.clock.is_host or self.watches_gradients
+        is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
         self.current.marks.ready[name] = self.clock.mark() if is_marked else None
 
     @contextmanager
@@ -77,3 +84,7 @@ class Recorder:
         self._bytes_before_last = self.total_wire_bytes
         self.last, self.current = self.current, StepFacts()
         return self.last
+
+    def close_samples(self) -> None:
+        """Take note that all has been noted of the step that was asked for."""
+        self.last_samples, self.samples = self.samples, None

@@ -1,0 +1,100 @@
+"""What the callbacks of this package have in common: whom they look at, at which steps, and what they refuse."""
+
+from typing import Any, ClassVar, Optional
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from pytorch_lightning import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_sparse.strategy import SparseDDPStrategy
+
+
+class StepObserver(Callback):
+    """Look at some of the steps of a :class:`~lightning_sparse.SparseDDPStrategy`.
+
+    A step is known before its first batch, so that what costs extra can be asked for; it is looked at after the
+    optimizer has made it. On one process there is no exchange, and nothing to look at.
+
+    Raises:
+        TypeError: at the start, if the Trainer's strategy is another one.
+        ValueError: at the start, if the Trainer has two callbacks of this class.
+    """
+
+    cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or remove the callback"
+
+    _looks = False
+    _steps_before = 0
+
+    def looks_at(self, trainer: Trainer, step: int) -> bool:
+        """Decide, on every rank alike, whether to look at a step."""
+        raise NotImplementedError
+
+    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
+        """Ask for what is to be seen of the step."""
+        return
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
+        """Look at the step, on all ranks."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        name = type(self).__name__
+        if not isinstance(trainer.strategy, SparseDDPStrategy):
+            raise TypeError(f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: {self.cure}")
+        alike = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if alike > 1:
+            raise ValueError(f"callbacks holds {alike} {name}, which would write over each other: give one")
+        self._looks = False
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # A step of several batches is asked for once.
+        if not self._looks:
+            self._steps_before = trainer.global_step
+            self._looks = self.looks_at(trainer, step_of(trainer))
+            if self._looks:
+                self.before_step(trainer, sparse_strategy(trainer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._looks and trainer.global_step > self._steps_before:
+            self._looks = False
+            strategy = sparse_strategy(trainer)
+            if strategy.compressor is not None:
+                self.after_step(trainer, pl_module, strategy, step_of(trainer))
+
+
+def sparse_strategy(trainer: Trainer) -> SparseDDPStrategy:
+    """Return the Trainer's strategy."""
+    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    return trainer.strategy
+
+
+def step_of(trainer: Trainer) -> int:
+    """Return the number under which Lightning logs the step in progress, from 0."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
+    """Hand scalars to all loggers of the Trainer."""
+    for logger in trainer.loggers:
+        logger.log_metrics(scalars, step=step)
+
+
+def say(callback: Callback, line: str) -> None:
+    """Tell the user something, once for all ranks."""
+    rank_zero_info(f"{type(callback).__name__}: {line}")
+
+
+def checked_interval(name: str, steps: Optional[int]) -> Optional[int]:
+    """Pass a number of steps through.
+
+    Raises:
+        ValueError: if it is not a whole number above 0.
+    """
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise ValueError(f"{name}={steps!r} must be a whole number of steps, at least 1; 1 looks at every step")
+    return steps

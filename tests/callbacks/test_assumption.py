@@ -1,0 +1,107 @@
+"""AssumptionMonitor: what it logs, and when it warns."""
+
+import csv
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import AssumptionMonitor
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.selection import Selection
+from tests.pool import Pool
+from tests.trainers import Small, make_trainer, weights
+
+NAMES = [name for name, _ in Small().named_parameters()]
+
+
+class Smallest(Compressor):
+    """Send the smallest magnitudes, which leaves more over than chance would."""
+
+    default_density = 0.1
+    wire_format = "gather"
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
+        """Choose them."""
+        indices = [
+            tensor.abs().topk(count, largest=False).indices.sort().values for tensor, count in zip(accumulated, counts)
+        ]
+        return [Selection(tensor[where], where, tensor.numel()) for tensor, where in zip(accumulated, indices)]
+
+
+def fit_watched(
+    rank: int, directory: str, compressor: Any, every: Optional[int]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Fit; return the weights and the averages."""
+    monitor = AssumptionMonitor(every or 1)
+    trainer = make_trainer(
+        rank,
+        SparseDDPStrategy(compressor, density=0.1),
+        logger=CSVLogger(directory, name="", version="") if every else False,
+        callbacks=[monitor] if every else [],
+    )
+    model = Small()
+    trainer.fit(model)
+    averages = {} if monitor.metric is None else {name: float(each) for name, each in monitor.metric.compute().items()}
+    return weights(model), averages
+
+
+def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Path) -> None:
+    (_, averages), (_, same) = pair.run(fit_watched, str(tmp_path), "lags", 5)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["sparse/delta"]]
+    assert [int(row["step"]) for row in rows] == [4, 9, 14]
+    for row in rows:
+        deltas = [float(row[f"sparse/delta/{name}"]) for name in NAMES]
+        assert all(0 < delta <= 1 for delta in deltas)
+        assert float(row["sparse/delta"]) == max(deltas)
+    assert averages == same
+    for name in NAMES:
+        assert averages[name] == pytest.approx(sum(float(row[f"sparse/delta/{name}"]) for row in rows) / 3, rel=1e-5)
+
+
+def test_watching_changes_no_bit(pair: Pool, tmp_path: Path) -> None:
+    (watched, _), _ = pair.run(fit_watched, str(tmp_path), "lags", 2)
+    (alone, _), _ = pair.run(fit_watched, str(tmp_path), "lags", None)
+    assert all(torch.equal(watched[name], alone[name]) for name in alone)
+
+
+def fit_badly(rank: int, directory: str) -> list[str]:
+    """Fit with a selection worse than chance; return the warnings."""
+    if rank > 0:
+        fit_watched(rank, directory, Smallest(), 4)
+        return []
+    with pytest.warns(UserWarning, match="delta > 1") as caught:
+        fit_watched(rank, directory, Smallest(), 4)
+    return [str(each.message) for each in caught if "delta > 1" in str(each.message)]
+
+
+def test_a_layer_that_exceeds_one_is_named_once(pair: Pool, tmp_path: Path) -> None:
+    warnings, _ = pair.run(fit_badly, str(tmp_path))
+    assert "in step 3" in warnings[0]
+    assert "network.2.weight" in warnings[0]
+    assert all(sum(f"{name} (" in warning for warning in warnings) <= 1 for name in NAMES)
+
+
+def refused(rank: int, compressor: str) -> str:
+    """Try a method that selects nothing."""
+    trainer = make_trainer(rank, SparseDDPStrategy(compressor), callbacks=[AssumptionMonitor()])
+    with pytest.raises(ValueError, match="selects nothing") as caught:
+        trainer.fit(Small())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("compressor", "name"), [("a2sgd", "A2SGD"), ("qsgd", "QSGD"), ("dense", "Dense")])
+def test_a_method_that_selects_nothing_is_refused(pair: Pool, compressor: str, name: str) -> None:
+    for message in pair.run(refused, compressor):
+        assert f"{name} selects nothing: remove the callback, or choose a sparsifier" in message
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
+def test_a_bad_interval_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=rf"every_n_steps={every} must be a whole number of steps, at least 1"):
+        AssumptionMonitor(every)

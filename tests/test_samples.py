@@ -1,0 +1,98 @@
+"""What a step did to each parameter, against what the step left behind; and asking changes nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.observe import ParameterSamples
+from tests.pool import Pool
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+
+STEPS = 4
+
+
+def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[Any], dict[str, Tensor]]:
+    """Train some steps; return what was seen of each, from inside and from outside, and the parameters."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Edges(), compressor, DENSITY[compressor], schedule) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        gradients = watch_gradients(ddp.module)
+        recorder = engine.pipeline.recorder
+        for step in range(STEPS):
+            if asks and step % 2:
+                recorder.samples = ParameterSamples(has_counts=True, has_histograms=True)
+            engine.begin_backward()
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).backward()
+            engine.raise_error()
+            optimizer.step()
+            residuals = engine.memory.state_dict().get("residual", {})
+            outside = {
+                name: (
+                    gradient.numel(),
+                    float(gradient.norm()),
+                    float(residuals[name].norm()) if name in residuals else 0.0,
+                    magnitudes(residuals[name]) if name in residuals else None,
+                )
+                for name, gradient in gradients.items()
+            }
+            samples = recorder.last_samples
+            inside = {}
+            if samples is not None:
+                kept = {name: counts.tolist() for name, counts in samples.kept_magnitudes.items()}
+                sent = {name: int(counts.sum()) for name, counts in samples.sent_magnitudes.items()}
+                inside = {name: (fact, sent[name], kept.get(name)) for name, fact in samples.facts().items()}
+            book.append((inside, outside, engine.compression_stats()))
+        return book, parameters_of(ddp)
+
+
+def magnitudes(tensor: Tensor) -> list[int]:
+    """Count magnitudes by power of two, one by one."""
+    counts = [0] * 256
+    for exponent, value in zip(torch.frexp(tensor.flatten().float()).exponent.tolist(), tensor.flatten().tolist()):
+        # frexp writes a number as one from [0.5, 1) times a power of two.
+        counts[max(0, exponent - 1 + 127) if value else 0] += 1
+    return counts
+
+
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_samples_say_what_the_step_did(pair: Pool, compressor: str) -> None:
+    for book, _ in pair.run(train, compressor, "merged", True):
+        assert book[0][0] == {}
+        for inside, outside, stats in book[1::2]:
+            assert inside.keys() == outside.keys()
+            for name, (fact, in_histogram, kept) in inside.items():
+                numel, gradient_norm, residual_norm, kept_by_hand = outside[name]
+                assert fact.numel == numel
+                assert fact.gradient_norm == pytest.approx(gradient_norm, rel=1e-5)
+                assert fact.residual_norm == pytest.approx(residual_norm, rel=1e-5, abs=1e-12)
+                assert kept == kept_by_hand
+                assert in_histogram >= fact.sent
+                assert fact.union >= 0
+            elements = sum(fact.numel for fact, _, _ in inside.values())
+            assert sum(fact.sent for fact, _, _ in inside.values()) == pytest.approx(stats["density"] * elements)
+            union = sum(fact.union for fact, _, _ in inside.values())
+            assert union == pytest.approx(stats["union_density"] * elements)
+
+
+def test_a_step_that_was_not_asked_for_leaves_the_samples_of_the_last_one(pair: Pool) -> None:
+    for book, _ in pair.run(train, "topk", "merged", True):
+        assert book[1][0] == book[2][0] != book[3][0]
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "merged", "single"])
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_asking_changes_no_bit(pair: Pool, compressor: str, schedule: str) -> None:
+    for (_, asked), (_, unasked) in zip(
+        pair.run(train, compressor, schedule, True), pair.run(train, compressor, schedule, False)
+    ):
+        assert all(torch.equal(asked[name], unasked[name]) for name in unasked)
+
+
+def test_a_loss_scale_is_taken_out_of_the_norms() -> None:
+    samples = ParameterSamples()
+    samples.add_gradients(["weight"], [torch.tensor([6.0, 8.0])], torch.tensor(2.0))
+    assert samples.norms() == (5.0, 0.0)
