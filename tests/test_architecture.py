@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"selection", "named", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
-    {"merging", "density", "settings", "timeline"},
+    {"merging", "density", "settings", "timeline", "rules"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},
@@ -20,6 +20,7 @@ LAYERS = [
     {"switchable"},
     {"registry", "checkpoints"},
     {"prediction", "observable"},
+    {"steering"},
     {"strategy"},
     {"callbacks"},
     {"__init__"},
