@@ -10,7 +10,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
-    {"selection", "named", "functional", "layout", "feedback", "metrics"},
+    {"selection", "named", "doors", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
     {"merging", "density", "settings", "timeline", "rules"},
     {"pipeline", "replicas", "planning"},
@@ -23,12 +23,13 @@ LAYERS = [
     {"steering"},
     {"strategy"},
     {"callbacks"},
+    {"lightning"},
     {"__init__"},
     {"plan"},
     {"cli"},
     {"__main__"},
 ]
-KNOWS_LIGHTNING = {"switchable", "strategy", "checkpoints", "callbacks", "cli", "plan", "__init__"}
+KNOWS_LIGHTNING = {"switchable", "strategy", "checkpoints", "callbacks", "cli", "plan", "lightning", "__init__"}
 
 
 def noun(path: Path) -> str:
