@@ -1,10 +1,15 @@
 """How much is sent of each parameter now."""
 
+from collections.abc import Mapping
+
 from lightning_sparse.compressors import Compressor, element_count
+
+PLAN, RULES = "plan", "rules"  # who may wish for more than the user asked for
+_DEPARTURE = 1.25  # a density that falls a little in every step is not worth a new plan in every step
 
 
 class Densities:
-    """The density of each parameter: what the user asked for, or what a plan adds to it.
+    """The density of each parameter: what the user asked for, or the most that anybody wishes beyond it.
 
     All ranks change it alike, and only between two steps.
 
@@ -13,25 +18,56 @@ class Densities:
         density: of the model.
 
     Attributes:
-        density: of the model; a warm-up changes it.
-        planned: by parameter name, what a plan can send for nothing; less than the user asked for changes nothing.
         sends_all: whether everything is sent, so that nothing is left to wait.
+        ceiling: the most that a rule, or a plan made from now on, gets of a parameter beyond what the user asked for.
+        have_changed: whether a plan should take note; to be set back by whoever does.
     """
 
     def __init__(self, compressor: Compressor, density: float) -> None:
         self._compressor = compressor
-        self.density = density
-        self.planned: dict[str, float] = {}
+        self._density = density
+        self._wishes: dict[str, dict[str, float]] = {PLAN: {}, RULES: {}}
+        self._noted: dict[str, float] = {}
         self.sends_all = False
+        self.ceiling = 1.0
+        self.have_changed = False
+
+    @property
+    def density(self) -> float:
+        """That of the model, as the user asked for it; a warm-up changes it."""
+        return self._density
+
+    @density.setter
+    def density(self, density: float) -> None:
+        self.have_changed = self.have_changed or density != self._density
+        self._density = density
+
+    def wish(self, wisher: str, densities: Mapping[str, float]) -> None:
+        """Take on what :data:`PLAN` or :data:`RULES` wishes from now on, by parameter name, in place of its last wish.
+
+        Less than the user asked for changes nothing.
+        """
+        self._wishes[wisher] = dict(densities)
+        if wisher == RULES and _departs(self._noted, self._wishes[RULES]):
+            self._noted = self._wishes[RULES]
+            self.have_changed = True
 
     def of(self, name: str) -> float:
         """Return the fraction of elements to send of a parameter."""
-        return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
+        return 1.0 if self.sends_all else max(self.wanted(name), self._wishes[PLAN].get(name, 0.0))
 
     def wanted(self, name: str) -> float:
-        """Return the fraction that the user asked for."""
-        return self._compressor.density_of(name, self.density)
+        """Return the fraction that the user asked for, or a rule: what a plan has to send at least."""
+        asked = self._compressor.density_of(name, self._density)
+        return max(asked, min(self._wishes[RULES].get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
-        """Return how many of a parameter's elements the user asked for."""
+        """Return how many of a parameter's elements a plan has to send at least."""
         return element_count(numel, self.wanted(name))
+
+
+def _departs(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Return whether a wish has come or gone, or is another by more than a plan is exact to."""
+    if before.keys() != after.keys():
+        return True
+    return any(not 1 / _DEPARTURE < after[name] / before[name] < _DEPARTURE for name in after)

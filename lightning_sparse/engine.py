@@ -50,11 +50,12 @@ class Engine:
     ) -> None:
         parameters = {name: tensor for name, tensor in ddp.module.named_parameters() if tensor.requires_grad}
         device = next(iter(parameters.values())).device
+        self.parameter_names = tuple(parameters)
         self._settings = settings
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         compressor = settings.compressor
-        self._densities = Densities(compressor, settings.density_at(0))
+        self.densities = Densities(compressor, settings.density_at(0))
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
         self._collectives.check(wire.collectives)
@@ -68,7 +69,7 @@ class Engine:
             wire,
             self._collectives,
             self._recorder,
-            density_of=self._densities.of,
+            density_of=self.densities.of,
         )
         self._worker = ExchangeWorker(device)
         self._averager = (
@@ -106,7 +107,7 @@ class Engine:
 
     def send_all(self, is_wanted: bool) -> None:
         """Send every gradient whole in the next steps, with what waits; all ranks must call."""
-        self._densities.sends_all = is_wanted
+        self.densities.sends_all = is_wanted
 
     def _planner_of(
         self, schedule: Schedule, numels: Mapping[str, int], say: Callable[[str], None]
@@ -119,8 +120,8 @@ class Engine:
             self._collectives,
             self._recorder,
             numels,
-            self._densities,
-            self._settings.compressor.adapts_density or schedule.adapts_density,
+            self.densities,
+            self._settings.adapts_density,
             self.pipeline.waits_for_whole_step,
             say,
         )
@@ -142,10 +143,7 @@ class Engine:
         """
         self._recorder.begin_backward()
         self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
-        density = self._settings.density_at(epoch)
-        if density != self._densities.density and self._planner is not None:
-            self._planner.density_has_changed = True
-        self._densities.density = density
+        self.densities.density = self._settings.density_at(epoch)
 
     def end_step(self) -> None:
         """Take note that the optimizer has made a step; average the replicas where that is due."""

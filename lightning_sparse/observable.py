@@ -35,7 +35,13 @@ class Observable:
             histograms: count the magnitudes of what is sent and kept; that reads them some more times.
         """
         if self._engine is not None:
-            self._engine.pipeline.recorder.samples = ParameterSamples(counts, histograms)
+            recorder = self._engine.pipeline.recorder
+            if recorder.samples is not None:  # somebody else has asked for the same step
+                counts, histograms = (
+                    counts or recorder.samples.has_counts,
+                    histograms or recorder.samples.has_histograms,
+                )
+            recorder.samples = ParameterSamples(counts, histograms)
 
     def parameter_samples(self) -> Optional[ParameterSamples]:
         """Return what the last step that was asked for did to each parameter; ``None`` before the first."""

@@ -12,7 +12,10 @@ TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, and given back at the end of"
     " training; meanwhile the optimizer runs without, and with its weight decay divided by 1 - momentum."
 )
-_CURE = "choose torch.optim.SGD, or a memory without momentum, such as compressor=DGC(momentum=None)"
+_CURE = (
+    "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
+    " compressor=DGC(momentum=None)"
+)
 
 
 class _Taken(NamedTuple):

@@ -21,6 +21,10 @@ class Settings:
         wire: name of the type of the values that travel.
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
 
+    Attributes:
+        feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` changes it.
+        hides_communication: whether a rule wants the plan to send more where that costs no time.
+
     Raises:
         ValueError: for an unknown name, a density out of range, a density for a compressor that has none, or a
             warm-up that is negative.
@@ -40,7 +44,35 @@ class Settings:
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = SCHEDULES.resolve(schedule)
         self.wire = wire_dtype(wire)
+        self.feedback = self.compressor.feedback
+        self.hides_communication = False
         self._check_adaptation(schedule)
+
+    @property
+    def adapts_density(self) -> bool:
+        """Whether a plan may send more than the density asks for."""
+        by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
+        return self.compressor.adapts_density or by_schedule or self.hides_communication
+
+    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
+        """Accumulate momentum and clip as ``correction`` says, whatever the compressor; ``None`` as it says itself.
+
+        Only its momentum, masking and clipping are taken over.
+
+        Raises:
+            ValueError: if the compressor keeps no residual, corrects momentum itself, or selects across a group.
+        """
+        own = self.compressor.feedback
+        if correction is None:
+            self.feedback = own
+            return
+        _check_correction(self.compressor, correction)
+        if isinstance(self.schedule, Auto):
+            raise ValueError(
+                "momentum correction cannot be combined with schedule='auto', which leaves steps to DDP, where nothing"
+                " accumulates momentum: use schedule='merged', such as strategy='sparse_lags'"
+            )
+        self.feedback = correction._replace(follows_learning_rate=own.follows_learning_rate)
 
     def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
         name = type(self.compressor).__name__
@@ -70,10 +102,28 @@ class Settings:
     def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
         """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
-        feedback = self.compressor.feedback
-        if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
+        if self.compressor.is_lossless and wire_is_exact and self.feedback == ErrorFeedback():
             return NoMemory()
-        return build_memory(feedback, ranks)
+        return build_memory(self.feedback, ranks)
+
+
+def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None:
+    name, own = type(compressor).__name__, compressor.feedback
+    if own.momentum is not None or own.clip_norm is not None:
+        raise ValueError(
+            f"{name} corrects momentum or clips itself (momentum={own.momentum!r}, clip_norm={own.clip_norm}): choose"
+            f" another compressor, such as 'topk', or tell {name} what you want and leave out the correction"
+        )
+    if not own.keeps_residual:
+        raise ValueError(
+            f"momentum correction has nothing to correct with {name}, which keeps nothing for later: choose a"
+            " sparsifier such as compressor='topk', or leave out the correction"
+        )
+    if compressor.selects_across_group and correction.masks_momentum:
+        raise ValueError(
+            f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
+            " sent: set masks_momentum=False, or choose OMGS(per_tensor=True) or compressor='lags'"
+        )
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

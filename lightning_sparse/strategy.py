@@ -14,13 +14,13 @@ from typing_extensions import override
 from lightning_sparse.checkpoints import ResumableDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
-from lightning_sparse.observable import Observable
 from lightning_sparse.observe import StepMarks
 from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
 from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.settings import Settings
+from lightning_sparse.steering import Steerable
 
 _REFUSED_ARGUMENTS = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -33,7 +33,7 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-class SparseDDPStrategy(Observable, ResumableDDPStrategy):
+class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
     """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
@@ -150,7 +150,7 @@ class SparseDDPStrategy(Observable, ResumableDDPStrategy):
             return
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
-        self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.compressor.feedback)
+        self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.feedback)
         if self._optimizer_view.takes_momentum:
             self._say(TAKES_MOMENTUM)
 

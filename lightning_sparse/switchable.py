@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.doors import where_to_import
 from lightning_sparse.engine import Engine
 from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.schedule import Auto, Schedule
@@ -33,6 +34,10 @@ class SwitchableDDPStrategy(DDPStrategy):
         self._is_plain = False
         self._is_at_border = False
         super().__init__(**ddp_kwargs, bucket_cap_mb=BUCKET_CAP_MB)
+
+    def __repr__(self) -> str:
+        # A Trainer of Lightning's other name refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {where_to_import(DDPStrategy.__module__)}>"
 
     @property
     def is_plain(self) -> bool:

@@ -10,9 +10,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
-    {"selection", "named", "functional", "layout", "feedback", "metrics"},
+    {"selection", "named", "doors", "mirror", "functional", "layout", "feedback", "metrics"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
-    {"merging", "timeline", "density", "settings"},
+    {"merging", "density", "settings", "timeline", "rules"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},
@@ -20,9 +20,11 @@ LAYERS = [
     {"switchable"},
     {"registry", "checkpoints"},
     {"prediction", "observable"},
+    {"steering"},
     {"strategy"},
     {"testing"},
     {"callbacks"},
+    {"lightning"},
     {"__init__"},
     {"parser"},
     {"plan", "submit"},
@@ -38,6 +40,7 @@ KNOWS_LIGHTNING = {
     "parser",
     "plan",
     "submit",
+    "lightning",
     "__init__",
 }
 

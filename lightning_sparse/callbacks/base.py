@@ -6,6 +6,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse.doors import door_of, where_to_import
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
@@ -40,6 +41,11 @@ class StepObserver(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         name = type(self).__name__
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"this {name} is {where_to_import(Trainer.__module__, '.callbacks')}. The Trainer is one of"
+                f" {door_of(type(trainer).__module__)}, which has classes of its own."
+            )
         if not isinstance(trainer.strategy, SparseDDPStrategy):
             raise TypeError(f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: {self.cure}")
         alike = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]

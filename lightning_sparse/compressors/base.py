@@ -28,6 +28,8 @@ class Compressor(ABC):
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
         default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
+        has_density_by_parameter: whether it sends of every parameter just what that parameter's density asks for, so
+            that rules may raise it.
         wire_format: name of the way its selections travel, see :mod:`lightning_sparse.wire`.
         dense_wire_format: name of the way in which a parameter travels while its density is 1: it is then sent whole,
             and :meth:`select` does not get to see it. A selection without indices travels the same way, so whether
@@ -46,6 +48,7 @@ class Compressor(ABC):
 
     default_density: ClassVar[Optional[float]]
     default_warmup_epochs: ClassVar[int] = 0
+    has_density_by_parameter: bool = False
     wire_format: ClassVar[str]
     dense_wire_format: ClassVar[Optional[str]] = None
     selects_across_group: bool = False

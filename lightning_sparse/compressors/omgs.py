@@ -41,3 +41,4 @@ class OMGS(TopK):
 
     def __init__(self, per_tensor: bool = False) -> None:
         self.selects_across_group = not per_tensor
+        self.has_density_by_parameter = per_tensor

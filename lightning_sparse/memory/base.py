@@ -22,10 +22,12 @@ class Memory(ABC):
     Attributes:
         clips_gradients: whether the norm of the whole gradient has to be known before the first group is compensated.
         gradient_norm: that norm in this step, a tensor of one element; only set where ``clips_gradients``.
+        is_watched: whether to take note of what :meth:`statistics` tells; to be set before a step.
     """
 
     clips_gradients: bool = False
     gradient_norm: Optional[Tensor] = None
+    is_watched: bool = False
 
     @abstractmethod
     def compensate(
@@ -54,6 +56,10 @@ class Memory(ABC):
             kept: for each, what is left at the positions that were sent.
             accepted: bool ``[len(names)]``; where false, the memory of that parameter stays as it is.
         """
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
+        return {}
 
     @abstractmethod
     def state_dict(self) -> MemoryState:

@@ -48,6 +48,7 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
+        self._masked: dict[str, Tensor] = {}
 
     @override
     def _accumulate(
@@ -78,12 +79,28 @@ class MomentumMemory(ResidualMemory):
     ) -> None:
         in_flight = kept_like(self._in_flight, names, accumulated)
         if self._masks_momentum:
-            for momentum, tensor, selection in zip(in_flight, accumulated, kept):
-                _mask_sent(momentum, tensor, selection)
+            for name, momentum, tensor, selection in zip(names, in_flight, accumulated, kept):
+                is_whole = _mask_sent(momentum, tensor, selection)
+                if self.is_watched and is_whole is not None:
+                    self._masked[name] = is_whole.logical_not().sum()
         momenta = kept_like(self._momenta, names, accumulated)
         for position, (momentum, newest) in enumerate(zip(momenta, in_flight)):
             torch.where(accepted[position], newest, momentum, out=momentum)
         super().update(names, accumulated, kept, accepted)
+
+    @override
+    def statistics(self) -> dict[str, Tensor]:
+        """Return also ``momentum_norm``, of all that is accumulated here, and ``masked_fraction`` of its elements."""
+        momenta = list(self._momenta.values())
+        if not momenta:
+            return super().statistics()
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(momenta)])
+        statistics = {**super().statistics(), "momentum_norm": norms.norm()}
+        if self._masks_momentum:
+            masked, self._masked = self._masked, {}
+            elements = sum(momentum.numel() for momentum in momenta)
+            statistics["masked_fraction"] = sum(masked.values(), norms.new_zeros(())) / elements
+        return statistics
 
     @override
     def state_dict(self) -> MemoryState:
@@ -95,9 +112,11 @@ class MomentumMemory(ResidualMemory):
         self._momenta = cloned(state.get("momentum", {}))
 
 
-def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> None:
+def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
+    """Set to zero the momentum of what was sent, in place; return which of the selected places were not sent."""
     if kept.indices is None or kept.indices.numel() == kept.numel:
-        return
+        return None
     # What stays whole at its place was not sent: the place was not taken, or the value too small for the wire.
     is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
+    return is_whole

@@ -37,6 +37,7 @@ class ResidualMemory(Memory):
     def __init__(self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False) -> None:
         self.clips_gradients = local_clip_norm is not None
         self._local_clip_norm = local_clip_norm
+        self._clip_factor: Optional[Tensor] = None
         self._follows_learning_rate = follows_learning_rate
         self._residuals: dict[str, Tensor] = {}
         self._rates: dict[str, Tensor] = {}
@@ -58,6 +59,7 @@ class ResidualMemory(Memory):
         # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
         factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
+        self._clip_factor = factor
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
@@ -103,6 +105,11 @@ class ResidualMemory(Memory):
         present = torch.stack([self._new_rates[name] for name in names])
         last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
         self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
+
+    @override
+    def statistics(self) -> dict[str, Tensor]:
+        """Return ``local_clip_factor``, by which this rank's gradient was multiplied, if gradients are clipped."""
+        return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
 
     @override
     def state_dict(self) -> MemoryState:

@@ -45,7 +45,7 @@ class ParameterSamples:
 
     def __init__(self, has_counts: bool = True, has_histograms: bool = False) -> None:
         self.has_counts = has_counts
-        self._has_histograms = has_histograms
+        self.has_histograms = has_histograms
         self.sent_magnitudes: dict[str, Tensor] = {}
         self.kept_magnitudes: dict[str, Tensor] = {}
         self._numels: dict[str, int] = {}
@@ -66,7 +66,7 @@ class ParameterSamples:
             if self.has_counts:
                 self._sent[name] = sent_count(selection)
                 self._arrived[name] = _arrived(selection, mean)
-            if self._has_histograms:
+            if self.has_histograms:
                 self.sent_magnitudes[name] = _powers_of_two(_sent_values(selection))
 
     def add_kept(self, residuals: Mapping[str, Tensor]) -> None:
@@ -76,7 +76,7 @@ class ParameterSamples:
             return
         kept = [residuals[name] for name in names]
         self._residual_norms.update((name, norm.float()) for name, norm in zip(names, torch._foreach_norm(kept)))
-        if self._has_histograms:
+        if self.has_histograms:
             self.kept_magnitudes.update((name, _powers_of_two(residuals[name])) for name in names)
 
     def norms(self) -> tuple[float, float]:
@@ -86,6 +86,15 @@ class ParameterSamples:
             for norms in (self._gradient_norms, self._residual_norms)
         )
         return float(gradient), float(residual)
+
+    def norms_by_parameter(self) -> dict[str, tuple[float, float]]:
+        """Return the norms of each gradient of this rank, and of what it keeps of it; on a device this waits."""
+        norms = zip(self._gradient_norms.items(), map(self._residual_norms.get, self._gradient_norms))
+        facts = [
+            fact for (_, gradient), residual in norms for fact in (gradient, 0.0 if residual is None else residual)
+        ]
+        numbers = iter(_numbers(facts))
+        return dict(zip(self._gradient_norms, zip(numbers, numbers)))
 
     @staticmethod
     def stacked(magnitudes: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:

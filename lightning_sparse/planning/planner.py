@@ -10,7 +10,7 @@ from statistics import median
 from typing import Optional
 
 from lightning_sparse.collectives import Collectives
-from lightning_sparse.density import Densities
+from lightning_sparse.density import PLAN, Densities
 from lightning_sparse.observe import Recorder, StepMarks
 from lightning_sparse.planning.plan import Plan, Way
 from lightning_sparse.planning.samples import averaged
@@ -59,7 +59,6 @@ class StepPlanner:
 
     Attributes:
         plan: what is followed; ``None`` while nothing is known.
-        density_has_changed: to be set when the user's density is another than before.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class StepPlanner:
         say: Callable[[str], None],
     ) -> None:
         self.plan: Optional[Plan] = None
-        self.density_has_changed = False
         self._schedule = schedule
         self._collectives = collectives
         self._recorder = recorder
@@ -161,6 +159,7 @@ class StepPlanner:
     def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
         """Return what rank 0 proposes, and finds room for: another machine's logarithms may round otherwise."""
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
+        densities = [min(density, self._densities.ceiling) for density in densities]
         room = [0.0] * (len(self._order) - len(stops))
         numbers = self._collectives.gather_numbers([*stops, *room, *(densities or [0.0] * len(stops)), *room])[0]
         agreed = tuple(int(stop) for stop in numbers[: len(self._order)] if stop)
@@ -190,7 +189,7 @@ class StepPlanner:
             for _ in range(patience * _CHECK_EVERY):
                 marks = yield
                 window = [*window[1 - _CHECKED_STEPS :], marks]
-                if self.density_has_changed:
+                if self._densities.have_changed:
                     self._plan_for_density()
             samples = self._averaged(window)
             exposed = median(sample.exposed_seconds for sample in samples)
@@ -212,13 +211,13 @@ class StepPlanner:
         )
 
     def _counts(self) -> list[int]:
-        self.density_has_changed = False
+        self._densities.have_changed = False
         return [self._densities.count(name, self._numels[name]) for name in self._order]
 
     def _follow(self, way: Way) -> None:
         self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in way.stops))
         groups = zip(self._groups(way), way.densities)
-        self._densities.planned = {name: density for group, density in groups for name in group}
+        self._densities.wish(PLAN, {name: density for group, density in groups for name in group})
 
     def _groups(self, way: Way) -> tuple[tuple[str, ...], ...]:
         return tuple(self._order[start:stop] for start, stop in zip((0, *way.stops), way.stops))

@@ -1,0 +1,44 @@
+"""The other front door: the same strategies and callbacks for ``lightning.pytorch``.
+
+Lightning is published under two names, ``pytorch_lightning`` and ``lightning.pytorch``: the same code, but each has
+classes and a table of strategies of its own, and a Trainer takes only those of its own name. ``lightning_sparse``
+serves the first; importing this package registers the strategy names with the second, too::
+
+    import lightning_sparse.lightning
+    from lightning.pytorch import Trainer
+    from lightning_sparse.lightning.callbacks import CompressionMonitor
+
+    Trainer(strategy="sparse_topk", callbacks=[CompressionMonitor()])
+
+``lightning_sparse.lightning.callbacks``, ``.checkpoints`` and ``.strategy`` are the modules of the same names in
+``lightning_sparse``; compressors, schedules and rules know no Lightning and serve both.
+
+Raises:
+    ImportError: if the package ``lightning`` is not installed.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_sparse.mirror import Mirror
+
+try:
+    import_module("lightning.pytorch")
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "lightning_sparse.lightning is for the package 'lightning' (import lightning.pytorch), which is not installed:"
+        " pip install lightning, or import lightning_sparse and use pytorch_lightning"
+    ) from error
+
+if not any(isinstance(finder, Mirror) for finder in sys.meta_path):
+    sys.meta_path.append(Mirror())
+
+if TYPE_CHECKING:
+    from lightning_sparse.strategy import SparseDDPStrategy
+else:
+    SparseDDPStrategy = import_module("lightning_sparse.lightning.strategy").SparseDDPStrategy
+
+SparseDDPStrategy.register_strategies(import_module("lightning.pytorch.strategies").StrategyRegistry)
+
+__all__ = ["SparseDDPStrategy"]

@@ -1,0 +1,278 @@
+"""AdaptiveDensity: rules at work in real processes, what is logged, and what is refused."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
+from lightning_sparse.compressors import LAGS, OMGS
+from lightning_sparse.rules import CriticalRegime, ErrorBudget, HideCommunication, Rule, Warmup
+from tests.pool import Pool
+from tests.trainers import Small, accelerator, make_trainer, weights
+
+WEIGHT = "network.0.weight"
+
+
+class Densities(Callback):
+    """Take note of the density of every parameter, the error, and what was sent, in every step."""
+
+    def __init__(self) -> None:
+        self.densities: list[dict[str, float]] = []
+        self.sent: list[float] = []
+        self.errors: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
+        """Look at a step when its gradients have been exchanged."""
+        strategy = trainer.strategy
+        self.densities.append(strategy.densities())
+        self.sent.append(strategy.compression_stats()["density"])
+
+    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        """Ask for what the rule asks for, with more of it."""
+        trainer.strategy.sample_parameters(counts=True)
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        """Take note of the error of one layer."""
+        samples = trainer.strategy.parameter_samples()
+        if samples is not None:
+            gradient, residual = samples.norms_by_parameter()[WEIGHT]
+            self.errors.append(residual / gradient)
+
+
+def fit(
+    rank: int, rules: list[Rule], settings: dict[str, Any], adaptive: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[Densities, dict[str, Tensor]]:
+    """Fit with rules; return what was seen, and the weights."""
+    seen, model = Densities(), Small()
+    callbacks = [seen, *([AdaptiveDensity(rules, **adaptive)] if rules else [])]
+    strategy = SparseDDPStrategy(**{"density": 0.02, "compressor": "topk", **settings})
+    make_trainer(rank, strategy, callbacks=callbacks, **arguments).fit(model)
+    return seen, weights(model)
+
+
+def test_a_warm_up_is_that_of_the_strategy_to_the_bit(pair: Pool) -> None:
+    arguments = {"max_epochs": 3}
+    by_rule = pair.run(fit, [Warmup(2)], {}, {}, arguments)
+    by_strategy = pair.run(fit, [], {"warmup_epochs": 2}, {}, arguments)
+    for (ours, our_weights), (theirs, their_weights) in zip(by_rule, by_strategy):
+        assert [density[WEIGHT] for density in ours.densities] == pytest.approx(
+            [density[WEIGHT] for density in theirs.densities], rel=1e-6
+        )
+        assert all(torch.equal(our_weights[name], their_weights[name]) for name in our_weights)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_warm_up_by_step_counts_steps_of_the_optimizer(pair: Pool, batches: int) -> None:
+    rules = [Warmup(3, unit="step", densities=[0.5, 0.2, 0.1])]
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": batches}
+    for seen, _ in pair.run(fit, rules, {}, {}, arguments):
+        assert [density[WEIGHT] for density in seen.densities[:5]] == [0.5, 0.2, 0.1, 0.02, 0.02]
+        assert seen.sent[:5] == pytest.approx([0.5, 0.2, 0.1, 0.02, 0.02], rel=0.05)
+
+
+def test_the_largest_wish_counts_within_bounds(pair: Pool) -> None:
+    compressor = LAGS(densities={"network.2.weight": 0.4})
+    rules = [Warmup(1, densities=[0.9]), Warmup(2, densities=[0.1])]
+    arguments = {"max_epochs": 3, "limit_train_batches": 2}
+    for seen, _ in pair.run(fit, rules, {"compressor": compressor}, {"max_density": 0.25}, arguments):
+        assert [density[WEIGHT] for density in seen.densities] == [0.25, 0.25, 0.1, 0.1, 0.02, 0.02]
+        assert {density["network.2.weight"] for density in seen.densities} == {0.4}
+
+
+def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair: Pool) -> None:
+    budget, arguments = 1.5, {"max_epochs": 8}
+    (free, _), _ = pair.run(fit, [], {}, {}, arguments, timeout=120)
+    runs = pair.run(fit, [ErrorBudget(budget)], {}, {"every_n_steps": 2}, arguments, timeout=120)
+    (seen, our_weights), (other, other_weights) = runs
+    assert sum(free.errors[-20:]) / 20 > 1.5 * budget
+    assert sum(seen.errors[-20:]) / 20 < 1.2 * budget
+    assert seen.densities == other.densities
+    assert 0.02 < seen.densities[-1][WEIGHT] < 1.0
+    assert all(torch.equal(our_weights[name], other_weights[name]) for name in our_weights)
+
+
+def test_a_gradient_that_settles_is_no_longer_critical(pair: Pool) -> None:
+    rules = [CriticalRegime(density=0.3, threshold=0.5)]
+    for seen, _ in pair.run(fit, rules, {}, {"every_n_steps": 1}, {"max_epochs": 4}):
+        densities = [density[WEIGHT] for density in seen.densities]
+        assert densities[:32] == [0.3] * 32  # nothing to compare in two epochs
+        assert densities[-1] == 0.02
+
+
+def hide(rank: int, max_density: float) -> tuple[bool, list[dict[str, float]], float]:
+    """Fit with a plan that may send more; return whether it could, the densities, and the largest in the plan."""
+    seen = Densities()
+    strategy = SparseDDPStrategy("lags", density=0.02)
+    could: list[bool] = []
+    planned: list[float] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, *arguments: Any) -> None:
+            could.append(trainer.strategy._engine._planner._adapts_density)
+
+        def on_train_end(self, trainer: Trainer, *arguments: Any) -> None:
+            planned.append(max(trainer.strategy.exchange_plan().densities, default=0.0))
+
+    rules = [HideCommunication(), Warmup(1, densities=[0.05])]
+    callbacks = [AdaptiveDensity(rules, max_density=max_density), seen, Look()]
+    trainer = make_trainer(rank, strategy, callbacks=callbacks, max_epochs=6)
+    trainer.fit(Small())
+    densities = list(seen.densities)
+    trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, AdaptiveDensity)]
+    trainer.fit_loop.max_epochs = 12
+    trainer.fit(Small())
+    assert could.pop() is False  # without the rule the same strategy no longer does
+    return could[0], densities, planned[0]
+
+
+@pytest.mark.parametrize("max_density", [1.0, 0.3])
+def test_hiding_turns_on_the_plans_adaptation(pair: Pool, max_density: float) -> None:
+    runs = pair.run(hide, max_density, timeout=120)
+    for could, densities, planned in runs:
+        assert could
+        assert densities == runs[0][1]
+        assert all(density >= 0.05 for density in densities[0].values())
+        assert min(min(step.values()) for step in densities) >= 0.02
+        assert planned <= max_density
+    # In its trials the plan sends a part of the model whole, to see what that takes.
+    assert any(1.0 in step.values() for step in runs[0][1])
+
+
+def fit_logged(rank: int, directory: str, logger_class: Any, monitored: bool) -> None:
+    """Fit two epochs with a warm-up and a logger."""
+    callbacks: list[Callback] = [AdaptiveDensity([Warmup(1, densities=[0.5])])]
+    if monitored:
+        callbacks.append(CompressionMonitor(by_parameter=True))
+    logger = logger_class(directory, name="", version="")
+    trainer = make_trainer(
+        rank, SparseDDPStrategy(density=0.02), logger=logger, callbacks=callbacks, max_epochs=2, log_every_n_steps=4
+    )
+    trainer.fit(Small())
+
+
+def test_changes_are_logged_when_they_happen(pair: Pool, tmp_path: Path) -> None:
+    pair.run(fit_logged, str(tmp_path), CSVLogger, False)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file) if row[f"sparse/density/{WEIGHT}"]}
+    assert {step: float(row[f"sparse/density/{WEIGHT}"]) for step, row in rows.items()} == {0: 0.5, 16: 0.02}
+
+
+def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
+    pair.run(fit_logged, str(tmp_path), TensorBoardLogger, True)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    # The monitor logs the same name, as measured, at its own steps.
+    assert [event.step for event in events.Scalars(f"sparse/density/{WEIGHT}")] == [3, 7, 11, 15, 19, 23, 27, 31]
+    pages = events.Tensors("sparse/densities/text_summary")
+    texts = [page.tensor_proto.string_val[0].decode() for page in pages]
+    assert f"| {WEIGHT} | 0.5 | Warmup: epoch 1 of 1 |" in texts[0]
+    assert f"| {WEIGHT} | 0.02 | as asked for |" in texts[1]
+
+
+def resume(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
+    """Fit four epochs at once, and with a checkpoint between; return weights and densities of both."""
+
+    def run(max_epochs: int, ckpt_path: "str | None") -> tuple[Trainer, Small, Densities]:
+        seen, model = Densities(), Small()
+        rules = [ErrorBudget(1.5), CriticalRegime(density=0.1)]
+        strategy = SparseDDPStrategy(density=0.02, schedule="single")
+        callbacks = [AdaptiveDensity(rules, every_n_steps=3), seen]
+        trainer = make_trainer(rank, strategy, callbacks=callbacks, max_epochs=max_epochs)
+        trainer.fit(model, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+        return trainer, model, seen
+
+    _, whole, all_seen = run(4, None)
+    trainer, _, _ = run(2, None)
+    trainer.save_checkpoint(path)
+    _, resumed, later = run(4, path)
+    return (
+        weights(whole),
+        weights(resumed),
+        [density[WEIGHT] for density in all_seen.densities[32:]],
+        [density[WEIGHT] for density in later.densities],
+    )
+
+
+def test_a_resumed_run_goes_on_to_the_bit(pair: Pool, tmp_path: Path) -> None:
+    for whole, resumed, expected, densities in pair.run(resume, str(tmp_path / "last.ckpt"), timeout=120):
+        assert densities == expected
+        assert len(set(densities)) > 1
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def refused(rank: int, strategy: dict[str, Any], callbacks: list[Callback]) -> str:
+    """Fit what must be refused; return the message."""
+    try:
+        make_trainer(rank, SparseDDPStrategy(**strategy), callbacks=callbacks).fit(Small())
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+ONE = [AdaptiveDensity([Warmup()])]
+HIDING = [AdaptiveDensity([HideCommunication()])]
+
+
+class Other(AdaptiveDensity):
+    """Another callback that sets densities."""
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
+    **{
+        name: ({"compressor": name}, ONE, "does not send a density of each parameter that rules could raise: use")
+        for name in ("sdagc", "exdyna", "micro", "qsgd", "a2sgd", "dense", "omgs")
+    },
+    "auto": ({"compressor": "lags", "schedule": "auto"}, ONE, "schedule='auto' decides itself how much is sent"),
+    "no plan": ({"schedule": "layerwise"}, HIDING, "schedule='Layerwise' follows no plan"),
+    "twice": ({}, [AdaptiveDensity([Warmup()]), AdaptiveDensity([Warmup()])], "callbacks holds 2 AdaptiveDensity"),
+    "two kinds": ({}, [*ONE, Other([Warmup()])], "AdaptiveDensity and Other would both set densities"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "callbacks", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_go_together_is_refused(
+    pair: Pool, strategy: dict[str, Any], callbacks: list[Callback], message: str
+) -> None:
+    for answer in pair.run(refused, strategy, callbacks):
+        assert message in answer
+
+
+@pytest.mark.parametrize("compressor", ["lags", "dgc", OMGS(per_tensor=True)])
+def test_the_top_k_family_is_accepted(pair: Pool, compressor: Any) -> None:
+    assert pair.run(refused, {"compressor": compressor}, ONE) == ["was not refused"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rules": []}, ValueError, r"rules=\[\] leaves nothing to decide"),
+        ({"rules": ["warmup"]}, TypeError, "rules holds 'warmup', which is not a rule"),
+        ({"rules": Warmup()}, TypeError, r"must be a list, also of a single rule"),
+        ({"rules": [Warmup()], "max_density": 0.0}, ValueError, "max_density=0.0 must be a fraction"),
+        ({"rules": [Warmup()], "every_n_steps": 0}, ValueError, "every_n_steps=0 must be a whole number"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AdaptiveDensity(**arguments)
+
+
+def test_another_strategy_is_refused() -> None:
+    trainer = Trainer(accelerator=accelerator(), devices=1, max_epochs=1, logger=False, callbacks=ONE)
+    with pytest.raises(TypeError, match="AdaptiveDensity needs a SparseDDPStrategy, got SingleDeviceStrategy"):
+        trainer.fit(Small())
+
+
+def test_one_process_has_nothing_to_decide(pools: dict[int, Pool]) -> None:
+    assert pools[1].run(refused, {}, [AdaptiveDensity([Warmup(), ErrorBudget(1.0)], every_n_steps=1)]) == [
+        "was not refused"
+    ]

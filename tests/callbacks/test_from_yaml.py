@@ -1,0 +1,43 @@
+"""Callbacks that steer are built from yaml, with their rules."""
+
+from pathlib import Path
+
+from tests.test_cli import MODEL, run
+
+CONFIG = """
+trainer:
+  strategy: sparse_lags
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  limit_train_batches: 4
+  limit_val_batches: 0
+  enable_checkpointing: false
+  enable_progress_bar: false
+  logger: false
+  default_root_dir: {root}
+  callbacks:
+    - class_path: lightning_sparse.callbacks.MomentumCorrection
+      init_args: {{momentum: optimizer, clip_norm: 1.0}}
+    - class_path: lightning_sparse.callbacks.AdaptiveDensity
+      init_args:
+        max_density: 0.5
+        rules:
+          - class_path: lightning_sparse.rules.Warmup
+            init_args: {{length: 2, unit: step, densities: [0.9, 0.25]}}
+          - class_path: lightning_sparse.rules.ErrorBudget
+            init_args: {{budget: 1000.0}}
+          - class_path: lightning_sparse.rules.CriticalRegime
+            init_args: {{density: 0.002}}
+          - class_path: lightning_sparse.rules.HideCommunication
+"""
+
+
+def test_rules_are_built_from_yaml(tmp_path: Path) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text(CONFIG.format(root=tmp_path))
+    done = run("fit", MODEL, f"--config={config}")
+    assert done.returncode == 0, done.stderr
+    assert "the momentum of the SGD optimizer is accumulated before compression" in done.stderr
+    for step, density in ((0, "0.5"), (1, "0.25"), (2, "0.002")):
+        assert f"AdaptiveDensity: step {step}: 2 parameters at {density} (" in done.stderr

@@ -1,0 +1,132 @@
+"""Rules by themselves, against what they were published with and a simulated layer."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse.rules import CriticalRegime, ErrorBudget, Measurement, Moment, Rule, Warmup
+from lightning_sparse.settings import Settings
+
+
+def moment(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> Moment:
+    """Return a moment in the life of one parameter."""
+    return Moment(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
+
+
+def test_a_warm_up_by_epoch_is_that_of_the_strategy() -> None:
+    settings = Settings("topk", 0.001, "merged", "float32", warmup_epochs=4)
+    for epoch in range(4):
+        assert Warmup(4).wishes(moment(epoch=epoch))["weight"] == pytest.approx(settings.density_at(epoch))
+    assert Warmup(4).wishes(moment(epoch=4)) == {}
+
+
+def test_a_warm_up_by_step_counts_steps() -> None:
+    rule = Warmup(100, unit="step")
+    wishes = [rule.wishes(moment(step=step, epoch=7))["weight"] for step in range(100)]
+    assert wishes[0] == pytest.approx(0.001 ** (1 / 101))
+    assert wishes == sorted(wishes, reverse=True)
+    assert rule.wishes(moment(step=100)) == {}
+
+
+def test_a_list_is_passed_through_in_equal_shares() -> None:
+    rule = Warmup(6, densities=[0.5, 0.1, 0.02])
+    assert [rule.wishes(moment(epoch=epoch))["weight"] for epoch in range(6)] == [0.5, 0.5, 0.1, 0.1, 0.02, 0.02]
+
+
+def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[list[float], list[float]]:
+    """Send the largest of a random gradient plus what waits; return errors and densities after each measurement."""
+    generator = torch.Generator().manual_seed(0)
+    residual, density = torch.zeros(2000), asked
+    errors, densities = [], []
+    for step in range(steps):
+        gradient = torch.randn(2000, generator=generator)
+        residual += gradient
+        residual[residual.abs().topk(max(1, round(density * 2000))).indices] = 0.0
+        if (step + 1) % every == 0:
+            norms = Measurement({"weight": float(gradient.norm())}, {"weight": float(residual.norm())})
+            now = moment(step, asked=asked, present=density)
+            rule.observe(norms, now)
+            density = max(asked, rule.wishes(now).get("weight", 0.0))
+            errors.append(float(residual.norm() / gradient.norm()))
+            densities.append(density)
+    return errors, densities
+
+
+@pytest.mark.parametrize("budget", [2.0, 4.0, 8.0])
+def test_an_error_settles_within_its_budget(budget: float) -> None:
+    without, _ = simulated_error(ErrorBudget(1e9), asked=0.001, steps=2000, every=10)
+    errors, densities = simulated_error(ErrorBudget(budget), asked=0.001, steps=2000, every=10)
+    assert without[-1] > 1.5 * budget
+    settled = errors[len(errors) // 2 :]
+    assert sum(error <= 1.1 * budget for error in settled) > 0.9 * len(settled)
+    assert sum(settled) / len(settled) > 0.5 * budget  # and no more is sent than that takes
+    assert max(densities[len(densities) // 2 :]) < 0.5
+
+
+def test_a_budget_that_is_kept_anyway_changes_nothing() -> None:
+    _, densities = simulated_error(ErrorBudget(1000.0), asked=0.01, steps=300, every=10)
+    assert set(densities) == {0.01}
+
+
+def test_gradients_that_say_nothing_leave_a_density_as_it_is() -> None:
+    rule = ErrorBudget(2.0)
+    rule.observe(Measurement({"weight": 1.0}, {"weight": 3.0}), moment())
+    before = rule.wishes(moment())
+    assert before == {"weight": pytest.approx(0.0015)}
+    for gradient, residual in ((0.0, 3.0), (math.nan, 3.0), (math.inf, 3.0), (1.0, math.nan)):
+        rule.observe(Measurement({"weight": gradient}, {"weight": residual}), moment())
+        assert rule.wishes(moment()) == before
+
+
+def critical_epochs(norms: list[float], **arguments: Any) -> list[bool]:
+    """Return of each epoch whether it is critical, when the gradient's norm in each is known."""
+    rule = CriticalRegime(density=0.1, **arguments)
+    critical = []
+    for epoch, norm in enumerate(norms):
+        critical.append(rule.wishes(moment(epoch=epoch)) == {"weight": 0.1})
+        for factor in (0.5, math.sqrt(1.75)):  # whose root mean square is 1
+            rule.observe(Measurement({"weight": factor * norm}, {"weight": 0.0}), moment(epoch=epoch))
+    return critical
+
+
+def test_a_norm_that_changes_fast_is_critical() -> None:
+    norms = [8.0, 7.0, 3.0, 2.9, 2.8, 5.0, 5.0]
+    assert critical_epochs(norms) == [True, True, False, True, False, False, True]
+    assert critical_epochs(norms, threshold=0.1) == [True, True, True, True, False, False, True]
+
+
+def test_norms_are_compared_every_few_epochs() -> None:
+    norms = [8.0, 8.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    assert critical_epochs(norms, every_n_epochs=2) == [True, True, True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("build", [lambda: ErrorBudget(2.0), CriticalRegime])
+def test_what_was_learned_goes_on(build: Any) -> None:
+    rule, resumed = build(), build()
+    for epoch in range(3):
+        rule.wishes(moment(epoch=epoch))
+        rule.observe(Measurement({"weight": 1.0}, {"weight": 4.0}), moment(epoch=epoch))
+    resumed.load_state_dict(rule.state_dict())
+    assert resumed.wishes(moment(epoch=3)) == rule.wishes(moment(epoch=3))
+    rule.begin()
+    assert rule.state_dict() == build().state_dict()
+
+
+REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
+    (Warmup, {"length": 0}, "length=0 must be a whole number of epochs"),
+    (Warmup, {"unit": "batch"}, "unit"),
+    (Warmup, {"densities": [0.5, 1.5]}, "must be fractions"),
+    (Warmup, {"length": 1, "densities": [0.5, 0.1]}, "raise length=1 to at least 2"),
+    (ErrorBudget, {"budget": 0.0}, "budget=0.0 must be a positive ratio"),
+    (CriticalRegime, {"density": 0.0}, "density=0.0 must be a fraction"),
+    (CriticalRegime, {"threshold": -1.0}, "threshold=-1.0 must be a positive"),
+    (CriticalRegime, {"every_n_epochs": 0}, "every_n_epochs=0 must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("rule", "arguments", "message"), REFUSALS, ids=str)
+def test_arguments_out_of_range_are_refused(rule: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule(**arguments)

@@ -1,0 +1,130 @@
+"""Lightning's other name: the package ``lightning``, made here as Lightning makes it, from ``pytorch_lightning``."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_fabric
+import pytest
+import pytorch_lightning
+
+from lightning_sparse import SparseDDPStrategy
+
+FIT = """
+import lightning.pytorch
+import lightning_sparse.lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_sparse.callbacks import CompressionMonitor as ForTheOther
+from lightning_sparse.lightning.callbacks import AdaptiveDensity, CompressionMonitor, MomentumCorrection
+from lightning_sparse.rules import Warmup
+
+if __name__ == "__main__":
+    quiet = dict(accelerator="cpu", devices=2, max_epochs=2, limit_train_batches=4, limit_val_batches=1,
+                 logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    def fit(path):
+        model = BoringModel()
+        trainer = lightning.pytorch.Trainer(strategy="sparse_topk", **quiet, callbacks=[
+            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1, densities=[0.5])]),
+        ])
+        trainer.fit(model, ckpt_path=path)
+        return trainer
+    trainer = fit(None)
+    strategy = trainer.strategy
+    assert isinstance(strategy, lightning.pytorch.strategies.DDPStrategy)
+    assert isinstance(strategy, lightning_sparse.lightning.SparseDDPStrategy)
+    assert not isinstance(strategy, lightning_sparse.SparseDDPStrategy)
+    assert ForTheOther is not CompressionMonitor
+    stats = strategy.compression_stats()
+    assert 0 < stats["density"] < 0.2, stats
+    trainer.save_checkpoint("half.ckpt")
+    assert fit("half.ckpt").global_step == 8
+    print("fitted", trainer.global_step)
+"""
+
+MIXED = """
+import lightning.pytorch as other
+import lightning_sparse
+from lightning_sparse.callbacks import CompressionMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+other.Trainer(strategy="sparse_lags", accelerator="cpu", devices=1, logger=False)  # known, because it came first
+try:
+    other.Trainer(strategy=lightning_sparse.SparseDDPStrategy(), accelerator="cpu")
+except ValueError as error:
+    print(error)
+try:
+    trainer = other.Trainer(accelerator="cpu", max_epochs=1, callbacks=[CompressionMonitor()], logger=False)
+    trainer.fit(BoringModel())
+except TypeError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that holds a package ``lightning``."""
+    root = tmp_path_factory.mktemp("unified")
+    for package, name in ((pytorch_lightning, "pytorch"), (lightning_fabric, "fabric")):
+        target = root / "lightning" / name
+        shutil.copytree(Path(package.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in target.rglob("*.py"):
+            text = re.sub(r"\bpytorch_lightning\b", "lightning.pytorch", path.read_text())
+            path.write_text(re.sub(r"\blightning_fabric\b", "lightning.fabric", text))
+    (root / "lightning" / "__init__.py").touch()
+    return root
+
+
+def run(unified: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that finds the package."""
+    path = unified / "script.py"
+    path.write_text(script)
+    paths = [str(unified), str(Path(__file__).parent.parent)]
+    return subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=unified,
+        env={"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin", "HOME": str(unified), "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_strategies_callbacks_and_checkpoints_work_behind_the_other_name(unified: Path) -> None:
+    done = run(unified, FIT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fitted 8") == 2  # both ranks
+    assert "AdaptiveDensity: step 0: 2 parameters at 0.5 (Warmup" in done.stderr
+
+
+def test_mixing_the_names_says_what_to_import(unified: Path) -> None:
+    done = run(unified, MIXED)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "<SparseDDPStrategy for pytorch_lightning; for lightning.pytorch, import it from lightning_sparse.lightning>"
+        in done.stdout
+    )
+    assert (
+        "this CompressionMonitor is for pytorch_lightning; for lightning.pytorch, import it from"
+        " lightning_sparse.lightning.callbacks. The Trainer is one of lightning.pytorch, which has classes of its own."
+        in done.stdout
+    )
+
+
+def test_without_the_other_package_the_other_door_says_so() -> None:
+    script = (
+        "import sys\n"
+        "sys.meta_path.insert(0, type('Hidden', (), {'find_spec': staticmethod(lambda name, path, target=None:"
+        " (_ for _ in ()).throw(ModuleNotFoundError(name=name)) if name.startswith('lightning.') or name =="
+        " 'lightning' else None)}))\n"
+        "import lightning_sparse.lightning\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "which is not installed: pip install lightning" in done.stderr
+
+
+def test_a_strategy_says_for_whom_it_is() -> None:
+    assert repr(SparseDDPStrategy()).startswith("<SparseDDPStrategy for pytorch_lightning; for lightning.pytorch,")
