@@ -134,7 +134,8 @@ def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) 
     assert_one_model(answers)
     for _, were_plain, _, _, _ in answers:
         assert sum(were_plain[SETTLED - 30 : SETTLED + 20]) > 30
-        assert not any(were_plain[SETTLED + 100 :])
+        # When the new plan is made, DDP is tried once more, for a few steps.
+        assert sum(were_plain[SETTLED + 100 :]) < 10
 
 
 WAYS_TO_TRAIN = {

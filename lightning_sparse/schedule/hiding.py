@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from lightning_sparse.schedule.profile import Profile
 
+_SAFE = 0.8  # of the time there is: what hides to the last microsecond stands out at the first disturbance
+
 
 def hidden_densities(profile: Profile, stops: Sequence[int]) -> list[float]:
     """Return for each group the largest density whose exchange ends before the next group is ready.
@@ -29,7 +31,7 @@ def hidden_densities(profile: Profile, stops: Sequence[int]) -> list[float]:
     densities, free, start = [], 0.0, 0
     for stop, following in zip(stops, [*stops[1:], None]):
         begin = max(free, profile.ready[stop])
-        room = 0.0 if following is None else profile.ready[following] - begin
+        room = 0.0 if following is None else _SAFE * (profile.ready[following] - begin)
         counts = _largest_count(profile, start, stop, room)
         elements = profile.elements[stop] - profile.elements[start]
         densities.append(counts / max(1, elements))

@@ -47,7 +47,7 @@ def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_den
             hiding = [
                 count
                 for count in range(fewest, numel + 1)
-                if begin + profile.group_seconds(start, stop, count) <= deadline + 1e-12
+                if profile.group_seconds(start, stop, count) <= 0.8 * (deadline - begin) + 1e-12
             ]
             faster_whole = profile.dense is not None and profile.group_seconds(
                 start, stop, numel
