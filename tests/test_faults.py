@@ -82,7 +82,7 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
     mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
-    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, timeout=3 * TIMEOUT)
+    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=TIMEOUT)
     for rank, (failure, answer) in enumerate(answers):
         if rank == victim:
             assert "no answer" in failure

@@ -5,7 +5,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional
 
@@ -51,17 +51,30 @@ class Pool:
         return [result for _, result in answers]
 
     def answers(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, patience: Optional[float] = None
     ) -> list[tuple[Optional[str], Any]]:
-        """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result."""
+        """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
+
+        Args:
+            function: what to call.
+            args: of the function.
+            timeout: seconds to wait for the first answer.
+            patience: seconds to wait for each answer after the one before; ``None`` for as long as for the first.
+        """
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        answers = [self._receive(connection, timeout) for connection in self._connections]
-        if any(failure for failure, _ in answers):
+        limit, waiting, answers = timeout, list(self._connections), {}
+        while waiting and (ready := wait(waiting, limit)):
+            answers.update({connection: _receive(connection) for connection in waiting if connection in ready})
+            waiting = [connection for connection in waiting if connection not in answers]
+            limit = timeout if patience is None else patience
+        answers.update(dict.fromkeys(waiting, (f"no answer within {limit} s", None)))
+        in_order = [answers[connection] for connection in self._connections]
+        if any(failure for failure, _ in in_order):
             self.stop()
-        return answers
+        return in_order
 
     def stop(self) -> None:
         """End the processes at once."""
@@ -83,15 +96,13 @@ class Pool:
             self._processes.append(process)
             self._connections.append(ours)
 
-    @staticmethod
-    def _receive(connection: Connection, timeout: float) -> tuple[Optional[str], Any]:
-        if not connection.poll(timeout):
-            return f"no answer within {timeout} s", None
-        try:
-            answer: tuple[Optional[str], Any] = connection.recv()
-        except EOFError:
-            return "the process died", None
-        return answer
+
+def _receive(connection: Connection) -> tuple[Optional[str], Any]:
+    try:
+        answer: tuple[Optional[str], Any] = connection.recv()
+    except EOFError:
+        return "the process died", None
+    return answer
 
 
 def _serve(connection: Connection, store: str, rank: int, ranks: int, backend: str) -> None:
