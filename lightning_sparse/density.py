@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from lightning_sparse.compressors import Compressor, element_count
 
 PLAN, RULES = "plan", "rules"  # who may wish for more than the user asked for
-_DEPARTURE = 1.25  # a density that falls a little in every step is not worth a new plan in every step
+_DEPARTURE = 1.25  # a density that falls a little in every step is not worth a plan, or a line, in every step
 
 
 class Densities:
@@ -70,4 +70,9 @@ def _departs(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
     """Return whether a wish has come or gone, or is another by more than a plan is exact to."""
     if before.keys() != after.keys():
         return True
-    return any(not 1 / _DEPARTURE < after[name] / before[name] < _DEPARTURE for name in after)
+    return any(is_other_density(before[name], density) for name, density in after.items())
+
+
+def is_other_density(before: float, after: float) -> bool:
+    """Return whether a density is another by enough to act on it, or to speak of it: by a quarter."""
+    return not 1 / _DEPARTURE < after / before < _DEPARTURE

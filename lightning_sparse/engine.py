@@ -180,16 +180,10 @@ class Engine:
 
     def plain_stats(self) -> dict[str, float]:
         """Return the facts of a step that was left to plain DDP, as far as they are known."""
+        sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * self._elements)
         seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
-        return {
-            **self.compression_stats(),
-            "density": 1.0,
-            "union_density": 1.0,
-            "wire_bytes": 4.0 * self._elements,
-            "dense_bytes": 4.0 * self._elements,
-            "compression_ratio": 1.0,
-            **seconds,
-        }
+        whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
+        return {**whole, **sizes, **seconds, "total_wire_bytes": float(self._recorder.total_wire_bytes)}
 
     def layer_deltas(self) -> dict[str, Tensor]:
         """Return the last step's ``delta`` of every layer; empty if it was not sampled."""

@@ -1,7 +1,7 @@
 """The planner at work, in real processes over a network whose costs the tests decide."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import pytest
@@ -72,6 +72,18 @@ def slow_down(engine: Engine, network: Network, current: list[int]) -> None:
     engine.pipeline.collectives.run = run_slowly
 
 
+def steps_of(rank: int, ddp: nn.Module, engine: Engine, steps: int) -> Iterator[int]:
+    """Train; yield the number of each step when it has been made."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        engine.begin_backward()
+        ddp(batch(rank, step)).backward()
+        engine.raise_error()
+        optimizer.step()
+        yield step
+
+
 def train(rank: int, schedule: "str | Schedule", network: Optional[Network], steps: int) -> Any:
     """Train over a network; return the parameters, the groups after every step, what was said, and the plan."""
     torch.manual_seed(0)
@@ -80,14 +92,8 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
         current = [0]
         if network is not None:
             slow_down(engine, network, current)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(steps):
-            current[0] = step
-            optimizer.zero_grad()
-            engine.begin_backward()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        for step in steps_of(rank, ddp, engine, steps):
+            current[0] = step + 1
             groups.append(() if engine.plan is None else engine.plan.groups)
         return parameters_of(ddp), groups, lines, engine.plan
 
@@ -125,13 +131,8 @@ def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str,
     compressor = LAGS(adapts_density=True, max_compression=50)
     with sparse_ddp(Slow(), compressor, density=0.01, say=lambda line: None) as (ddp, engine):
         slow_down(engine, network, [0])
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(steps):
-            optimizer.zero_grad()
-            engine.begin_backward()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        for _ in steps_of(rank, ddp, engine, steps):
+            pass
         return parameters_of(ddp), engine.plan, engine.compression_stats()
 
 
@@ -158,13 +159,8 @@ def train_edges(rank: int, compressor: str, schedule: str, steps: int) -> tuple[
     torch.manual_seed(0)
     settings = {"density": DENSITY[compressor], "schedule": schedule, "say": lambda line: None}
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(steps):
-            optimizer.zero_grad()
-            engine.begin_backward()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        for _ in steps_of(rank, ddp, engine, steps):
+            pass
         return parameters_of(ddp), engine.plan is not None
 
 

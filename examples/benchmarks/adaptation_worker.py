@@ -3,20 +3,16 @@
 import argparse
 import hashlib
 import json
-import logging
-import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core import rank_zero
 from models import WORKLOADS, BenchmarkModule
 from pytorch_lightning import Callback, LightningModule, Trainer
 from rows import ROWS
-from training import train
+from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy
 
@@ -47,11 +43,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.basicConfig(format="%(message)s")
-    rank_zero.log.setLevel(logging.INFO)
-    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=options.hosts)
+    begin_rank(options.hosts)
     torch.manual_seed(0)
     module, watch = BenchmarkModule(WORKLOADS[options.workload]), Watch()
     train(ROWS[_ROW], module, options.hosts, options.steps, [watch])

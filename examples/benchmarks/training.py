@@ -1,12 +1,31 @@
 """Train a workload in one of the ways that the rows describe."""
 
+import logging
+import os
+import warnings
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 from models import BenchmarkModule
 from pytorch_lightning import Callback, Trainer
 from rows import RegisterHook, Row
 
 _DATA_BATCHES = 8  # trained on in turn
+
+
+def begin_rank(hosts: int) -> None:
+    """Make this process one rank of as many as there are hosts, quiet but for what strategies say of themselves.
+
+    The group outlives every Trainer, so that all rows run in the same processes over the same connections.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    logging.basicConfig(format="%(message)s")
+    rank_zero.log.setLevel(logging.INFO)
+    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=hosts)
 
 
 def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: Sequence[Callback]) -> Trainer:

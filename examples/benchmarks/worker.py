@@ -2,10 +2,7 @@
 
 import argparse
 import json
-import logging
-import os
 import time
-import warnings
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +11,11 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core import rank_zero
 from models import WORKLOADS, BenchmarkModule
 from pytorch_lightning import Callback, LightningModule, Trainer
 from results import Measurement, milliseconds
 from rows import ROWS, Row
-from training import train
+from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.observe import Clock
@@ -123,13 +119,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    logging.basicConfig(format="%(message)s")
-    rank_zero.log.setLevel(logging.INFO)  # what strategies say of themselves
-    # The group outlives every Trainer, so that all rows run in the same processes over the same connections.
-    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=options.hosts)
+    begin_rank(options.hosts)
     measurements: dict[str, list[Measurement]] = {name: [] for name in options.rows}
     for round_number in range(1, options.rounds + 1):
         for name in options.rows:

@@ -8,7 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import (
-    StepObserver,
+    StrategyChanger,
     checked_interval,
     log_scalars,
     say,
@@ -18,14 +18,14 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.board import log_text
 from lightning_sparse.callbacks.gathering import gather_rows
 from lightning_sparse.callbacks.monitor import CompressionMonitor
+from lightning_sparse.density import is_other_density
 from lightning_sparse.rules import Measurement, Moment, Rule
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"
-_NOTICEABLE = 1.25  # times; a density that changes by less is not reported again
 
 
-class AdaptiveDensity(StepObserver):
+class AdaptiveDensity(StrategyChanger):
     """Let rules decide how much is sent of each parameter.
 
     A parameter gets the most of what the rules wish, within ``max_density``, and never less than the user asked for;
@@ -157,7 +157,7 @@ class AdaptiveDensity(StepObserver):
     def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
         present = sparse_strategy(trainer).densities()
         before = self._reported or self._asked
-        if not any(_is_noticeable(before[name], density) for name, density in present.items()):
+        if not any(is_other_density(before[name], density) for name, density in present.items()):
             return
         self._reported = present
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
@@ -178,13 +178,8 @@ class AdaptiveDensity(StepObserver):
         return f"{type(hiding[0]).__name__}: {hiding[0].reason(name)}" if hiding else "the strategy's warm-up or plan"
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, SparseDDPStrategy):
-            trainer.strategy.end_steering_density()
+    def give_back(self, strategy: SparseDDPStrategy) -> None:
+        strategy.end_steering_density()
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
@@ -197,10 +192,6 @@ def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
     if not rules:
         raise ValueError(f"rules=[] leaves nothing to decide: give at least one, {examples}")
     return list(rules)
-
-
-def _is_noticeable(before: float, after: float) -> bool:
-    return not 1 / _NOTICEABLE < after / before < _NOTICEABLE
 
 
 def _summary(densities: Mapping[str, float], reasons: Mapping[str, str]) -> str:

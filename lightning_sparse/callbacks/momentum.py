@@ -6,13 +6,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import StrategyChanger, log_scalars, sparse_strategy
 from lightning_sparse.callbacks.gathering import gather_rows, reduce_rows
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
-class MomentumCorrection(StepObserver):
+class MomentumCorrection(StrategyChanger):
     """Accumulate SGD's momentum before compression, as Deep Gradient Compression does (arXiv 1712.01887).
 
     With momentum in the optimizer, an element that waited meets a momentum that has forgotten it. Here every rank
@@ -93,10 +93,5 @@ class MomentumCorrection(StepObserver):
         log_scalars(trainer, {f"sparse/{name}": value for name, value in means.items()}, step)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, SparseDDPStrategy):
-            trainer.strategy.correct_momentum(None)
+    def give_back(self, strategy: SparseDDPStrategy) -> None:
+        strategy.correct_momentum(None)

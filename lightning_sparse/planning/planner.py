@@ -4,6 +4,7 @@ Nothing is added to a step but marks in time. They are read, and numbers travel,
 trials, and now and then later, to see whether the plan still does what it did. What rank 0 plans, all ranks follow.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate, chain
 from statistics import median
@@ -185,13 +186,12 @@ class StepPlanner:
         """Follow the plan until it no longer does what it did."""
         assert self.plan is not None
         while True:
-            window: list[StepMarks] = []
+            window = deque[StepMarks](maxlen=_CHECKED_STEPS)
             for _ in range(patience * _CHECK_EVERY):
-                marks = yield
-                window = [*window[1 - _CHECKED_STEPS :], marks]
+                window.append((yield))
                 if self._densities.have_changed:
                     self._plan_for_density()
-            samples = self._averaged(window)
+            samples = self._averaged(list(window))
             exposed = median(sample.exposed_seconds for sample in samples)
             change = abs(exposed - self.plan.exposed_seconds)
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Optional
 
 import torch
@@ -24,6 +24,7 @@ from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.schedule.cost import CostModel, fit
 from lightning_sparse.schedule.network import Network
+from lightning_sparse.schedule.profile import equal_parts
 from lightning_sparse.schedule.simulator import Cost
 from lightning_sparse.selection import SelectionSize
 from lightning_sparse.settings import Settings
@@ -164,8 +165,8 @@ class EngineSystem(Candidate):
     def groups(
         self, sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
     ) -> list[list[int]]:
-        stops = list(accumulate(map(len, _chunks(sizes)), initial=0))
-        edges = list(pairwise(stops))
+        # Runs of neighbours, at most some hundred, so that a plan takes milliseconds whatever the model.
+        edges = list(pairwise([0, *equal_parts(sizes, _MOST_CHUNKS)]))
         plan = plan_groups(
             [sum(sizes[start:stop]) for start, stop in edges],
             [sum(backward_seconds[start:stop]) for start, stop in edges],
@@ -206,17 +207,6 @@ def measure_candidates(
             )
         )
     return candidates
-
-
-def _chunks(sizes: Sequence[int]) -> list[list[int]]:
-    """Cut a model's tensors into at most some hundred runs, so that a plan takes milliseconds whatever the model."""
-    least = sum(sizes) / _MOST_CHUNKS
-    chunks: list[list[int]] = [[]]
-    for size in sizes:
-        if sum(chunks[-1]) >= least:
-            chunks.append([])
-        chunks[-1].append(size)
-    return chunks
 
 
 def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:

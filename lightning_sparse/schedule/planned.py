@@ -7,7 +7,7 @@ from typing_extensions import override
 from lightning_sparse.schedule.base import FixedSize, Schedule
 from lightning_sparse.schedule.greedy import greedy_stops
 from lightning_sparse.schedule.planner import earliest_stops
-from lightning_sparse.schedule.simulator import Problem
+from lightning_sparse.schedule.profile import Profile
 
 
 class Merged(Schedule):
@@ -33,12 +33,9 @@ class Merged(Schedule):
         """Cut the stream of gradients as another schedule does; only between two steps, and on all ranks at once."""
         self._cut = cut
 
-    def propose(self, problem: Problem) -> list[int]:
+    def propose(self, profile: Profile) -> list[int]:
         """Return where the groups of the plan stop."""
-        return earliest_stops(
-            problem.ready,
-            lambda start, stop: problem.select_seconds(start, stop) + problem.exchange_seconds(start, stop),
-        )
+        return earliest_stops(profile.ready, profile.task_seconds)
 
     @override
     def closes_group(self, newest: str, numel: int) -> bool:
@@ -55,8 +52,8 @@ class Greedy(Merged):
     keeps_fastest: ClassVar[bool] = False
 
     @override
-    def propose(self, problem: Problem) -> list[int]:
-        return greedy_stops(problem)
+    def propose(self, profile: Profile) -> list[int]:
+        return greedy_stops(profile)
 
 
 class Auto(Merged):
