@@ -110,7 +110,7 @@ def impatient() -> Iterator[None]:
     with ExitStack() as stack:
         for module, values in (
             (planner_module, {"_PARTS": (1, 2), "_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
-            (switching_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1}),
+            (switching_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

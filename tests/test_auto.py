@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -112,6 +113,8 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
     for _, were_plain, waiting, (wrappers, living), stats in answers:
         # On a busy machine it may look again, for a few steps, because a step took longer than before.
         assert sum(were_plain[-60:]) >= 40
+        turns = [len(list(run)) for was_plain, run in groupby(were_plain) if was_plain]
+        assert turns[0] == turns[1] < 20
         last = max(step for step, was_plain in enumerate(were_plain) if was_plain)
         assert any(waiting)
         assert waiting[last] == 0
