@@ -5,7 +5,6 @@ ranks asked after every step, and a device waited for.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from statistics import fmean, median
 from typing import Optional
@@ -138,16 +137,25 @@ class Switch:
 
     def _watch(self, steps: int) -> Generator[None, float, bool]:
         """Follow the winner; return early, and true, when a step no longer takes what it did."""
-        reference: Optional[float] = None
-        for _ in range(max(1, steps // _WINDOW)):
-            window = deque[float](maxlen=_WINDOW)
-            while len(window) < _WINDOW:
-                window.append((yield))
-            self._seconds = self._engine.mean_over_ranks(median(window))
-            reference = self._seconds if reference is None else reference
-            if abs(self._seconds - reference) > self._departure * max(self._seconds, reference):
+        reference = yield from self._window()
+        for _ in range(steps // _WINDOW):
+            # Twice: the change may have come in the midst of a window, whose median is then neither before nor after.
+            if self._departs((yield from self._window()), reference) and self._departs(
+                (yield from self._window()), reference
+            ):
                 return True
         return False
+
+    def _window(self) -> Generator[None, float, float]:
+        """Return, and remember, the seconds of a step on which ranks agree, with nothing done for it meanwhile."""
+        seen: list[float] = []
+        while len(seen) < _WINDOW:
+            seen.append((yield))
+        self._seconds = self._engine.mean_over_ranks(median(seen))
+        return self._seconds
+
+    def _departs(self, seconds: float, reference: float) -> bool:
+        return abs(seconds - reference) > self._departure * max(seconds, reference)
 
     def _tell(self, is_plain: bool, ours: float, theirs: float) -> None:
         choice = "plain DDP, which is faster" if is_plain else f"compression: {self._engine.plan}"
