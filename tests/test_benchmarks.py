@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 
@@ -29,6 +28,7 @@ shape, network, launch, results, rows, worker, memory, selection, plot, step, ad
     _load,
     ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "adaptation"],
 )
+training = _load("training")
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
 RECEIVE = """
@@ -148,10 +148,9 @@ def test_selection_is_timed(kind: str) -> None:
 @pytest.mark.parametrize("name", sorted({*rows.ROWS, *rows.DEFAULT_ROWS}))
 def test_every_row_can_be_built(name: str) -> None:
     row = rows.ROWS[name]
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **row.arguments(2))
+    trainer = training.trainer_of(row, 2)
     assert trainer.accumulate_grad_batches == row.batches_per_step
     if row.hook is not None:
-        rows.RegisterHook(*row.hook)
         row.hook[0]()
 
 

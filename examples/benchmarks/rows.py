@@ -1,10 +1,12 @@
 """The rows of the step benchmark: what a user could try, each as Trainer arguments."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -12,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
@@ -31,6 +34,7 @@ class Row(NamedTuple):
         hook: DDP hook and the maker of its state; Lightning registers hooks on CUDA only.
         batches_per_step: batches between two exchanges.
         trial_steps: steps in which the schedule tries groupings, before it follows a plan.
+        callbacks: makes those that the way consists of.
     """
 
     arguments: Callable[[int], dict[str, Any]]
@@ -38,6 +42,7 @@ class Row(NamedTuple):
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None
     batches_per_step: int = 1
     trial_steps: int = 0
+    callbacks: Callable[[], Sequence[Callback]] = tuple
 
 
 class RegisterHook(Callback):
@@ -119,6 +124,15 @@ def _sparsifier(compressor: str, density: float, **arguments: Any) -> Row:
     return _sparse(**{**settings, **arguments})
 
 
+def _monitored(row: Row) -> Row:
+    """Log every step, of which a user logs one in 50: so that what that costs rises above the noise."""
+
+    def arguments(hosts: int) -> dict[str, Any]:
+        return {**row.arguments(hosts), "logger": TensorBoardLogger(tempfile.mkdtemp()), "log_every_n_steps": 1}
+
+    return row._replace(arguments=arguments, callbacks=lambda: [CompressionMonitor()])
+
+
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
@@ -137,6 +151,7 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.01": _top_k(0.01),
     "sparse_topk 0.001": _top_k(0.001),
     "sparse_lags 0.001": _sparsifier("lags", 0.001),
+    "sparse_lags 0.001, every step logged": _monitored(_sparsifier("lags", 0.001)),
     "sparse_exdyna 0.001": _sparsifier("exdyna", 0.001),
     "sparse_micro 0.001": _sparsifier("micro", 0.001),
     "sparse_sdagc 0.001": _sparsifier("sdagc", 0.001),

@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,23 @@ def begin_rank(hosts: int) -> None:
     dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=hosts)
 
 
+def trainer_of(row: Row, hosts: int, **arguments: Any) -> Trainer:
+    """Return a Trainer on CPU, with one process on each host, that says and writes nothing unless the row asks for it.
+
+    Args:
+        row: how to train.
+        hosts: number of hosts.
+        **arguments: of the Trainer; callbacks are added to those of the row.
+    """
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    asked: dict[str, Any] = {**quiet, **arguments, **row.arguments(hosts)}
+    hooks = [] if row.hook is None else [RegisterHook(*row.hook)]
+    asked["callbacks"] = [*arguments.get("callbacks", ()), *hooks, *row.callbacks()]
+    return Trainer(accelerator="cpu", devices=1, max_epochs=-1, use_distributed_sampler=False, **asked)
+
+
 def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: Sequence[Callback]) -> Trainer:
-    """Train for a number of optimizer steps, on CPU, with one process on each host.
+    """Train for a number of optimizer steps.
 
     Args:
         row: how.
@@ -41,19 +57,6 @@ def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: 
     Returns:
         the Trainer, after training.
     """
-    hooks = [] if row.hook is None else [RegisterHook(*row.hook)]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=-1,
-        max_steps=steps,
-        callbacks=[*callbacks, *hooks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **row.arguments(hosts),
-    )
+    trainer = trainer_of(row, hosts, max_steps=steps, callbacks=callbacks)
     trainer.fit(module, module.batches(_DATA_BATCHES))
     return trainer

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Agreement, Compressor
 from lightning_sparse.compressors.partitions import Partitions
 from lightning_sparse.compressors.threshold import THRESHOLD_RULES
-from lightning_sparse.functional import indices_reaching, magnitude_histogram, magnitude_quantile, top_k_indices
+from lightning_sparse.functional import indices_reaching_each, magnitude_histogram, magnitude_quantile, top_k_indices
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.named import one_of
 from lightning_sparse.selection import Selection
@@ -78,41 +78,39 @@ class ExclusiveSelection(Compressor):
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
         owned = self._partitions.owned(self._layout.rank, self._step)
-        # The sum of squares is the fastest look at every element; it may itself overflow, so only a norm that is finite
-        # proves anything. The host has to wait for it, as it has for the number of elements that reach a threshold.
-        are_finite = torch.stack(torch._foreach_norm(list(accumulated))).isfinite().tolist()
+        # One element is enough to void the step, in whosever partition it lies.
+        spoilt = _first_not_finite(accumulated)
+        starts = [self._starts[name] for name in names]
+        ranges = [
+            (0, 0) if indices is not None else _within(owned, start, tensor.numel())
+            for start, tensor, indices in zip(starts, accumulated, spoilt)
+        ]
+        pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
+        chosen = self._choose(pieces, [start + first for start, (first, _) in zip(starts, ranges)])
         return [
-            self._select(self._starts[name], tensor, owned) if is_finite else self._select_suspect(name, tensor, owned)
-            for name, tensor, is_finite in zip(names, accumulated, are_finite)
+            Selection(piece.index_select(0, found), found + first, tensor.numel())
+            if indices is None
+            else Selection(tensor.index_select(0, indices), indices, tensor.numel())
+            for tensor, indices, piece, found, (first, _) in zip(accumulated, spoilt, pieces, chosen, ranges)
         ]
 
-    def _select_suspect(self, name: str, tensor: Tensor, owned: tuple[int, int]) -> Selection:
-        indices = tensor.isfinite().logical_not_().nonzero().squeeze(1)[:1]
-        if not indices.numel():
-            return self._select(self._starts[name], tensor, owned)
-        # One is enough to void the step, in whosever partition it lies.
-        return Selection(tensor.index_select(0, indices), indices, tensor.numel())
-
-    def _select(self, start: int, tensor: Tensor, owned: tuple[int, int]) -> Selection:
-        first, last = (min(max(edge - start, 0), tensor.numel()) for edge in owned)
-        piece = tensor[first:last]
-        if first == last:
-            return Selection(piece, piece.long(), tensor.numel())
-        indices = self._choose(piece, start + first)
-        return Selection(piece.index_select(0, indices), indices + first, tensor.numel())
-
-    def _choose(self, piece: Tensor, start: int) -> Tensor:
-        numel = self._layout.numel
-        wanted = self._wanted(numel)
-        if wanted == numel:
-            return torch.arange(piece.numel(), device=piece.device)
+    def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+        """Return positions in pieces of the model, of which each starts at a place of the flat vector."""
+        if self._wanted(self._layout.numel) == self._layout.numel:
+            return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         threshold = self._present_threshold()
         if threshold is not None:
-            return indices_reaching(piece, threshold)
-        histogram = magnitude_histogram(piece)
-        self._histogram = histogram if self._histogram is None else self._histogram.add_(histogram)
+            return indices_reaching_each(pieces, threshold)
+        return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
+
+    def _measure(self, piece: Tensor, start: int) -> Tensor:
+        """Choose a piece's share of what is wanted, and count its magnitudes."""
+        numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
         # Differences of a running total: over the whole model they add up to what is wanted, however it is cut.
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
+        if piece.numel():
+            histogram = magnitude_histogram(piece)
+            self._histogram = histogram if self._histogram is None else self._histogram.add_(histogram)
         return top_k_indices(piece, count) if count else _no_indices(piece)
 
     def _wanted(self, numel: int) -> int:
@@ -169,6 +167,25 @@ class ExclusiveSelection(Compressor):
         present = self._partitions.cuts
         if len(cuts) == len(present) and cuts[-1] == present[-1]:
             self._partitions = self._partitions._replace(cuts=cuts)
+
+
+def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
+    """Return, by tensor, the position (int64 ``[1]``) of an element that is not finite; ``None`` where all are."""
+    # The sum of squares is the fastest look at every element; it may itself overflow, so only a norm that is finite
+    # proves anything. The host has to wait for it, as it has for the number of elements that reach a threshold.
+    are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
+    return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
+
+
+def _not_finite(tensor: Tensor) -> Optional[Tensor]:
+    indices = tensor.isfinite().logical_not_().nonzero().squeeze(1)[:1]
+    return indices if indices.numel() else None
+
+
+def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
+    """Return which part of a tensor that starts somewhere in the flat vector is owned."""
+    first, last = (min(max(edge - start, 0), numel) for edge in owned)
+    return first, last
 
 
 def _no_indices(tensor: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from lightning_sparse.functional.histogram import magnitude_histogram, magnitude
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
 from lightning_sparse.functional.quantization import NORMS, bucket_views, quantize
+from lightning_sparse.functional.reaching import indices_reaching, indices_reaching_each
 from lightning_sparse.functional.rounding import round_to
 from lightning_sparse.functional.signs import shift_by_sign, sign_totals
-from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
+from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
 
 __all__ = [
     "NORMS",
@@ -21,6 +22,7 @@ __all__ = [
     "fingerprint",
     "index_codec",
     "indices_reaching",
+    "indices_reaching_each",
     "layer_deltas",
     "magnitude_histogram",
     "magnitude_quantile",

@@ -16,26 +16,25 @@ model's many small tensors cost more in calls than in elements.
 
 import math
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.candidates import WORD, flagged, largest_reaching
+from lightning_sparse.functional.candidates import largest_reaching
+from lightning_sparse.functional.reaching import CPU_CHUNK, indices_reaching
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
-_CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
 _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
 _MOST_CANDIDATES = 4  # for each element kept; a floor that leaves more, as zero does, separates too little to pay
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
-_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
@@ -141,7 +140,7 @@ def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Ten
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
     body = rows[0].numel() // _BLOCK * _BLOCK
-    chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
+    chunk = CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
     bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
     if body > chunk:
@@ -188,33 +187,3 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
     rank = min(sample.numel(), math.ceil(expected + _SAMPLE_SIGMAS * math.sqrt(expected)))
     threshold = torch.topk(sample, rank, sorted=False).values.min()
     return threshold if (sample >= threshold).sum() <= _SURPLUS * rank else None
-
-
-def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Find where the magnitude is not below a floor; it never is where there is a NaN.
-
-    Args:
-        tensor: flat floating-point tensor of at least one element; not changed.
-        floor: number, or tensor of one element.
-
-    Returns:
-        int64 ``[count]``: positions in ascending order. Off the CPU the host waits for their number.
-
-    Example::
-
-        >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
-        tensor([1, 2, 3])
-    """
-    if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
-        return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
-    chunk = min(_CPU_CHUNK, -(-tensor.numel() // WORD) * WORD)
-    magnitudes = tensor.new_empty(chunk)
-    mask = torch.zeros(chunk, dtype=torch.bool)
-    found = []
-    for start in range(0, tensor.numel(), chunk):
-        piece = tensor[start : start + chunk]
-        numel = piece.numel()
-        torch.lt(torch.abs(piece, out=magnitudes[:numel]), floor, out=mask[:numel]).logical_not_()
-        mask[numel:] = False
-        found.append(flagged(mask).add_(start))
-    return torch.cat(found)

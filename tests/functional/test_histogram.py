@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.functional import indices_reaching, magnitude_histogram, magnitude_quantile
+from lightning_sparse.functional import indices_reaching, indices_reaching_each, magnitude_histogram, magnitude_quantile
 from tests.devices import devices, moved
 
 
@@ -53,3 +53,14 @@ def test_what_reaches_a_floor(numel: int, floor: "float | torch.Tensor", device:
     assert torch.equal(indices_reaching(tensor, floor), (tensor.abs() >= floor).nonzero().squeeze(1))
     tensor[-1] = math.nan
     assert indices_reaching(tensor, floor)[-1] == numel - 1
+
+
+@devices
+@pytest.mark.parametrize("numels", [[7], [0, 0], [0, 9000, 0, 5, 1], [300_001, 64]])
+def test_what_reaches_a_floor_in_many_is_what_reaches_it_in_each(numels: list[int], device: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = moved([torch.randn(numel, generator=generator) for numel in numels], device)
+    found = indices_reaching_each(tensors, 1.5)
+    assert [each.device for each in found] == [tensor.device for tensor in tensors]
+    for tensor, each in zip(tensors, found):
+        assert torch.equal(each, (tensor.abs() >= 1.5).nonzero().squeeze(1))

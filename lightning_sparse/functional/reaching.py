@@ -1,0 +1,69 @@
+"""The elements whose magnitude is not below a floor, in one tensor or in many at once."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.functional.candidates import WORD, flagged
+
+CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
+_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
+
+
+def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
+    """Find where the magnitude is not below a floor; it never is where there is a NaN.
+
+    Args:
+        tensor: flat floating-point tensor of at least one element; not changed.
+        floor: number, or tensor of one element.
+
+    Returns:
+        int64 ``[count]``: positions in ascending order. Off the CPU the host waits for their number.
+
+    Example::
+
+        >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
+        tensor([1, 2, 3])
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
+        return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
+    chunk = min(CPU_CHUNK, -(-tensor.numel() // WORD) * WORD)
+    magnitudes = tensor.new_empty(chunk)
+    mask = torch.zeros(chunk, dtype=torch.bool)
+    found = []
+    for start in range(0, tensor.numel(), chunk):
+        piece = tensor[start : start + chunk]
+        numel = piece.numel()
+        torch.lt(torch.abs(piece, out=magnitudes[:numel]), floor, out=mask[:numel]).logical_not_()
+        mask[numel:] = False
+        found.append(flagged(mask).add_(start))
+    return torch.cat(found)
+
+
+def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
+    """Find in each of some tensors where the magnitude is not below a floor, all of them at once.
+
+    Args:
+        tensors: flat floating-point tensors of one type and device; not changed, copied if there are several.
+        floor: number, or tensor of one element.
+
+    Returns:
+        int64 ``[count]`` for each tensor: positions in ascending order. Off the CPU the host waits twice, however many
+        tensors there are.
+
+    Example::
+
+        >>> indices_reaching_each([torch.tensor([0.1, -3.0]), torch.tensor([]), torch.tensor([2.0])], 0.5)
+        [tensor([1]), tensor([], dtype=torch.int64), tensor([0])]
+    """
+    several = [tensor for tensor in tensors if tensor.numel()]
+    if len(several) < 2:
+        nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].device)
+        return [indices_reaching(tensor, floor) if tensor.numel() else nothing for tensor in tensors]
+    bounds = [0, *accumulate(tensor.numel() for tensor in tensors)]
+    found = indices_reaching(torch.cat(several), floor)
+    places: list[int] = torch.searchsorted(found, torch.tensor(bounds).to(found.device)).tolist()
+    return [found[first:last] - start for start, first, last in zip(bounds, places, places[1:])]
