@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
+from torch import Tensor
 
+from lightning_sparse.compressors import SDAGC
 from tests.compatibility.page import page
 from tests.compatibility.rows import ROWS
 from tests.compatibility.running import STRATEGIES, Feature, Outcome, refusal_of, run_cell
@@ -26,7 +29,7 @@ class Compression(NamedTuple):
 COMPRESSION = {
     "sparse_topk": Compression((0.045, 0.055), 0.08),
     "sparse_lags": Compression((0.045, 0.055), 0.08),
-    "sparse_exdyna": Compression((0.001, 0.2), 0.3),
+    "sparse_exdyna": Compression((0.001, 0.2), 0.6),
     "sparse_sdagc": Compression((0.001, 0.4), 0.5),
     "sparse_omgs": Compression((0.045, 0.055), 0.08),
     "sparse_a2sgd": Compression((1.0, 1.0), 0.001),
@@ -81,6 +84,41 @@ def assert_compressed(strategy: str, outcome: Outcome) -> None:
     assert 0 < sparse[-1]["wire_bytes"] <= expected.bytes * sparse[-1]["dense_bytes"]
     has_time = outcome.batches[-1].step >= STEPS_TO_CHANGE_HANDS
     assert any(batch.is_plain for batch in outcome.batches) == (strategy == "sparse_auto" and has_time)
+
+
+def fit_with_a_rate(rank: int, strategy: str, searches: bool, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Fit with a learning rate, before which one may be searched for; return parameters and the rates of steps."""
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, update_attr=False)
+    feature = Feature(
+        "",
+        "",
+        lambda first, second: None,
+        lambda path: {"callbacks": [finder] * searches, "default_root_dir": path, "max_epochs": 3},
+        strategy={"schedule": "single"},  # which measures nothing
+    )
+    outcome = run_cell(rank, strategy, feature, folder)
+    return outcome.after, [update.rate for update in outcome.updates]
+
+
+@pytest.mark.parametrize("strategy", [name for name in COMPRESSION if name != "sparse_auto"])
+def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair: Pool, strategy: str, tmp_path: Path) -> None:
+    (searched, rates), _ = pair.run(fit_with_a_rate, strategy, True, str(tmp_path))
+    (expected, expected_rates), _ = pair.run(fit_with_a_rate, strategy, False, str(tmp_path))
+    assert rates == expected_rates == [0.1] * 24
+    assert all(torch.equal(searched[name], expected[name]) for name in expected)
+
+
+def fit_without_momentum(rank: int, folder: str) -> Outcome:
+    """Do what the refusal of Adam advises."""
+    cured = FEATURES["Adam"]._replace(strategy={"compressor": SDAGC(momentum=None)})
+    return run_cell(rank, "sparse_sdagc", cured, folder)
+
+
+def test_what_a_refusal_advises_works(pair: Pool, tmp_path: Path) -> None:
+    first, second = pair.run(fit_without_momentum, str(tmp_path))
+    assert_one_model(FEATURES["Adam"], "sparse_sdagc", first, second)
+    assert_compressed("sparse_sdagc", first)
+    FEATURES["Adam"].check(first, second)
 
 
 def test_the_page_is_that_of_the_rows() -> None:

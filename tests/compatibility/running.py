@@ -30,7 +30,7 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
 }
 
 
-NEEDS_GPU = "SyncBatchNorm expected input tensor to be on GPU"
+NEEDS_GPU = "SyncBatchNorm layers only work with GPU modules"
 
 
 class Batch(NamedTuple):
@@ -57,7 +57,6 @@ class Batch(NamedTuple):
     is_plain: bool
     checksum: float
     logged: dict[str, float]
-
 
     @property
     def is_whole(self) -> bool:
@@ -195,7 +194,7 @@ class Feature(NamedTuple):
 def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
     """Build the strategy of a column."""
     settings = STRATEGIES[name]
-    return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**settings, **arguments)
+    return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
 
 
 def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome:
@@ -213,7 +212,7 @@ def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome
 def refusal_of(rank: int, strategy: str, feature: Feature, folder: str) -> str:
     """Do what people do, which must be refused; return the message."""
     try:
-        run_cell(rank, strategy, recipe, folder)
+        run_cell(rank, strategy, feature, folder)
     except Exception as error:
         return str(error)
     return "was not refused"
