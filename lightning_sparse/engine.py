@@ -151,9 +151,9 @@ class Engine:
             self.synchronize_replicas()
 
     def synchronize_replicas(self) -> None:
-        """Average parameters and buffers over ranks, where the method has let them drift apart; all ranks must call."""
-        if self._averager is not None and self._averager.have_drifted:
-            self._worker.run(self._averager.average)
+        """Average parameters and buffers over ranks, where the method lets them drift apart; all ranks must call."""
+        if self._averager is not None:
+            self._worker.run(self._averager.make_one)
             if self._recorder.last is not None:
                 self._recorder.last.wire_bytes += self._averager.sent_bytes
 

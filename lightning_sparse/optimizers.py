@@ -14,7 +14,7 @@ TAKES_MOMENTUM = (
 )
 _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
-    " compressor=DGC(momentum=None)"
+    " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
 
 

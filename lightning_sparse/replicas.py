@@ -1,7 +1,7 @@
 """Replicas that drift apart by design, made one again by averaging."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_sparse.collectives import Collectives
+from lightning_sparse.functional import fingerprint
 
 
 class ReplicaAverager:
@@ -22,7 +23,7 @@ class ReplicaAverager:
     Attributes:
         divergence: how far the replicas were apart when they were last averaged: the root mean square over ranks of
             the distance from the mean of the parameters, relative to its norm; a tensor of one element.
-        sent_bytes: handed to collectives by the last average.
+        sent_bytes: handed to collectives the last time that the replicas were made one.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives, every: Optional[int]) -> None:
@@ -32,11 +33,6 @@ class ReplicaAverager:
         self._steps = 0
         self.divergence = torch.zeros(())
         self.sent_bytes = 0
-
-    @property
-    def have_drifted(self) -> bool:
-        """Whether a step has been taken since the last average."""
-        return self._steps > 0
 
     def count_step(self) -> bool:
         """Count a step of the optimizer, and tell whether an average is due."""
@@ -52,22 +48,31 @@ class ReplicaAverager:
         self._steps = int(state["steps"])
         self.divergence = state["divergence"].to(self._collectives.device, copy=True)
 
-    def average(self) -> None:
-        """Average over ranks, in place: afterwards all replicas are identical to the bit.
+    def make_one(self) -> None:
+        """Average over ranks, in place, unless all replicas are the same: afterwards they are identical to the bit.
 
         Raises:
             ExchangeError: if another rank does not get there.
         """
+        self.sent_bytes = 0
         try:
-            self._average()
+            # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
+            if self._steps > 0 or self._differ():
+                self._average()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise self._collectives.in_vain("all_reduce", "the average of the replicas", error) from error
 
+    def _differ(self) -> bool:
+        tensors = [*_averaged(self._module.parameters()), *_averaged(self._module.buffers())]
+        mine = fingerprint(torch.stack([fingerprint(tensor) for tensor in tensors])).view(1)
+        self.sent_bytes += mine.numel() * mine.element_size()
+        numbers = self._collectives.all_gather(mine)
+        return bool((numbers != numbers[0]).any())
+
     def _average(self) -> None:
         self._steps = 0
-        self.sent_bytes = 0
         distance = torch.zeros(1, device=self._collectives.device)
         norm = torch.zeros(1, device=self._collectives.device)
         for tensors in _alike(self._module.parameters()):
@@ -89,11 +94,14 @@ class ReplicaAverager:
         return mean, flat
 
 
+def _averaged(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel())
+
+
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            alike[tensor.dtype].append(tensor.detach())
+    for tensor in _averaged(tensors):
+        alike[tensor.dtype].append(tensor)
     return alike.values()
 
 

@@ -94,3 +94,27 @@ def test_an_average_is_counted_in_the_bytes_of_its_step(pair: Pool) -> None:
     average = 4 * elements + 4
     assert pair.run(fit_bytes, 4) == [(8.0, 15 * 8.0 + 3 * average)] * 2
     assert pair.run(fit_bytes, 5) == [(8.0 + average, 15 * 8.0 + 3 * average)] * 2
+
+
+class Changed(Watched):
+    """A model that a callback's like gives other weights on each rank, after the last average of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Write."""
+        assert self.notes["batch"]
+        with torch.no_grad():
+            self.network[0].bias.fill_(float(self.global_rank))
+
+
+def fit_changed(rank: int, batches: int) -> Tensor:
+    """Fit one epoch, which ends in an average; return the state at the end."""
+    strategy = SparseDDPStrategy(A2SGD(param_sync_every=batches))
+    model = Changed()
+    make_trainer(rank, strategy, limit_train_batches=batches, limit_val_batches=0).fit(model)
+    assert (model.network[0].bias == 0.5).all()
+    return model.state()
+
+
+def test_weights_that_a_callback_has_written_are_made_one_too(pair: Pool) -> None:
+    first, second = pair.run(fit_changed, 4)
+    assert torch.equal(first, second)

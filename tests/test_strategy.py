@@ -26,6 +26,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.settings import Settings
+from tests.compatibility.modules import ByHand
 from tests.devices import DEVICE
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp
@@ -132,13 +133,6 @@ def test_a_changing_loss_scale_changes_nothing(pair: Pool, compressor: str, wire
     assert all(torch.equal(unscaled[name], scaled[name]) for name in unscaled)
 
 
-@pytest.mark.parametrize("ddp_arguments", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-def test_ddp_arguments_are_passed_on(pair: Pool, ddp_arguments: dict[str, Any]) -> None:
-    (first, stats), (second, _) = pair.run(fit_with, {"density": 0.05, **ddp_arguments})
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert stats["density"] == pytest.approx(0.05, rel=0.01)
-
-
 def assert_trains_as_ddp(pair: Pool, module: Any, relative: Optional[dict[str, float]] = None) -> None:
     """Compare density 1 with DDP; ``relative`` widens the relative tolerance of parameters of a coarser type."""
     (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, module)
@@ -187,28 +181,8 @@ def test_parameters_of_several_types(pair: Pool) -> None:
     assert_trains_as_ddp(pair, MixedTypes, relative={"halves": 1e-2})
 
 
-class TwoOptimizers(Small):
-    """Manual optimization with two optimizers that take turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Step one of the optimizers."""
-        optimizer = self.optimizers()[batch_index % 2]
-        loss = (self.network(batch) - batch).square().mean()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer for each layer."""
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.network[0], self.network[2])]
-
-
 def test_manual_optimization_with_two_optimizers(pair: Pool) -> None:
-    assert_trains_as_ddp(pair, TwoOptimizers)
+    assert_trains_as_ddp(pair, ByHand)
 
 
 def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:

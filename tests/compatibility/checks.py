@@ -1,0 +1,287 @@
+"""What the rows ask for, of what happened on two ranks, and how they come to know it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.tuner import Tuner
+
+from tests.compatibility.modules import COMPILER, Plain
+from tests.compatibility.running import Outcome
+from tests.trainers import weights
+
+CLIP = 0.01
+
+
+def steps(outcome: Outcome) -> list[int]:
+    """Return how many optimizer steps had been made after each batch."""
+    return [batch.step for batch in outcome.batches]
+
+
+def rates(outcome: Outcome) -> list[float]:
+    """Return the learning rate of each step."""
+    return [update.rate for update in outcome.updates]
+
+
+def windows(first: Outcome, second: Outcome) -> None:
+    """Ask for a step after four batches and after the other two, and for no exchange in between."""
+    assert steps(first) == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+    for before, batch in zip(first.batches, first.batches[1:]):
+        if batch.stats and not batch.is_plain and not before.is_plain:
+            has_sent = batch.stats["total_wire_bytes"] > before.stats.get("total_wire_bytes", 0)
+            assert has_sent == (batch.step > before.step)
+
+
+def norms(first: Outcome, second: Outcome) -> None:
+    """Ask for gradients that were longer before than after clipping."""
+    assert max(update.norm for update in first.updates) > CLIP
+    assert max(batch.norm for batch in first.batches) == pytest.approx(CLIP, rel=1e-3)
+
+
+def fit_noting_types(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, and note in which types the network computes."""
+    types = set()
+    module.network[0].register_forward_hook(lambda layer, given, output: types.add(output.dtype))
+    trainer.fit(module)
+    return {"types": types}
+
+
+def types(first: Outcome, second: Outcome) -> None:
+    """Ask for a network that computes in bfloat16, and parameters that do not."""
+    assert first.notes["types"] == {torch.bfloat16}
+    assert {parameter.dtype for parameter in first.after.values()} == {torch.float32}
+
+
+def one_step_a_batch(first: Outcome, second: Outcome) -> None:
+    """Ask for a step in each of eight batches."""
+    assert steps(first) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def two_steps_a_batch(first: Outcome, second: Outcome) -> None:
+    """Ask for two steps in each of eight batches."""
+    assert steps(first) == [2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def fit_noting_the_wrapper(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, and note whether the wrapper of each batch took the graph to be static."""
+    are_static = []
+    module.on_train_batch_end = lambda *args: are_static.append(trainer.strategy.model.static_graph)
+    trainer.fit(module)
+    return {"are_static": are_static}
+
+
+def static(first: Outcome, second: Outcome) -> None:
+    """Ask for a wrapper that took the graph to be static."""
+    assert first.notes["are_static"] == [True] * 8
+
+
+def fit_noting_normalization(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, and note what normalises in each batch, and the statistics that it has gathered."""
+    seen = []
+
+    def note(*args: Any) -> None:
+        seen.append((type(module.network[1]).__name__, module.network[1].running_mean.tolist()))
+
+    module.on_train_batch_end = note
+    trainer.fit(module)
+    return {"seen": seen}
+
+
+def normalized_together(first: Outcome, second: Outcome) -> None:
+    """Ask for statistics that are the same on both ranks after every batch, though their batches differ."""
+    assert {kind for kind, _ in first.notes["seen"]} <= {"SyncBatchNorm", "NormTogether"}
+    assert first.batches[0].total != second.batches[0].total
+    assert first.notes["seen"] == second.notes["seen"]
+
+
+def halved_rates(first: Outcome, second: Outcome) -> None:
+    """Ask for the rates of the schedule."""
+    assert rates(first) == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
+
+
+def fit_and_evaluate(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, validate, test and predict."""
+    trainer.fit(module)
+    fitted = weights(module)
+    validated = trainer.validate(module, verbose=False)
+    tested = trainer.test(module, verbose=False)
+    predicted = trainer.predict(module)
+    return {"fitted": fitted, "validated": validated, "tested": tested, "predicted": predicted}
+
+
+def evaluated(first: Outcome, second: Outcome) -> None:
+    """Ask for the loss that the predictions have, on both ranks, and for parameters that stay as they were."""
+    rows = Plain().val_dataloader().dataset.rows
+    # A sampler gives every second row to each of two ranks.
+    losses = [
+        (torch.cat(outcome.notes["predicted"]).cpu() - rows[rank::2]).square().mean()
+        for rank, outcome in enumerate((first, second))
+    ]
+    for outcome in (first, second):
+        (validated,), (tested,) = outcome.notes["validated"], outcome.notes["tested"]
+        assert validated == tested
+        assert validated["val_loss"] == pytest.approx(float(sum(losses) / 2), rel=1e-5)
+        assert all(torch.equal(outcome.notes["fitted"][name], outcome.after[name]) for name in outcome.after)
+
+
+def fit_twice(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit an epoch, and another one."""
+    trainer.fit(module)
+    fitted = weights(module)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module)
+    return {"fitted": fitted}
+
+
+def continued(first: Outcome, second: Outcome) -> None:
+    """Ask for sixteen steps, and for parameters that the last eight have moved."""
+    assert steps(first) == list(range(1, 17))
+    for name, parameter in first.notes["fitted"].items():
+        assert torch.equal(parameter, second.notes["fitted"][name])
+        assert not torch.equal(parameter, first.after[name])
+
+
+def fit_noting_the_optimizer(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, and note the kinds of tensors that the optimizer keeps."""
+    kinds: set[str] = set()
+    module.on_train_end = lambda: [kinds.update(state) for state in trainer.optimizers[0].state.values()]
+    trainer.fit(module)
+    return {"kinds": kinds}
+
+
+def no_velocity(first: Outcome, second: Outcome) -> None:
+    """Ask for an optimizer that keeps no velocity."""
+    assert steps(first) == list(range(1, 9))
+    assert "momentum_buffer" not in first.notes["kinds"]
+
+
+def moments(first: Outcome, second: Outcome) -> None:
+    """Ask for an optimizer that keeps both moments."""
+    assert first.notes["kinds"] == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def fit_compiled(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit a module that is compiled as a whole."""
+    return fit_counting_graphs(trainer, torch.compile(module, backend=COMPILER))
+
+
+def fit_counting_graphs(trainer: Trainer, module: Any) -> dict[str, Any]:
+    """Fit, and note how many graphs are compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trainer.fit(module)
+    return {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def compiled(first: Outcome, second: Outcome) -> None:
+    """Ask for graphs."""
+    assert first.notes["graphs"] > 0
+    assert steps(first) == list(range(1, 9))
+
+
+def each_row_once(first: Outcome, second: Outcome) -> None:
+    """Ask for all 64 rows, each on one rank."""
+    totals = [batch.total for outcome in (first, second) for batch in outcome.batches]
+    assert [batch.size for batch in first.batches + second.batches] == [4] * 16
+    assert sum(totals) == pytest.approx(float(Plain().train_dataloader().dataset.rows.sum()), abs=1e-3)
+
+
+def short_last(first: Outcome, second: Outcome) -> None:
+    """Ask for a last batch of two rows."""
+    assert [batch.size for batch in first.batches] == [4] * 7 + [2]
+
+
+class Watched(EarlyStopping):
+    """Early stopping that is told how many checks to bear."""
+
+    def __init__(self, patience: int) -> None:
+        # Nothing is so much better than before that it counts.
+        super().__init__("val_loss", min_delta=100.0, patience=patience, check_on_train_epoch_end=False)
+
+
+def keepers(folder: str, patience: int) -> list[Any]:
+    """Return what watches the validation's loss."""
+    return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=1), Watched(patience)]
+
+
+def fit_and_load_the_best(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit, and note the weights at the start of epochs and those of the best checkpoint."""
+    starts: list[dict[str, Any]] = []
+    module.on_train_epoch_start = lambda: starts.append(weights(module))
+    trainer.fit(module)
+    best = type(module).load_from_checkpoint(trainer.checkpoint_callback.best_model_path, map_location="cpu")
+    score = float(trainer.checkpoint_callback.best_model_score)
+    (validated,) = trainer.validate(best, verbose=False)
+    return {"starts": starts, "score": score, "validated": validated["val_loss"], "epochs": trainer.current_epoch}
+
+
+def stopped_early(first: Outcome, second: Outcome) -> None:
+    """Ask for two epochs of five, and for a checkpoint that is as good as it was said to be."""
+    assert first.notes["epochs"] == 2
+    assert steps(first)[-1] == 16
+    assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
+
+
+def averaging(folder: str) -> dict[str, Any]:
+    """Average the weights of the last two epochs of three, and watch."""
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
+    return {"max_epochs": 3, "check_val_every_n_epoch": 3, "callbacks": [*keepers(folder, patience=9), average]}
+
+
+def averaged(first: Outcome, second: Outcome) -> None:
+    """Ask for the mean of the weights with which the last two epochs started, over both ranks."""
+    assert first.notes["epochs"] == 3
+    assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
+    for name, parameter in first.after.items():
+        starts = [start[name] for outcome in (first, second) for start in outcome.notes["starts"][1:]]
+        torch.testing.assert_close(parameter, sum(starts) / 4, rtol=1e-5, atol=1e-6)
+
+
+def means(first: Outcome, second: Outcome) -> None:
+    """Ask for the mean of what each rank lost, in every batch, of which both know."""
+    for one, other in zip(first.batches, second.batches):
+        assert one.logged["loss"] == other.logged["loss"] == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)
+        assert one.loss != other.loss
+
+
+def same_batches(first: Outcome, second: Outcome) -> None:
+    """Ask for the same two batches in each of three epochs."""
+    totals = [batch.total for batch in first.batches]
+    assert totals == totals[:2] * 3
+    assert totals[0] != totals[1]
+    assert steps(first)[-1] == 6
+
+
+def one_batch(first: Outcome, second: Outcome) -> None:
+    """Ask for one batch of each kind."""
+    assert steps(first) == [1]
+    assert first.validated == 1
+
+
+def find_a_rate(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Search for a learning rate, and fit with it."""
+    before = weights(module)
+    finder = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=24)
+    found = weights(module)
+    files = sorted(path.name for path in Path(trainer.default_root_dir).iterdir())
+    trainer.fit(module)
+    return {
+        "stays": all(torch.equal(before[name], found[name]) for name in before),
+        "rates": finder.results["lr"],
+        "suggestion": finder.suggestion(),
+        "files": files,
+    }
+
+
+def found_rate(first: Outcome, second: Outcome) -> None:
+    """Ask for a suggestion on which ranks agree, made without a trace, and for a training that follows it."""
+    for outcome in (first, second):
+        assert outcome.notes["stays"]
+        assert outcome.notes["files"] == []
+        assert len(outcome.notes["rates"]) >= 20
+        assert outcome.notes["rates"] == sorted(outcome.notes["rates"])
+        assert rates(outcome) == [first.notes["suggestion"]] * 32
+    assert first.notes["suggestion"] in first.notes["rates"]

@@ -1,0 +1,237 @@
+"""Small models, one for each thing that people build their own way."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins import LayerSync
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from tests.trainers import Rows, Small
+
+COMPILER = "aot_eager"  # needs no C++ compiler
+
+
+class Plain(Small):
+    """The small model with 8 batches for two ranks, a learning rate that can be searched for, and predictions."""
+
+    learning_rate = 0.1
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+
+    @override
+    def train_dataloader(self) -> Any:
+        """Return 8 batches for two ranks."""
+        return DataLoader(Rows(64), batch_size=4)
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """Return two batches for two ranks."""
+        return self.val_dataloader()
+
+    @override
+    def predict_step(self, batch: Tensor) -> Tensor:
+        """Reconstruct the batch."""
+        return self.network(batch)
+
+
+class ByHand(Plain):
+    """Two optimizers that the user steps in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Step one of the optimizers."""
+        optimizer = self.optimizers()[batch_index % 2]
+        loss = (self.network(batch) - batch).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each layer."""
+        return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
+
+
+class Adversaries(ByHand):
+    """Two networks that are trained against each other, one of them frozen while the other learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(32, 1)
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Train one, then the other."""
+        generator, critic = self.optimizers()
+        self.toggle_optimizer(generator)
+        self._step(generator, (self.critic(self.network(batch)) - 1).square().mean())
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(critic)
+        made, real = self.critic(self.network(batch).detach()), self.critic(batch)
+        self._step(critic, made.square().mean() + (real - 1).square().mean())
+        self.untoggle_optimizer(critic)
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each network."""
+        return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.network, self.critic)]
+
+
+class Silent(Plain):
+    """A training step that logs nothing: what Lightning's ``log`` does cannot be compiled."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch."""
+        return (self.network(batch) - batch).square().mean()
+
+
+class PartlyCompiled(Plain):
+    """A network that is compiled, in a module that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.compile(self.network, backend=COMPILER)
+
+
+class Unused(Plain):
+    """A layer that no rank uses, and one that rank 0 alone uses, in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(32, 32)
+        self.seldom = nn.Linear(32, 32)
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Use it, or not."""
+        given = self.seldom(batch) if self.global_rank == 0 and batch_index % 2 else batch
+        return super().training_step(given, batch_index)
+
+
+class Normalized(Plain):
+    """A network with a layer that normalises batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.insert(1, nn.BatchNorm1d(64))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Add up over ranks, in backward as in forward."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Add up values."""
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Add up gradients."""
+        return SumOverRanks.forward(ctx, gradients[0])
+
+
+class NormTogether(nn.BatchNorm1d):
+    """What ``SyncBatchNorm`` does, on any device."""
+
+    @override
+    def forward(self, given: Tensor) -> Tensor:
+        """Normalise with the statistics of all ranks' batches."""
+        if not self.training:
+            return super().forward(given)
+        sums = SumOverRanks.apply(torch.stack([given.sum(0), given.square().sum(0)]))
+        mean, mean_square = sums / (len(given) * dist.get_world_size())
+        variance = mean_square - mean.square()
+        self.running_mean.lerp_(mean.detach(), self.momentum)
+        self.running_var.lerp_(variance.detach(), self.momentum)
+        return (given - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+class NormSync(LayerSync):
+    """Let the normalising layer communicate."""
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Replace it."""
+        model.network[1] = NormTogether(64).to(model.device)
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Leave it: nobody looks any more."""
+        return model
+
+
+class Scheduled(Plain):
+    """A learning rate that halves every second step."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return SGD with a schedule by step."""
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class WithoutMomentum(Plain):
+    """SGD without momentum."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return SGD without momentum."""
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+class WithAdam(Plain):
+    """Adam."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows that arrive one after the other, every second one for each of two ranks."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield this rank's rows."""
+        return iter(Rows(64).rows[dist.get_rank() :: 2])
+
+
+class Streaming(Plain):
+    """Data without a length."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        """Return 8 batches for each rank."""
+        return DataLoader(Stream(), batch_size=4)
+
+
+class Uneven(Plain):
+    """Data that do not fill the last batch."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        """Return 8 batches for two ranks, of which the last has two rows."""
+        return DataLoader(Rows(60), batch_size=4)

@@ -1,0 +1,52 @@
+"""The page about the table; ``python -m tests.compatibility.page > docs/compatibility.md`` writes it."""
+
+from collections.abc import Sequence
+
+from tests.compatibility.rows import ROWS
+from tests.compatibility.running import STRATEGIES, Feature
+
+_TEXT = """# What works with what
+
+Each cell is a test in two processes (`tests/test_compatibility.py`, of whose rows this page is made): the ranks end
+with the same parameters to the bit, those have moved, and what travelled was compressed as much as it should be. The
+last column says what is asked for beside that. `sparse_auto` changes to plain DDP and back on the way, wherever four steps
+give it the time.
+
+- **yes**: works, and does what the last column says.
+- **no**: refused, with an error that says what to do instead; see below.
+- **GPU**: Lightning's `ddp` needs a GPU for it, and so do these strategies; on the CPU all of them raise the error of
+  torch's that says so, and that is what is tested there.
+
+{table}
+
+{refusals}
+- Gradient clipping acts on what the exchange hands to the optimizer. With `sparse_a2sgd` that is each rank's own.
+- `sparse_a2sgd` lets the ranks' parameters drift apart and averages them every 50 steps, before validation, before a
+  checkpoint and at the end: there they are asked to be the same, with the other strategies after every step.
+- A LightningModule that is compiled as a whole cannot call `self.log` in a step, with `ddp` either (torch 2.13).
+"""
+
+
+def cell(feature: Feature, strategy: str) -> str:
+    """Return the word in a cell."""
+    if feature.needs_gpu:
+        return "GPU"
+    return "no" if strategy in feature.refusals else "yes"
+
+
+def page(rows: Sequence[Feature]) -> str:
+    """Return the whole page."""
+    names = [name.removeprefix("sparse_") for name in STRATEGIES]
+    table = [["what you do", *names, "what its tests show"], ["---", *[":-:" for _ in names], "---"]]
+    table += [[row.name, *[cell(row, strategy) for strategy in STRATEGIES], row.effect] for row in rows]
+    refusals = [
+        f"- {row.name} with `{strategy}` is refused: *... {message} ...*"
+        for row in rows
+        for strategy, message in row.refusals.items()
+    ]
+    lines = ["| " + " | ".join(line) + " |" for line in table]
+    return _TEXT.format(table="\n".join(lines), refusals="\n".join(refusals))
+
+
+if __name__ == "__main__":
+    print(page(ROWS), end="")

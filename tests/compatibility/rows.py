@@ -1,0 +1,165 @@
+"""The rows of the table: what people do with Lightning, and what shows that it was done."""
+
+from tests.compatibility import checks, modules
+from tests.compatibility.running import Feature
+
+_ONLY_SGD = (
+    "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD, or a memory without momentum: no"
+    " MomentumCorrection among the callbacks, and compressor=DGC(momentum=None) or SDAGC(momentum=None)"
+)
+
+ROWS = (
+    Feature(
+        "`accumulate_grad_batches=4`, the last window short",
+        "a step and an exchange after 4 batches and after the last 2, none in between",
+        checks.windows,
+        lambda folder: {
+            "accumulate_grad_batches": 4,
+            "limit_train_batches": 6,
+            "limit_val_batches": 0,
+            "max_epochs": 2,
+        },
+    ),
+    Feature(
+        "`gradient_clip_val`",
+        "gradients that were longer reach the optimizer with this norm",
+        checks.norms,
+        lambda folder: {"gradient_clip_val": checks.CLIP},
+    ),
+    Feature(
+        '`precision="bf16-mixed"`',
+        "the network computes in bfloat16, parameters stay float32",
+        checks.types,
+        lambda folder: {"precision": "bf16-mixed"},
+        use=checks.fit_noting_types,
+    ),
+    Feature(
+        "manual optimization, two optimizers in turn",
+        "one of them steps in each batch",
+        checks.one_step_a_batch,
+        module=modules.ByHand,
+    ),
+    Feature(
+        "manual optimization, two optimizers that toggle (GAN), `find_unused_parameters=True`",
+        "both step in each batch",
+        checks.two_steps_a_batch,
+        module=modules.Adversaries,
+        strategy={"find_unused_parameters": True},
+    ),
+    Feature(
+        "`find_unused_parameters=True`",
+        "a layer that no rank uses stays, one that a single rank uses now and then is trained",
+        checks.one_step_a_batch,
+        module=modules.Unused,
+        strategy={"find_unused_parameters": True},
+        untrained=frozenset({"never.weight", "never.bias"}),
+    ),
+    Feature(
+        "`static_graph=True`",
+        "the model is wrapped so",
+        checks.static,
+        strategy={"static_graph": True},
+        use=checks.fit_noting_the_wrapper,
+    ),
+    Feature(
+        "`sync_batchnorm=True`",
+        "statistics are the same on all ranks after every batch",
+        checks.normalized_together,
+        lambda folder: {"sync_batchnorm": True},
+        module=modules.Normalized,
+        use=checks.fit_noting_normalization,
+        needs_gpu=True,
+    ),
+    Feature(
+        "a `LayerSync` plugin whose layers communicate in forward and backward",
+        "the same",
+        checks.normalized_together,
+        lambda folder: {"plugins": [modules.NormSync()]},
+        module=modules.Normalized,
+        use=checks.fit_noting_normalization,
+    ),
+    Feature(
+        "a learning rate scheduled by step",
+        "each step has the rate of the schedule",
+        checks.halved_rates,
+        module=modules.Scheduled,
+    ),
+    Feature(
+        "`validate`, `test`, `predict` after `fit`",
+        "ranks agree on the loss, which is that of the predictions; parameters stay",
+        checks.evaluated,
+        use=checks.fit_and_evaluate,
+    ),
+    Feature(
+        "two `fit`s of one Trainer",
+        "the second goes on from the parameters and the step of the first",
+        checks.continued,
+        use=checks.fit_twice,
+    ),
+    Feature(
+        "SGD without momentum",
+        "no velocity is kept",
+        checks.no_velocity,
+        module=modules.WithoutMomentum,
+        use=checks.fit_noting_the_optimizer,
+    ),
+    Feature(
+        "Adam",
+        "both moments are kept",
+        checks.moments,
+        module=modules.WithAdam,
+        use=checks.fit_noting_the_optimizer,
+        refusals={"sparse_sdagc": _ONLY_SGD},
+    ),
+    Feature(
+        "`torch.compile` of the LightningModule, whose step does not log",
+        "graphs have been compiled, each batch is a step",
+        checks.compiled,
+        lambda folder: {"limit_val_batches": 0},
+        module=modules.Silent,
+        use=checks.fit_compiled,
+    ),
+    Feature(
+        "`torch.compile` of a network inside",
+        "the same",
+        checks.compiled,
+        module=modules.PartlyCompiled,
+        use=checks.fit_counting_graphs,
+    ),
+    Feature("an `IterableDataset`", "each row is seen once", checks.each_row_once, module=modules.Streaming),
+    Feature("an uneven last batch", "the last batch is short", checks.short_last, module=modules.Uneven),
+    Feature(
+        "`ModelCheckpoint`, `EarlyStopping`",
+        "training stops early; the best checkpoint loads, and has the loss it was kept for",
+        checks.stopped_early,
+        lambda folder: {"max_epochs": 5, "callbacks": checks.keepers(folder, patience=1), "enable_checkpointing": True},
+        use=checks.fit_and_load_the_best,
+    ),
+    Feature(
+        "`ModelCheckpoint`, `EarlyStopping`, `StochasticWeightAveraging`",
+        "what is trained is the mean of the weights of the epochs averaged",
+        checks.averaged,
+        lambda folder: {**checks.averaging(folder), "enable_checkpointing": True},
+        use=checks.fit_and_load_the_best,
+    ),
+    Feature("`self.log(..., sync_dist=True)`", "the mean of what the ranks logged", checks.means),
+    Feature(
+        "`overfit_batches=2`",
+        "the same two batches in each of three epochs",
+        checks.same_batches,
+        lambda folder: {"overfit_batches": 2, "max_epochs": 3},
+    ),
+    Feature(
+        "`fast_dev_run=True`",
+        "one batch trains, one validates",
+        checks.one_batch,
+        lambda folder: {"fast_dev_run": True},
+    ),
+    Feature(
+        "`Tuner.lr_find`",
+        "ranks agree on a rate, no parameter changes, no file stays, and `fit` uses the rate",
+        checks.found_rate,
+        lambda folder: {"default_root_dir": folder, "enable_checkpointing": True, "max_epochs": 4},
+        use=checks.find_a_rate,
+    ),
+)

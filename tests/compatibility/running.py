@@ -1,0 +1,218 @@
+"""Run a cell of the table, and note what happened in it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Optional
+from unittest.mock import patch
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse import SparseDDPStrategy
+from tests.compatibility.modules import Plain
+from tests.devices import DEVICE
+from tests.trainers import make_trainer, weights
+
+# The densities are such that a small model's few elements are neither all sent nor none.
+STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
+    "ddp": None,
+    "sparse_topk": {"compressor": "topk", "density": 0.05},
+    "sparse_lags": {"compressor": "lags", "density": 0.05},
+    "sparse_exdyna": {"compressor": "exdyna", "density": 0.05},
+    "sparse_sdagc": {"compressor": "sdagc"},
+    "sparse_omgs": {"compressor": "omgs", "density": 0.05},
+    "sparse_a2sgd": {"compressor": "a2sgd"},
+    "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
+}
+
+
+NEEDS_GPU = "SyncBatchNorm layers only work with GPU modules"
+
+
+class Batch(NamedTuple):
+    """What was so at the end of a batch.
+
+    Attributes:
+        size: rows on this rank.
+        total: of its elements.
+        loss: on this rank.
+        step: optimizer steps so far.
+        norm: of the gradient that the optimizers were given.
+        stats: the strategy's statistics; empty with DDP.
+        is_plain: whether the strategy left the step to DDP.
+        checksum: of all parameters.
+        logged: what has been logged.
+    """
+
+    size: int
+    total: float
+    loss: float
+    step: int
+    norm: float
+    stats: dict[str, float]
+    is_plain: bool
+    checksum: float
+    logged: dict[str, float]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything was sent, which ``sparse_auto`` does before it leaves steps to DDP."""
+        return self.stats["wire_bytes"] >= self.stats["dense_bytes"]
+
+
+class Update(NamedTuple):
+    """What an optimizer was about to do: at which learning rate, with a gradient of which norm."""
+
+    rate: float
+    norm: float
+
+
+class Outcome(NamedTuple):
+    """What a cell did on a rank; ``validated`` counts batches, ``notes`` are the feature's own."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    batches: list[Batch]
+    updates: list[Update]
+    validated: int
+    notes: dict[str, Any]
+
+
+class Watch(Callback):
+    """Note every batch and every update."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.updates: list[Update] = []
+        self.validated = 0
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note an update, before gradients are clipped."""
+        self.updates.append(Update(optimizer.param_groups[0]["lr"], norm_of_gradients(pl_module)))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        """Note a batch."""
+        strategy = trainer.strategy
+        is_ours = isinstance(strategy, SparseDDPStrategy)
+        self.batches.append(
+            Batch(
+                len(batch),
+                float(batch.sum()),
+                float(outputs["loss"]) if outputs else math.nan,
+                trainer.global_step,
+                norm_of_gradients(pl_module),
+                strategy.compression_stats() if is_ours else {},
+                is_ours and strategy.is_plain,
+                float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
+                {name: float(value) for name, value in trainer.callback_metrics.items()},
+            )
+        )
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count."""
+        self.validated += not trainer.sanity_checking
+
+
+def norm_of_gradients(module: LightningModule) -> float:
+    """Return the norm of the gradient over all parameters."""
+    gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
+class TakingTurns:
+    """In place of the choice by measured times: plain DDP in two steps of six, before which everything is sent."""
+
+    def __init__(self, engine: Any, *args: Any) -> None:
+        self.wants_plain = False
+        self._engine = engine
+        self._step = 0
+
+    def end_step(self) -> None:
+        """Decide about the next step."""
+        self._step += 1
+        self._engine.send_all(self._step % 6 == 2)
+        self.wants_plain = self._step % 6 in (3, 4)
+
+
+@contextmanager
+def changing_hands() -> Iterator[None]:
+    """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
+    with patch("lightning_sparse.switchable.Switch", TakingTurns):
+        yield
+
+
+def nothing(folder: str) -> dict[str, Any]:
+    """Give the Trainer nothing."""
+    return {}
+
+
+def fit(trainer: Trainer, module: LightningModule) -> None:
+    """Fit."""
+    trainer.fit(module)
+
+
+class Feature(NamedTuple):
+    """A row: what people do, how, and what it must have done.
+
+    Attributes:
+        name: what people do.
+        effect: what ``check`` asks for, in words.
+        check: is given what happened on each of two ranks.
+        trainer: arguments of the Trainer, those that need a folder to write in as a function of it.
+        module: builds the model.
+        strategy: arguments of the strategy, beside those of the column.
+        use: what is done with the Trainer and the model; returns notes.
+        refusals: what the message says where it cannot be done, by strategy.
+        needs_gpu: whether it is refused by every strategy on the CPU.
+        untrained: parameters that stay as they are.
+    """
+
+    name: str
+    effect: str
+    check: Callable[[Outcome, Outcome], None]
+    trainer: Callable[[str], dict[str, Any]] = nothing
+    module: Callable[[], LightningModule] = Plain
+    strategy: Mapping[str, Any] = {}
+    use: Callable[[Trainer, Any], Optional[dict[str, Any]]] = fit
+    refusals: Mapping[str, str] = {}
+    needs_gpu: bool = False
+    untrained: frozenset[str] = frozenset()
+
+    def refusal_by(self, strategy: str) -> Optional[str]:
+        """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
+        if self.needs_gpu:
+            return NEEDS_GPU if DEVICE.type == "cpu" else None
+        return self.refusals.get(strategy)
+
+
+def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
+    """Build the strategy of a column."""
+    settings = STRATEGIES[name]
+    return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
+
+
+def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome:
+    """Do what people do."""
+    watch, module = Watch(), feature.module()
+    arguments = feature.trainer(folder)
+    callbacks = [*arguments.pop("callbacks", []), watch]
+    trainer = make_trainer(rank, build_strategy(strategy, feature.strategy), callbacks=callbacks, **arguments)
+    before = weights(module)
+    with changing_hands():
+        notes = feature.use(trainer, module)
+    return Outcome(before, weights(module), watch.batches, watch.updates, watch.validated, notes or {})
+
+
+def refusal_of(rank: int, strategy: str, feature: Feature, folder: str) -> str:
+    """Do what people do, which must be refused; return the message."""
+    try:
+        run_cell(rank, strategy, feature, folder)
+    except Exception as error:
+        return str(error)
+    return "was not refused"

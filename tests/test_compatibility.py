@@ -1,0 +1,125 @@
+"""Every strategy with everything that people do with Lightning: the table in docs/compatibility.md, cell by cell."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import LearningRateFinder
+from torch import Tensor
+
+from lightning_sparse.compressors import SDAGC
+from tests.compatibility.page import page
+from tests.compatibility.rows import ROWS
+from tests.compatibility.running import STRATEGIES, Feature, Outcome, refusal_of, run_cell
+from tests.pool import Pool
+
+FEATURES = {feature.name: feature for feature in ROWS}
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+STEPS_TO_CHANGE_HANDS = 4
+
+
+class Compression(NamedTuple):
+    """What a strategy sends in a step that it compresses: the density, and the most bytes, next to a dense fp32."""
+
+    densities: tuple[float, float]
+    bytes: float
+
+
+COMPRESSION = {
+    "sparse_topk": Compression((0.045, 0.055), 0.08),
+    "sparse_lags": Compression((0.045, 0.055), 0.08),
+    "sparse_exdyna": Compression((0.001, 0.2), 0.6),
+    "sparse_sdagc": Compression((0.001, 0.4), 0.5),
+    "sparse_omgs": Compression((0.045, 0.055), 0.08),
+    "sparse_a2sgd": Compression((1.0, 1.0), 0.001),
+    "sparse_auto": Compression((0.045, 0.055), 0.08),
+}
+
+
+def run(rank: int, strategy: str, name: str, folder: str) -> Outcome:
+    """Run a cell."""
+    return run_cell(rank, strategy, FEATURES[name], folder)
+
+
+def refuse(rank: int, strategy: str, name: str, folder: str) -> str:
+    """Run a cell that is refused."""
+    return refusal_of(rank, strategy, FEATURES[name], folder)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Path) -> None:
+    feature = FEATURES[name]
+    refusal = feature.refusal_by(strategy)
+    if refusal is not None:
+        for message in pair.run(refuse, strategy, name, str(tmp_path)):
+            assert refusal in message
+        return
+    first, second = pair.run(run, strategy, name, str(tmp_path))
+    assert_one_model(feature, strategy, first, second)
+    assert_compressed(strategy, first)
+    feature.check(first, second)
+
+
+def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Outcome) -> None:
+    """Ask for ranks that end as one model, which has been trained; and for the same after every step, but of A2SGD."""
+    assert first.after.keys() == second.after.keys()
+    for name, parameter in first.after.items():
+        assert parameter.isfinite().all()
+        assert torch.equal(parameter, second.after[name])
+        assert torch.equal(parameter, first.before[name]) == (name in feature.untrained)
+    if strategy != "sparse_a2sgd":
+        assert [batch.checksum for batch in first.batches] == [batch.checksum for batch in second.batches]
+
+
+def assert_compressed(strategy: str, outcome: Outcome) -> None:
+    """Ask for steps that were compressed; of ``sparse_auto``, which takes turns here, also for some that were not."""
+    if strategy not in COMPRESSION:
+        return
+    expected = COMPRESSION[strategy]
+    sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_plain or batch.is_whole)]
+    # ExDyna's threshold takes some steps to find its level.
+    assert expected.densities[0] <= sparse[-1]["density"] <= expected.densities[1]
+    assert 0 < sparse[-1]["wire_bytes"] <= expected.bytes * sparse[-1]["dense_bytes"]
+    has_time = outcome.batches[-1].step >= STEPS_TO_CHANGE_HANDS
+    assert any(batch.is_plain for batch in outcome.batches) == (strategy == "sparse_auto" and has_time)
+
+
+def fit_with_a_rate(rank: int, strategy: str, searches: bool, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Fit with a learning rate, before which one may be searched for; return parameters and the rates of steps."""
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, update_attr=False)
+    feature = Feature(
+        "",
+        "",
+        lambda first, second: None,
+        lambda path: {"callbacks": [finder] * searches, "default_root_dir": path, "max_epochs": 3},
+        strategy={"schedule": "single"},  # which measures nothing
+    )
+    outcome = run_cell(rank, strategy, feature, folder)
+    return outcome.after, [update.rate for update in outcome.updates]
+
+
+@pytest.mark.parametrize("strategy", [name for name in COMPRESSION if name != "sparse_auto"])
+def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair: Pool, strategy: str, tmp_path: Path) -> None:
+    (searched, rates), _ = pair.run(fit_with_a_rate, strategy, True, str(tmp_path))
+    (expected, expected_rates), _ = pair.run(fit_with_a_rate, strategy, False, str(tmp_path))
+    assert rates == expected_rates == [0.1] * 24
+    assert all(torch.equal(searched[name], expected[name]) for name in expected)
+
+
+def fit_without_momentum(rank: int, folder: str) -> Outcome:
+    """Do what the refusal of Adam advises."""
+    cured = FEATURES["Adam"]._replace(strategy={"compressor": SDAGC(momentum=None)})
+    return run_cell(rank, "sparse_sdagc", cured, folder)
+
+
+def test_what_a_refusal_advises_works(pair: Pool, tmp_path: Path) -> None:
+    first, second = pair.run(fit_without_momentum, str(tmp_path))
+    assert_one_model(FEATURES["Adam"], "sparse_sdagc", first, second)
+    assert_compressed("sparse_sdagc", first)
+    FEATURES["Adam"].check(first, second)
+
+
+def test_the_page_is_that_of_the_rows() -> None:
+    assert PAGE.read_text() == page(ROWS)
