@@ -3,6 +3,7 @@
 import csv
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,22 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
 
 
-shape, network, launch, results, rows, worker, memory, selection, plot, step, adaptation = map(
+shape, network, launch, results, rows, worker, memory, selection, plot, step, adaptation, speed_up = map(
     _load,
-    ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "adaptation"],
+    [
+        "shape",
+        "network",
+        "launch",
+        "results",
+        "rows",
+        "worker",
+        "memory",
+        "selection",
+        "plot",
+        "step",
+        "adaptation",
+        "speed_up",
+    ],
 )
 training = _load("training")
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
@@ -159,6 +173,30 @@ def test_bytes_follow_from_shapes() -> None:
     assert rows.dense_bytes(shapes) == 4 * 5101
     assert rows.power_sgd_bytes(shapes, rank=1) == 4 * (100 + 50 + 100 + 1)
     assert rows.power_sgd_bytes(shapes, rank=20) == rows.dense_bytes(shapes)
+
+
+def test_speed_ups_are_those_of_the_table_in_the_readme() -> None:
+    text = (BENCHMARKS / "README.md").read_text()
+    times = speed_up.step_times(text)
+    assert list(times) == ["lstm", "deep_narrow", "transformer"]
+    # The table also says its times relative to DDP, rounded.
+    (line,) = re.findall(r"^\| sparse_topk 0.001 \|.*0\.34.*$", text, re.MULTILINE)[:1]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for model, to_ddp in zip(times, (cells[2], cells[6], cells[10])):
+        shown = speed_up.speed_ups(times[model])
+        assert 1 / shown["sparse_topk, density 0.001"] == pytest.approx(float(to_ddp), abs=0.006)
+        assert shown["ddp"] == 1.0
+
+
+def test_a_text_without_step_times_is_refused() -> None:
+    with pytest.raises(ValueError, match="no table has a column"):
+        speed_up.step_times("| script | measures |\n| --- | --- |\n| `step.py` | time |\n")
+
+
+def test_speed_ups_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    speed_up.main(["--output", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Draw the table of the step benchmark."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,34 @@ def draw_predictions(lines: Sequence[Line], title: str, path: Path) -> bool:
     axes.legend()
     figure.savefig(path, dpi=150)
     return True
+
+
+def draw_speed_ups(speed_ups: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """Write a picture: for each workload a bar for each way to train, and how many times faster than DDP it is.
+
+    Args:
+        speed_ups: by workload and way; the last way is the bound that none can pass.
+        title: what the numbers depend on.
+        path: where to, with an ending that matplotlib knows.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.0 + 2.6 * len(speed_ups), 3.0), layout="constrained")
+    all_axes = figure.subplots(1, len(speed_ups), sharey=True, squeeze=False)[0]
+    for axes, (workload, ways) in zip(all_axes, speed_ups.items()):
+        *_, bound = ways
+        colours = ["tab:blue" if way.startswith("sparse") else "tab:gray" for way in ways]
+        colours[list(ways).index(bound)] = "lightgray"
+        bars = axes.barh(list(ways), list(ways.values()), color=colours)
+        axes.bar_label(bars, [f"{times:.1f}" for times in ways.values()], padding=3)
+        axes.set(title=workload, xlabel="times faster than DDP", xlim=(0, 1.2 * max(ways.values())))
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].invert_yaxis()
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=130)
 
 
 def _draw_workload(axes: Any, lines: Sequence[Line], rows: Sequence[str]) -> None:

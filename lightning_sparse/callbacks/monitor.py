@@ -131,9 +131,19 @@ class CompressionMonitor(StepObserver):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._figure_class is None or not self._history.steps or not trainer.is_global_zero:
+        if self._figure_class is None or not self._history.steps:
             return
+        # Rank 0 draws for longer than many a step takes. The others wait for it here, and not in the exchange of the
+        # next step, so that all leave it out of their times.
+        self._throughput.pause()
+        if trainer.is_global_zero:
+            self._draw(trainer)
+        trainer.strategy.barrier()
+        self._throughput.resume()
+
+    def _draw(self, trainer: Trainer) -> None:
         history, last = self._history, self._history.steps[-1]
+        assert self._figure_class is not None
         if history.densities:  # there are none where every gradient is sparse_coo
             figure = self._figure_class(layout="constrained")
             draw_density(figure, history.steps, history.densities)

@@ -42,8 +42,9 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         expected = "" if self.predicted is None else f" (predicted {1e3 * self.predicted.total:.1f})"
         tried = ", ".join(f"{groups}: {1e3 * seconds:.1f}" for groups, seconds in self.tried)
+        groups = "1 group" if len(self.groups) == 1 else f"{len(self.groups)} groups"
         return (
-            f"gradients travel in {len(self.groups)} groups{self._densities()}; backward and exchange take"
+            f"gradients travel in {groups}{self._densities()}; backward and exchange take"
             f" {1e3 * self.seconds:.1f} ms{expected}, {1e3 * self.exposed_seconds:.1f} ms of it after backward."
             f" Tried, by number of groups: {tried}"
         )

@@ -98,6 +98,23 @@ def test_scalars_reach_any_logger(pair: Pool, tmp_path: Path) -> None:
         assert samples == pytest.approx(8)
 
 
+def fit_with_slow_pictures(rank: int, seconds: float, directory: str) -> None:
+    """Fit two epochs, with pictures that take ``seconds`` to draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.callbacks.monitor.draw_time", lambda *drawn: time.sleep(seconds))
+        fit_monitored(rank, TensorBoardLogger, directory, {"pictures": True}, max_epochs=2)
+
+
+def test_pictures_are_left_out_of_the_time_of_a_step(pair: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawing = 4.0
+    pair.run(fit_with_slow_pictures, drawing, str(tmp_path))
+    # The first row of the second epoch is the mean of four steps.
+    times = [event.value for event in read_events(tmp_path).Scalars("sparse/step_seconds")]
+    assert len(times) > len(STEPS)
+    assert max(times) < drawing / 8
+
+
 @pytest.mark.parametrize("bar", ["tqdm", "rich"], ids=lambda bar: f"{bar} progress bar")
 def test_a_progress_bar_shows_ratio_and_exposed_time(pair: Pool, tmp_path: Path, bar: str) -> None:
     (printed, shown), _ = pair.run(fit_with_bar, bar, str(tmp_path))

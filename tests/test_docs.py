@@ -1,0 +1,245 @@
+"""What the pages say is there: their code runs, and what they name exists."""
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import SparseDDPStrategy, callbacks, compressors, rules, schedule
+from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.selection import Selection
+from tests.callbacks.test_monitor import MEASURED
+from tests.test_conformance import run_pytest
+from tests.test_strategy import STATS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "examples" / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PUBLISHED = ["lags", "omgs", "a2sgd", "sdagc", "exdyna"]
+MODULES = (callbacks, compressors, rules, schedule)
+NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect.isclass(each)}
+CLASSES |= {each.__name__: each for each in (SparseDDPStrategy, ErrorFeedback, Selection)}
+OTHERS_ARGUMENTS = [
+    LightningCLI.__init__,
+    Trainer.__init__,
+    Trainer.fit,
+    DDPStrategy.__init__,
+    DistributedDataParallel.__init__,
+]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code of a page."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return found
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(page: Path) -> list[str]:
+    """Return what a page writes as code within a line."""
+    return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links into a page may end with."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Return the cells, row by row, of the table that follows a heading."""
+    _, _, after = page.read_text().partition(f"\n{heading}\n")
+    table = re.search(r"(?:^\|.*\n)+", after, re.MULTILINE)
+    assert table is not None, f"{page} has no table after {heading!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def arguments_of(function: Any) -> set[str]:
+    """Return the names that may be given to a function."""
+    return set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_every_system_is_described(system: Any) -> None:
+    for page in (DOCS / "systems" / "README.md", ROOT / "README.md"):
+        assert any(f"`{system.name}`" in line for line in page.read_text().splitlines() if line.startswith("|")), page
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_system_has_a_page_with_all_its_parts(name: str) -> None:
+    page = DOCS / "systems" / f"{name}.md"
+    assert {"what-the-paper-says", "what-is-done-here", "arguments", "what-was-measured", "limits"} <= anchors(page)
+    assert f"({name}.md)" in (DOCS / "systems" / "README.md").read_text()
+    assert f"(docs/systems/{name}.md)" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_arguments_and_their_defaults_are_those_of_the_compressor(name: str) -> None:
+    parameters = inspect.signature(compressors.COMPRESSORS.resolve(name).__class__).parameters
+    told = {
+        argument.strip("`"): default for argument, default, *_ in rows(DOCS / "systems" / f"{name}.md", "## Arguments")
+    }
+    assert told == {argument: f"`{parameter.default!r}`" for argument, parameter in parameters.items()}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    for span in spans(page):
+        if re.fullmatch(r"(tests|examples|configs|docs|lightning_sparse)/[\w/.]+(::\w+)?", span):
+            path, _, name = span.partition("::")
+            assert (ROOT / path).exists(), span
+            assert not name or f"def {name}(" in (ROOT / path).read_text(), span
+
+
+@each_page
+def test_names_exist(page: Path) -> None:
+    for span in spans(page):
+        # The second door needs the other Lightning, which need not be installed.
+        if re.fullmatch(r"lightning_sparse(\.\w+)+", span) and not span.startswith("lightning_sparse.lightning"):
+            path, _, name = span.rpartition(".")
+            found = hasattr(importlib.import_module(path), name) or importlib.util.find_spec(span) is not None
+            assert found, span
+        if re.fullmatch(r"sparse_\w+", span) and not hasattr(torch, span):
+            assert span in StrategyRegistry, span
+
+
+@each_page
+def test_arguments_exist(page: Path) -> None:
+    known = set().union(*map(arguments_of, [*CLASSES.values(), *OTHERS_ARGUMENTS]))
+    for span in spans(page):
+        if re.match(r"[a-z_]+=[^=]", span):
+            assert span.partition("=")[0] in known, span
+        if (call := re.match(r"(\w+)\(.*\)$", span)) and call[1] in CLASSES:
+            tree = ast.parse(span, mode="eval").body
+            assert isinstance(tree, ast.Call)
+            given = {keyword.arg for keyword in tree.keywords}
+            allowed = arguments_of(CLASSES[call[1]])
+            allowed |= set().union(*map(arguments_of, OTHERS_ARGUMENTS)) if call[1] == "SparseDDPStrategy" else set()
+            assert given <= allowed, span
+
+
+@each_page
+def test_options_of_examples_exist(page: Path) -> None:
+    for command in re.findall(r"python (examples/[\w/]+\.py)([^\n`]*)", page.read_text()):
+        script, options = command
+        folders = (ROOT / script).parent.glob("*.py"), (ROOT / "examples").glob("*.py")
+        text = "".join(path.read_text() for folder in folders for path in folder)
+        for option in re.findall(r"(--[\w-]+)", options):
+            assert f'"{option}"' in text, f"{script} {option}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.name != "writing-a-compressor.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_code_runs(page: Path) -> None:
+    pytest.importorskip("matplotlib")  # of pictures
+    shown: dict[str, Any] = {}
+    for code in blocks(page, "python"):
+        if code.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(code, shown, str(page), str(page), 0)
+            assert doctest.DocTestRunner().run(test).failed == 0
+        else:
+            exec(code, shown)
+
+
+def test_statistics_are_those_that_are_told() -> None:
+    told = {name for cell, _ in rows(ROOT / "README.md", "### How to read the statistics") for name in cell.split(", ")}
+    assert told == {f"`{name}`" for name in STATS | MEASURED | {"replica_divergence"}}
+
+
+@pytest.mark.parametrize(
+    "row", rows(DOCS / "limits.md", "## Refused when the strategy is built"), ids=lambda row: row[0]
+)
+def test_what_is_said_to_be_refused_is_refused(row: list[str]) -> None:
+    (code,) = re.findall(r"^`([^`]+)`", row[0])
+    given = {name: object() for name in ("hook", "state", "wrapper", "group")}
+    with pytest.raises(ValueError, match=r"use |leave it out|gradients are exchanged between all|belongs to"):
+        eval(code, {**CLASSES, **given})
+
+
+def written(folder: Path) -> list[str]:
+    """Write the module that the page on compressors shows; return the code that uses it."""
+    _, complete, *uses = blocks(DOCS / "writing-a-compressor.md", "python")
+    (folder / "shared_random.py").write_text(complete)
+    return uses
+
+
+def test_the_compressor_of_the_page_keeps_the_laws(tmp_path: Path) -> None:
+    written(tmp_path)
+    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", "shared_random:SharedRandom")
+    # A row of each law on two ranks; the page tells its reader to run all of them.
+    some = "not 3] and not layerwise and not single and not bfloat16 and not float16 and (not test_edges or prime)"
+    code, output = run_pytest(tmp_path, *kit, "-k", some)
+    assert code == 0, output
+    assert re.search(r"\b1\d passed", output), output
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "law"),
+    [
+        ("            chosen[0] = unsound\n", "            pass\n", "finite"),
+        ("        return [self._draw(", "        self._step += 1\n        return [self._draw(", "schedule"),
+    ],
+    ids=["hides a NaN", "changes its state in select"],
+)
+def test_what_the_page_warns_of_breaks_the_law_that_it_names(tmp_path: Path, line: str, instead: str, law: str) -> None:
+    written(tmp_path)
+    path = tmp_path / "shared_random.py"
+    text = path.read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, instead))
+    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", "shared_random:SharedRandom")
+    code, output = run_pytest(tmp_path, *kit, "-k", f"{law} and not 3] and not bfloat16 and not float16", "-x")
+    assert code == 1, output
+    assert "1 failed" in output
+
+
+def test_the_compressor_of_the_page_is_known_by_its_name(tmp_path: Path) -> None:
+    (use,) = written(tmp_path)
+    (tmp_path / "use.py").write_text(use)
+    done = subprocess.run(
+        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_smallest_compressor_of_the_page_selects_the_largest() -> None:
+    smallest, *_ = blocks(DOCS / "writing-a-compressor.md", "python")
+    shown: dict[str, Any] = {}
+    exec(smallest, shown)
+    (selection,) = shown["Largest"]().select(["weight"], [torch.tensor([0.1, -3.0, 2.0, -0.5])], [2])
+    assert selection.values.tolist() == [-3.0, 2.0]
+    assert shown["strategy"].compression_stats() == {}
