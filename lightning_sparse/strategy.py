@@ -129,6 +129,8 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         _check_parameters(model)
+        if self._optimizer_view is not None:
+            self._optimizer_view.know(dict(model.named_parameters()))
         return super()._setup_model(model)
 
     @override
