@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BackboneFinetuning
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
@@ -244,14 +245,16 @@ def grow(rank: int, compressor: Any) -> Any:
     return watch(rank, Growing, {"compressor": built, "density": 0.05, "warmup_epochs": 0})
 
 
-def steered() -> list[Callback]:
-    """Return callbacks that look at every parameter by name."""
-    return [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
+def steer(rank: int, module: type[Parts], folder: str) -> Any:
+    """Fit with callbacks that look at every parameter by name, after every step."""
+    callbacks = [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
+    logger = TensorBoardLogger(folder)
+    return watch(rank, module, settings_of("topk"), lambda: callbacks, logger=logger, log_every_n_steps=1)
 
 
 @pytest.mark.parametrize("module", [Freezing, Growing])
-def test_callbacks_follow_what_is_trained(pair: Pool, module: type[Parts]) -> None:
-    assert_same_weights(pair.run(watch, module, settings_of("topk"), steered))
+def test_callbacks_follow_what_is_trained(pair: Pool, tmp_path: Path, module: type[Parts]) -> None:
+    assert_same_weights(pair.run(steer, module, str(tmp_path)))
 
 
 class OneSided(Parts):
