@@ -1,7 +1,6 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -16,9 +15,9 @@ from lightning_sparse.density import Densities
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.layout import ModelLayout, layout_of
-from lightning_sparse.observe import Recorder, StepMarks
+from lightning_sparse.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.pipeline import Pipeline, StepContext
-from lightning_sparse.planning import Plan, StepPlanner
+from lightning_sparse.planning import Plan, StepPlanner, plain
 from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import ExchangeWorker, Merged, Schedule
 from lightning_sparse.settings import Settings
@@ -82,7 +81,7 @@ class Engine:
         return self._layout.names
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
-        after_step = _nothing if self._planner is None else self._planner.end_step
+        after_step = (lambda marks: None) if self._planner is None else self._planner.end_step
         return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self._recorder, after_step)
 
     def detach(self) -> None:
@@ -195,10 +194,7 @@ class Engine:
 
     def plain_stats(self) -> dict[str, float]:
         """Return the facts of a step that was left to plain DDP, as far as they are known."""
-        sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * self._layout.numel)
-        seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
-        whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
-        return {**whole, **sizes, **seconds, "total_wire_bytes": float(self._recorder.total_wire_bytes)}
+        return dense_stats(self._layout.numel, self._recorder.total_wire_bytes)
 
     def layer_deltas(self) -> dict[str, Tensor]:
         """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
@@ -215,6 +211,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
         state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
+        if self.plan is not None:
+            state["plan"] = {**plain(self.plan), "schedule": type(self._settings.schedule).__name__}
         return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +230,11 @@ class Engine:
         if "averager" in state and self._averager is not None:
             self._averager.load_state_dict(state["averager"])
 
+    def take_up_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
+        """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
+        is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
+        return is_ours and self._planner is not None and self._planner.take_up(state)
+
     def close(self) -> bool:
         """End the worker and give the process group back; safe to call twice.
 
@@ -244,7 +247,3 @@ class Engine:
         if has_ended:
             self._collectives.close()
         return has_ended and self._worker.error is None
-
-
-def _nothing(marks: StepMarks) -> None:
-    return

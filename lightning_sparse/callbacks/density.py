@@ -114,7 +114,8 @@ class AdaptiveDensity(StrategyChanger):
         if not self._asked or (step, epoch) == self._decided_at:
             return
         is_other_epoch = self._decided_at is None or self._decided_at[1] != epoch
-        self._asked = sparse_strategy(trainer).asked_densities()  # of other parameters where some were unfrozen
+        # What is frozen now may be unfrozen again, and rules have not forgotten it.
+        self._asked = {**self._asked, **sparse_strategy(trainer).asked_densities()}
         if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, self._moment(trainer))
         elif step % self.every_n_steps == 0:  # a plan may have changed
@@ -150,7 +151,7 @@ class AdaptiveDensity(StrategyChanger):
         for rule in self.rules:
             for name, density in rule.wishes(moment).items():
                 bounded = min(density, self.max_density)
-                if bounded > max(wishes.get(name, 0.0), self._asked.get(name, 1.0)):
+                if bounded > max(wishes.get(name, 0.0), self._asked[name]):
                     wishes[name], winners[name] = bounded, rule
         sparse_strategy(trainer).wish_densities(wishes, self.max_density)
         self._report(trainer, winners, moment)

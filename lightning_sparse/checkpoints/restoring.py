@@ -57,7 +57,9 @@ def take_up(
         usable["averager"] = state["averager"]
     try:
         engine.load_state_dict(usable)
-    except (ValueError, KeyError, IndexError) as error:
+        if "plan" in state and not engine.take_up_plan(state["plan"], save.ranks):
+            unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{source}: {save.compressor} refuses its state in this model: {error!r}. {CURE}"
         ) from error

@@ -137,6 +137,8 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         if engine_state is None:
             return None
         shard: dict[str, Any] = {"engine": engine_state}
+        if self._switch is not None and self._switch.chosen is not None:
+            shard["is_plain"] = self._switch.chosen
         if self._is_accumulating:
             assert self.lightning_module is not None
             parameters = self.lightning_module.named_parameters()
@@ -235,5 +237,8 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         if self._settings.compressor.replicas_diverge:
             for optimizer, kept in zip(self.optimizers, shard.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})
+        if self._switch is not None and not self._gradients and save.ranks == self.world_size and "is_plain" in shard:
+            self._switch.take_up(bool(shard["is_plain"]))
+            self._is_at_border = True
         for line in remarks(save, self.world_size, unused, path):
             rank_zero_info(f"{type(self).__name__}: {line}")
