@@ -130,6 +130,31 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair: Pool, comp
         assert_close(answers[0][0], expected)
 
 
+def freeze_with(rank: int, module: type[Parts], ddp: bool, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Fit with arguments of strategy and Trainer."""
+    return watch(rank, module, None if ddp else settings_of("topk", density=1.0, **settings), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({"static_graph": True}, {}),
+        ({"find_unused_parameters": True}, {}),
+        ({"gradient_as_bucket_view": False}, {}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({"gradient_as_bucket_view": False}, {"accumulate_grad_batches": 2}),
+        ({}, {"gradient_clip_val": 0.05}),
+    ],
+    ids=str,
+)
+def test_freezing_goes_with_all_else(pair: Pool, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    answers = pair.run(freeze_with, Freezing, False, settings, arguments)
+    assert_same_weights(answers)
+    if "gradient_clip_val" not in arguments:  # which looks at the gradients that the reference drops
+        (expected, _), _ = pair.run(freeze_with, Discarding, True, {}, arguments)
+        assert_close(answers[0][0], expected)
+
+
 @pytest.mark.parametrize("compressor", AGREEING_NAMES)
 def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair: Pool, compressor: str) -> None:
     answers = pair.run(watch, Freezing, settings_of(compressor, wire="bfloat16"))  # so that all that can keep do
