@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test faults lint bench wheel clean
+.PHONY: demo test faults soak lint bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,10 @@ test: $(READY)
 faults: $(READY)
 	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
 		tests/test_links.py --timeout 3600
+
+# Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
+soak: $(READY)
+	$(BIN)/python -m tests.soak
 
 lint: $(READY)
 	$(BIN)/ruff check .

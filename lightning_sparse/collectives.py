@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,24 @@ class Collectives:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def gather_apart(thing: Any, timeout: Optional[timedelta] = None) -> list[Any]:
+    """Gather what every rank hands in, over a process group that is made for this alone.
+
+    For what a rank may have noticed while others have not, and go on with their step: on a process group that is in
+    use, its message would be taken for one of that step.
+
+    Raises:
+        RuntimeError: if not every rank calls this within the timeout.
+    """
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    try:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, thing, group=group)
+    finally:
+        dist.destroy_process_group(group)
+    return gathered
 
 
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}

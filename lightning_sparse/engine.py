@@ -1,7 +1,6 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -15,10 +14,10 @@ from lightning_sparse.collectives import Collectives
 from lightning_sparse.density import Densities
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.hook import GradientStream
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.observe import Recorder, StepMarks
+from lightning_sparse.layout import ModelLayout, layout_of
+from lightning_sparse.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.pipeline import Pipeline, StepContext
-from lightning_sparse.planning import Plan, StepPlanner
+from lightning_sparse.planning import Plan, StepPlanner, plain
 from lightning_sparse.replicas import ReplicaAverager
 from lightning_sparse.schedule import ExchangeWorker, Merged, Schedule
 from lightning_sparse.settings import Settings
@@ -48,9 +47,8 @@ class Engine:
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
     ) -> None:
-        parameters = {name: tensor for name, tensor in ddp.module.named_parameters() if tensor.requires_grad}
-        device = next(iter(parameters.values())).device
-        self.parameter_names = tuple(parameters)
+        parameters = list(ddp.module.parameters())
+        device = parameters[0].device
         self._settings = settings
         self._recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
@@ -59,17 +57,14 @@ class Engine:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
         self._collectives.check(wire.collectives)
-        numels = tuple(tensor.numel() for tensor in parameters.values())
-        self._elements = sum(numels)
-        compressor.begin(ModelLayout(tuple(parameters), numels, rank, ranks, device))
-        self.memory = settings.memory_for({tensor.dtype for tensor in parameters.values()}, ranks)
+        self._layout = layout_of(ddp.module, rank, ranks, device)
+        self._numels = dict(zip(self._layout.names, self._layout.numels))
+        self._learned: Optional[Mapping[str, Any]] = None
+        compressor.begin(self._layout)
+        # Those of frozen parameters, too: they may be unfrozen.
+        self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
         self.pipeline = Pipeline(
-            compressor,
-            self.memory,
-            wire,
-            self._collectives,
-            self._recorder,
-            density_of=self.densities.of,
+            compressor, self.memory, wire, self._collectives, self._recorder, density_of=self.densities.of
         )
         self._worker = ExchangeWorker(device)
         self._averager = (
@@ -77,11 +72,16 @@ class Engine:
             if compressor.replicas_diverge
             else None
         )
-        self._planner = self._planner_of(settings.schedule, dict(zip(parameters, numels)), say)
+        self._planner = self._planner_of(settings.schedule, say)
         self._stream = self._stream_from(ddp)
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are exchanged, in the order of the model."""
+        return self._layout.names
+
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
-        after_step = _nothing if self._planner is None else self._planner.end_step
+        after_step = (lambda marks: None) if self._planner is None else self._planner.end_step
         return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self._recorder, after_step)
 
     def detach(self) -> None:
@@ -89,10 +89,26 @@ class Engine:
         self._stream.close()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Exchange the gradients of a new wrapper of the same model from now on."""
+        """Exchange the gradients of a new wrapper of the same model from now on, whichever are trained now.
+
+        What is kept of a parameter waits until it is trained again.
+        """
+        layout = layout_of(ddp.module, *self._layout[2:5])
+        if layout != self._layout:
+            self._train_others(layout)
         if self._planner is not None:
             self._planner.expect_other_order()
         self._stream = self._stream_from(ddp)
+
+    def _train_others(self, layout: ModelLayout) -> None:
+        self.settle()
+        compressor = self._settings.compressor
+        # What was read from a checkpoint may be of the parameters that are trained from now on.
+        learned = compressor.state_dict() if self._learned is None else dict(self._learned)
+        compressor.begin(layout)
+        compressor.load_state_dict(learned)
+        self._layout = layout
+        self._numels.update(zip(layout.names, layout.numels))
 
     def plan_anew(self) -> None:
         """Measure what things cost once more, from the next step on; all ranks must call."""
@@ -109,17 +125,14 @@ class Engine:
         """Send every gradient whole in the next steps, with what waits; all ranks must call."""
         self.densities.sends_all = is_wanted
 
-    def _planner_of(
-        self, schedule: Schedule, numels: Mapping[str, int], say: Callable[[str], None]
-    ) -> Optional[StepPlanner]:
+    def _planner_of(self, schedule: Schedule, say: Callable[[str], None]) -> Optional[StepPlanner]:
         if not isinstance(schedule, Merged):
             return None
-
         return StepPlanner(
             schedule,
             self._collectives,
             self._recorder,
-            numels,
+            self._numels,
             self.densities,
             self._settings.adapts_density,
             self.pipeline.waits_for_whole_step,
@@ -141,6 +154,7 @@ class Engine:
             epoch: from 0.
             samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
         """
+        self._learned = None
         self._recorder.begin_backward()
         self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
         self.densities.density = self._settings.density_at(epoch)
@@ -180,10 +194,7 @@ class Engine:
 
     def plain_stats(self) -> dict[str, float]:
         """Return the facts of a step that was left to plain DDP, as far as they are known."""
-        sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * self._elements)
-        seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
-        whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
-        return {**whole, **sizes, **seconds, "total_wire_bytes": float(self._recorder.total_wire_bytes)}
+        return dense_stats(self._layout.numel, self._recorder.total_wire_bytes)
 
     def layer_deltas(self) -> dict[str, Tensor]:
         """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
@@ -200,6 +211,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
         state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
+        if self.plan is not None:
+            state["plan"] = {**plain(self.plan), "schedule": type(self._settings.schedule).__name__}
         return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,8 +226,14 @@ class Engine:
             self.memory.load_state_dict(state["memory"])
         if "compressor" in state:
             self._settings.compressor.load_state_dict(state["compressor"])
+            self._learned = state["compressor"]
         if "averager" in state and self._averager is not None:
             self._averager.load_state_dict(state["averager"])
+
+    def take_up_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
+        """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
+        is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
+        return is_ours and self._planner is not None and self._planner.take_up(state)
 
     def close(self) -> bool:
         """End the worker and give the process group back; safe to call twice.
@@ -228,7 +247,3 @@ class Engine:
         if has_ended:
             self._collectives.close()
         return has_ended and self._worker.error is None
-
-
-def _nothing(marks: StepMarks) -> None:
-    return

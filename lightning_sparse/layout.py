@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch.nn import Module
 
 
 class ModelLayout(NamedTuple):
@@ -14,6 +15,7 @@ class ModelLayout(NamedTuple):
         rank: this rank within the process group that exchanges.
         ranks: size of that process group.
         device: where the gradients are.
+        frozen: names of the model's other parameters, which are not exchanged now.
     """
 
     names: tuple[str, ...]
@@ -21,6 +23,7 @@ class ModelLayout(NamedTuple):
     rank: int
     ranks: int
     device: torch.device
+    frozen: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -44,3 +47,11 @@ class ModelLayout(NamedTuple):
             starts[name] = start
             start += numel
         return starts
+
+
+def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:
+    """Lay out a model whose parameters are exchanged where they require a gradient."""
+    parameters = dict(module.named_parameters())
+    trained = {name: tensor.numel() for name, tensor in parameters.items() if tensor.requires_grad}
+    frozen = tuple(name for name in parameters if name not in trained)
+    return ModelLayout(tuple(trained), tuple(trained.values()), rank, ranks, device, frozen)

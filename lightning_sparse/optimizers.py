@@ -18,6 +18,9 @@ _CURE = (
 )
 
 
+_NO_OPTIMIZER = Hyperparameters(float("nan"))
+
+
 class _Taken(NamedTuple):
     """What a parameter group had before, and the weight decay that it has instead."""
 
@@ -49,7 +52,7 @@ class OptimizerView:
         optimizers: Sequence[Optimizer],
         feedback: ErrorFeedback,
     ) -> None:
-        self._names = {parameter: name for name, parameter in parameters.items()}
+        self.know(parameters)
         self._optimizers = optimizers
         self._feedback = feedback
         self._taken: dict[tuple[int, int], _Taken] = {}
@@ -62,14 +65,19 @@ class OptimizerView:
         """Whether the optimizers' momentum is taken over."""
         return self._feedback.momentum == FROM_OPTIMIZER
 
+    def know(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Take note of the parameters that the model has now, by name."""
+        self._names = {parameter: name for name, parameter in parameters.items()}
+
     def hyperparameters(self) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
 
+        A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
         Momentum that an optimizer has, or that a schedule has written into it since, is taken over.
         """
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
-        found = dict.fromkeys(self._names.values(), Hyperparameters(1.0))
+        found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for key, group in self._groups():
             if self.takes_momentum:
                 self._take(key, group)

@@ -40,7 +40,7 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
     also a stream) and a process group of their own, group after group while backward goes on. What was not sent stays
     in a residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with
     empty residuals, as it starts with a fresh optimizer, unless it is given a checkpoint: those hold all that is kept,
-    see :mod:`lightning_sparse.checkpoints`.
+    see :mod:`lightning_sparse.checkpoints`. Parameters may be frozen and unfrozen between two steps.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
@@ -129,6 +129,8 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         _check_parameters(model)
+        if self._optimizer_view is not None:
+            self._optimizer_view.know(dict(model.named_parameters()))
         return super()._setup_model(model)
 
     @override

@@ -1,4 +1,4 @@
-"""A DDP strategy whose model can change wrappers between two steps: this package's engine, or plain DDP."""
+"""A DDP strategy whose model can change wrappers between two steps: for the engine, plain DDP, other parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,23 +6,33 @@ from typing import Any, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.collectives import gather_apart
 from lightning_sparse.doors import where_to_import
 from lightning_sparse.engine import Engine
 from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.schedule import Auto, Schedule
 from lightning_sparse.switching import Switch
+from lightning_sparse.trained import TrainedParameters, listed
 
 # The buckets along which torch.compile cuts its graph; DDP's own default.
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+_ALIKE = (
+    "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
+    " own data or on its clock"
+)
 
 
 class SwitchableDDPStrategy(DDPStrategy):
     """Wrap the model for an :class:`~lightning_sparse.engine.Engine`, and follow a switch to plain DDP and back.
+
+    When parameters are frozen, unfrozen, or added to model and optimizer, the model is wrapped anew before the next
+    ``training_step``, on all ranks; DDP would wait for ever, or let replicas drift apart.
 
     Args:
         **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``, without ``bucket_cap_mb``.
@@ -33,6 +43,7 @@ class SwitchableDDPStrategy(DDPStrategy):
         self._switch: Optional[Switch] = None
         self._is_plain = False
         self._is_at_border = False
+        self._is_accumulating = False
         super().__init__(**ddp_kwargs, bucket_cap_mb=BUCKET_CAP_MB)
 
     def __repr__(self) -> str:
@@ -53,6 +64,7 @@ class SwitchableDDPStrategy(DDPStrategy):
                 " buckets; set it to True (the default) or False"
             )
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        self._trained = TrainedParameters(model)
         return ddp
 
     def _begin_switching(self, schedule: Schedule) -> None:
@@ -68,37 +80,79 @@ class SwitchableDDPStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
-        if self._switch is not None and self._is_at_border and self._switch.wants_plain != self._is_plain:
-            self._rewrap(self._switch.wants_plain)
+        is_plain = self._switch.wants_plain if self._switch is not None and self._is_at_border else self._is_plain
+        if self._trained.have_changed(self.optimizers):
+            self._agree_on_trained()
+            self._rewrap(is_plain)
+            self._say(f"wrapped anew, {len(self._trained)} parameters are trained from now on.")
+        elif is_plain != self._is_plain:
+            self._rewrap(is_plain)
         self._is_at_border = False
         return super().training_step(*args, **kwargs)
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._check_trained()
+        super().pre_backward(closure_loss)
+        self._is_accumulating = True
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._is_accumulating = False
         if self._switch is not None:
             self._is_at_border = True
             self._switch.end_step()
         return output
 
+    def _agree_on_trained(self) -> None:
+        """Raise, on every rank, unless all are about to train the same parameters."""
+        if self._is_accumulating and (names := self._trained.holds_gradients()):
+            raise RuntimeError(
+                f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
+                " has heard of. Freeze after optimizer steps, such as at the start of an epoch"
+            )
+        changes = self._trained.changes()
+        try:
+            everywhere = gather_apart(changes, self._timeout) if self.world_size > 1 else [changes]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.global_rank}: {changes}; but not every other rank came to say so within the timeout."
+                f" {_ALIKE}. The backend said: {error}"
+            ) from error
+        if len(set(everywhere)) > 1:
+            said = ". ".join(f"Rank {rank}: {theirs or 'nothing'}" for rank, theirs in enumerate(everywhere))
+            raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
+
+    def _check_trained(self) -> None:
+        """Raise if other parameters require a gradient than when the forward of this step began."""
+        tolerates_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+        if not self._trained.have_changed(self.optimizers):
+            return
+        if self._trained.unfrozen() or not tolerates_unused:
+            raise RuntimeError(
+                f"{self._trained.changes()}, inside training_step, when gradients are already waited for. Do it before,"
+                " such as in on_train_batch_start or on_train_epoch_start; for optimizers that take turns"
+                " (toggle_optimizer) use find_unused_parameters=True"
+            )
+
     def _rewrap(self, is_plain: bool) -> None:
-        assert self._engine is not None
         assert isinstance(self.model, DistributedDataParallel)
         module = self.model.module
-        if is_plain:
+        if self._engine is not None and not self._is_plain:
             self._engine.detach()
         self.model = None  # two reducers would both take every gradient
-        with self._bucket_arguments(None if is_plain else BUCKET_CAP_MB):
+        with self._wrapping_arguments(None if is_plain else BUCKET_CAP_MB, init_sync=self._trained.has_new()):
             self.model = self._setup_model(module)
-        if not is_plain:
+        if self._engine is not None and not is_plain:
             self._engine.attach(self.model)
         self._is_plain = is_plain
 
     @contextmanager
-    def _bucket_arguments(self, bucket_cap_mb: Optional[float]) -> Iterator[None]:
-        """Wrap with buckets of another size; the replicas are the same already."""
+    def _wrapping_arguments(self, bucket_cap_mb: Optional[float], init_sync: bool) -> Iterator[None]:
+        """Wrap with buckets of another size; replicas are the same already, unless they have new parameters."""
         arguments = self._ddp_kwargs
-        self._ddp_kwargs = {**arguments, "bucket_cap_mb": bucket_cap_mb, "init_sync": False}
+        self._ddp_kwargs = {**arguments, "bucket_cap_mb": bucket_cap_mb, "init_sync": init_sync}
         try:
             yield
         finally:

@@ -38,6 +38,7 @@ class Switch:
 
     Attributes:
         wants_plain: whether the next step is to be made with plain DDP.
+        chosen: whether plain DDP was the faster one; ``None`` while that is not known.
     """
 
     def __init__(self, engine: Engine, device: torch.device, recheck_steps: int, say: Callable[[str], None]) -> None:
@@ -50,7 +51,14 @@ class Switch:
         self._seconds = 0.0
         self._departure = _DEPARTURE
         self._border = time.perf_counter()
+        self.chosen: Optional[bool] = None
         self._course = self._run()
+        next(self._course)
+
+    def take_up(self, chosen: bool) -> None:
+        """Stay with what a run before has chosen, until a step no longer takes what it did; on every rank."""
+        self.wants_plain = chosen
+        self._course = self._run(chosen)
         next(self._course)
 
     def end_step(self) -> None:
@@ -60,14 +68,19 @@ class Switch:
         border, self._border = self._border, time.perf_counter()
         self._course.send(self._border - border)
 
-    def _run(self) -> Steps:
+    def _run(self, chosen: Optional[bool] = None) -> Steps:
         """Live through the training: each ``yield`` is a step, and receives its seconds."""
         stale: Optional[Plan] = None
+        self.chosen = chosen
+        if chosen is not None:
+            stale = yield from self._stay_plain() if chosen else self._stay_sparse()
         while True:
+            self.chosen = None
             yield from self._await_plan(stale)
             ours, theirs = yield from self._compare()
             is_plain = theirs <= _TIE * ours
             yield from self._settle(is_plain)
+            self.chosen = is_plain
             self._tell(is_plain, ours, theirs)
             stale = yield from self._stay_plain() if is_plain else self._stay_sparse()
 

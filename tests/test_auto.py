@@ -156,3 +156,28 @@ def test_it_changes_hands_however_one_trains(pair: Pool, way: str) -> None:
     assert_one_model(answers)
     for _, were_plain, _, _, _ in answers:
         assert sum(were_plain[-60:]) >= 40
+
+
+class FrozenLater(Priced):
+    """A part of the model is frozen for a while, after the choice has been made."""
+
+    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
+        super().__init__(plain_cost, engine_cost)
+        self.before: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+        """Freeze and unfreeze."""
+        is_frozen = SETTLED - 40 <= self.global_step < SETTLED - 20
+        if is_frozen or self.before:
+            self.before.append(self.network[0].weight.detach().clone())
+        self.network[0].requires_grad_(not is_frozen)
+
+    def on_fit_end(self) -> None:
+        """See that it stood still, and then went on."""
+        assert all(torch.equal(weight, self.before[0]) for weight in self.before[:21])
+        assert not torch.equal(self.before[21], self.before[0])
+
+
+@pytest.mark.parametrize("costs", [(nothing, much), (much, nothing)], ids=["left to DDP", "compressed"])
+def test_what_is_frozen_stands_still_whoever_exchanges(pair: Pool, costs: tuple[Cost, Cost]) -> None:
+    assert_one_model(pair.run(fit_priced, costs, SETTLED, {}, FrozenLater))

@@ -114,6 +114,8 @@ class AdaptiveDensity(StrategyChanger):
         if not self._asked or (step, epoch) == self._decided_at:
             return
         is_other_epoch = self._decided_at is None or self._decided_at[1] != epoch
+        # What is frozen now may be unfrozen again, and rules have not forgotten it.
+        self._asked = {**self._asked, **sparse_strategy(trainer).asked_densities()}
         if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, self._moment(trainer))
         elif step % self.every_n_steps == 0:  # a plan may have changed
@@ -157,7 +159,7 @@ class AdaptiveDensity(StrategyChanger):
     def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
         present = sparse_strategy(trainer).densities()
         before = self._reported or self._asked
-        if not any(is_other_density(before[name], density) for name, density in present.items()):
+        if not any(is_other_density(before.get(name, self._asked[name]), density) for name, density in present.items()):
             return
         self._reported = present
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}

@@ -29,7 +29,7 @@ def take_up(
         compressor: of the engine.
         state: of an engine, as saved.
         save: where the state comes from.
-        parameters: that the engine exchanges, by name.
+        parameters: of the model, by name, also those that are frozen now.
         source: of the state, for messages.
 
     Returns:
@@ -46,7 +46,7 @@ def take_up(
         usable["memory"], gone = _fitted_memory(state["memory"], parameters, source)
         if not compressor.feedback.follows_learning_rate:
             usable["memory"].pop(_RATES, None)
-        unused += [f"what was kept of {', '.join(gone)}, which the model does not train"] * bool(gone)
+        unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
     elif kinds:
         unused.append(f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things")
     if type(compressor).__name__ == save.compressor:
@@ -57,7 +57,9 @@ def take_up(
         usable["averager"] = state["averager"]
     try:
         engine.load_state_dict(usable)
-    except (ValueError, KeyError, IndexError) as error:
+        if "plan" in state and not engine.take_up_plan(state["plan"], save.ranks):
+            unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{source}: {save.compressor} refuses its state in this model: {error!r}. {CURE}"
         ) from error

@@ -49,7 +49,6 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         self._loaded: Optional[tuple[str, Optional[Save]]] = None
         self._final_state: Optional[dict[str, Any]] = None
         self._written: dict[str, str] = {}
-        self._is_accumulating = False
         self._gradients: dict[Parameter, Tensor] = {}
         super().__init__(**ddp_kwargs)
 
@@ -65,17 +64,6 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: CheckpointIO) -> None:
         self._checkpoint_io = plugin
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self._is_accumulating = True
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        self._is_accumulating = False
-        return output
 
     @override
     def save_checkpoint(
@@ -149,6 +137,8 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         if engine_state is None:
             return None
         shard: dict[str, Any] = {"engine": engine_state}
+        if self._switch is not None and self._switch.chosen is not None:
+            shard["is_plain"] = self._switch.chosen
         if self._is_accumulating:
             assert self.lightning_module is not None
             parameters = self.lightning_module.named_parameters()
@@ -240,11 +230,15 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         """Give the engine, the optimizers and the parameters what this rank had kept, and say what is not used."""
         assert self._engine is not None
         assert self.lightning_module is not None
-        parameters = {name: tensor for name, tensor in self.lightning_module.named_parameters() if tensor.requires_grad}
+        parameters = dict(self.lightning_module.named_parameters())
+        trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         unused = take_up(self._engine, self._settings.compressor, shard["engine"], save, parameters, path)
-        self._gradients = fitted_gradients(shard.get("gradients", {}), parameters, path)
+        self._gradients = fitted_gradients(shard.get("gradients", {}), trained, path)
         if self._settings.compressor.replicas_diverge:
             for optimizer, kept in zip(self.optimizers, shard.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})
+        if self._switch is not None and not self._gradients and save.ranks == self.world_size and "is_plain" in shard:
+            self._switch.take_up(bool(shard["is_plain"]))
+            self._is_at_border = True
         for line in remarks(save, self.world_size, unused, path):
             rank_zero_info(f"{type(self).__name__}: {line}")

@@ -123,6 +123,9 @@ class Compressor(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state of the method.
 
+        It may be of other parameters of the same model, because some have been frozen or unfrozen since. What is known
+        by name should then be kept for those that are frozen now.
+
         Raises:
             ValueError: if the state is another method's.
         """

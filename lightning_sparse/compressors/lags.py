@@ -67,7 +67,7 @@ class LAGS(TopK):
     @override
     def begin(self, layout: ModelLayout) -> None:
         for name in self.densities:
-            one_of("densities", name, layout.names)
+            one_of("densities", name, (*layout.names, *layout.frozen))
 
     @override
     def density_of(self, name: str, density: float) -> float:

@@ -111,6 +111,7 @@ class SDAGC(TopK):
     def begin(self, layout: ModelLayout) -> None:
         self._positions = layout.positions()
         unset = math.nan if self.alpha is None else self.alpha
+        self._resting: dict[str, Tensor] = {}  # alphas of parameters that are frozen now
         self._alphas = torch.full((len(layout.names),), unset, device=layout.device)
         self._proposals.clear()
         self._groups.clear()
@@ -176,12 +177,15 @@ class SDAGC(TopK):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"alpha": {name: self._alphas[position] for name, position in self._positions.items()}}
+        present = {name: self._alphas[position] for name, position in self._positions.items()}
+        return {"alpha": {**self._resting, **present}}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, position in self._positions.items():
-            self._alphas[position] = state["alpha"][name]
+        known = state["alpha"]
+        self._resting = {name: alpha.clone() for name, alpha in known.items() if name not in self._positions}
+        for name in known.keys() & self._positions.keys():
+            self._alphas[self._positions[name]] = known[name]
 
 
 def _moments(tensors: Sequence[Tensor], numels: Tensor) -> tuple[Tensor, Tensor]:

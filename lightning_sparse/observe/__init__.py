@@ -1,7 +1,7 @@
 """What is SEEN: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
 
 from lightning_sparse.observe.clock import Clock, Mark
-from lightning_sparse.observe.facts import StepFacts
+from lightning_sparse.observe.facts import StepFacts, dense_stats
 from lightning_sparse.observe.marks import GroupMarks, Span, StepMarks
 from lightning_sparse.observe.recorder import Recorder
 from lightning_sparse.observe.samples import ParameterFacts, ParameterSamples
@@ -16,4 +16,5 @@ __all__ = [
     "Span",
     "StepFacts",
     "StepMarks",
+    "dense_stats",
 ]

@@ -1,5 +1,6 @@
 """What happened in one step on this rank: how much was sent, and how long it took."""
 
+import math
 from collections.abc import Iterable
 from typing import Union
 
@@ -55,3 +56,11 @@ class StepFacts:
             "exchange_seconds": self.marks.seconds("exchange"),
             "exposed_seconds": self.marks.exposed_seconds,
         }
+
+
+def dense_stats(elements: int, total_wire_bytes: int) -> dict[str, float]:
+    """Return the public statistics of a step that was left to plain DDP, as far as they are known."""
+    sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * elements)
+    seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
+    whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
+    return {**whole, **sizes, **seconds, "total_wire_bytes": float(total_wire_bytes)}

@@ -8,28 +8,20 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate, chain
 from statistics import median
-from typing import Optional
+from typing import Any, Optional
 
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.density import PLAN, Densities
 from lightning_sparse.observe import Recorder, StepMarks
+from lightning_sparse.planning.plain import plan_from
 from lightning_sparse.planning.plan import Plan, Way
 from lightning_sparse.planning.samples import averaged
+from lightning_sparse.planning.ways import agreed, first_ways, partly_whole_ways
 from lightning_sparse.schedule import ClosingAfter, Merged
 from lightning_sparse.schedule.cost import CostModel
 from lightning_sparse.schedule.hiding import hidden_densities
-from lightning_sparse.schedule.profile import (
-    Profile,
-    StepSample,
-    can_profile,
-    dense_cost,
-    equal_parts,
-    profile_of,
-    run_of,
-)
+from lightning_sparse.schedule.profile import Profile, StepSample, can_profile, dense_cost, profile_of
 
-_PARTS = (1, 2, 4, 8, 16)  # groups of the ways that are tried before anything is known
-_WHOLE_SHARES = (1 / 64, 1 / 32, 1 / 16)  # of the model, sent whole to see what that takes
 _ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
 _CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
 _STEPS = 3  # of a turn
@@ -84,6 +76,7 @@ class StepPlanner:
         self._say = say if collectives.rank == 0 else _say_nothing
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
+        self._remembered: Optional[Plan] = None
         self._course: Course = self._run()
         schedule.reset()
 
@@ -98,7 +91,7 @@ class StepPlanner:
             self._foreign_steps -= 1
         else:
             self._order = order
-            self.start_anew()
+            self._begin()
 
     def expect_other_order(self) -> None:
         """Take note that DDP is new: in its first steps gradients come in an order that means nothing."""
@@ -106,6 +99,25 @@ class StepPlanner:
 
     def start_anew(self) -> None:
         """Forget what things cost; between two steps, on every rank."""
+        self._remembered = None
+        self._begin()
+
+    def take_up(self, state: Mapping[str, Any]) -> bool:
+        """Follow a plan of a run before, as :func:`~lightning_sparse.planning.plain` wrote it; on every rank.
+
+        It is followed from when gradients come in its order on, and watched as if it had been made here.
+
+        Returns:
+            whether it is of the parameters that are trained here.
+        """
+        plan = plan_from(state)
+        if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
+            return False
+        self._remembered = plan
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
         self._course = self._run()
         if self._order:
             next(self._course)
@@ -114,9 +126,12 @@ class StepPlanner:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
         patience = 1
+        if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
+            self._go_on_with(self._remembered)
+            yield from self._watch(patience)
         while True:
             counts = self._counts()
-            seen = yield from self._try([Way(tuple(equal_parts(elements, parts))) for parts in _PARTS], _ROUNDS)
+            seen = yield from self._try(first_ways(elements), _ROUNDS)
             best = min(seen, key=lambda way: _seconds(seen[way]))
             samples = list(chain.from_iterable(seen.values()))
             profile = profile_of(elements, counts, samples) if can_profile(samples) else None
@@ -131,6 +146,15 @@ class StepPlanner:
             is_confirmed = self._adopt(planned, seen, profile)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)
+
+    def _go_on_with(self, plan: Plan) -> None:
+        """Follow a plan of a run before; if something else was to be sent then, with other groups."""
+        self.plan, self._remembered = plan, None
+        self._follow(Way(tuple(accumulate(map(len, plan.groups))), plan.densities))
+        counts = tuple(accumulate(self._counts(), initial=0))
+        if plan.profile is not None and plan.profile.counts != counts:
+            self._plan_for_density()
+        self._say(f"as in the run before, {self.plan}")
 
     def _try(self, ways: Sequence[Way], rounds: int) -> Generator[None, StepMarks, Samples]:
         """Time steps under some ways; one more comes before each turn, in which buffers take their new sizes."""
@@ -148,27 +172,19 @@ class StepPlanner:
     def _cost_of_whole(
         self, elements: Sequence[int], profile: Profile
     ) -> Generator[None, StepMarks, Optional[CostModel]]:
-        """Send a few small parts of the model whole, beside the rest as ever."""
-        ways = []
-        for share in _WHOLE_SHARES:
-            start, stop = run_of(elements, share * sum(elements))
-            stops = [place for place in (start, stop) if place] + [len(elements)] * (stop < len(elements))
-            ways.append(Way(tuple(stops), tuple(1.0 if place == stop else 0.0 for place in stops)))
-        seen = yield from self._try(ways, 1)
+        seen = yield from self._try(partly_whole_ways(elements), 1)
         return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.model.startup)
 
     def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
-        """Return what rank 0 proposes, and finds room for: another machine's logarithms may round otherwise."""
+        """Return what rank 0 proposes, and finds room for."""
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
         densities = [min(density, self._densities.ceiling) for density in densities]
-        room = [0.0] * (len(self._order) - len(stops))
-        numbers = self._collectives.gather_numbers([*stops, *room, *(densities or [0.0] * len(stops)), *room])[0]
-        agreed = tuple(int(stop) for stop in numbers[: len(self._order)] if stop)
-        return Way(agreed, tuple(numbers[len(self._order) :][: len(agreed)]) if densities else ())
+        return agreed(self._collectives, Way(tuple(stops), tuple(densities)), len(self._order))
 
     def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile]) -> bool:
         """Follow a plan from now on; return whether it is the one that was followed before."""
         known, steps = self.plan, seen[way]
+        self._remembered = None
         self._follow(way)
         self.plan = Plan(
             self._groups(way),

@@ -72,7 +72,9 @@ class ErrorBudget(Rule):
 
     @override
     def wishes(self, moment: Moment) -> dict[str, float]:
-        return {name: density for name, density in self._densities.items() if density > moment.asked[name]}
+        return {
+            name: density for name, density in self._densities.items() if density > moment.asked.get(name, math.inf)
+        }
 
     @override
     def reason(self, name: str) -> str:

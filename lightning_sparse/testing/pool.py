@@ -38,13 +38,17 @@ class Pool:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, patience: Optional[float] = None
+    ) -> list[Any]:
         """Call ``function(rank, *args)`` on every rank and return the results in order of rank.
 
+        Args and times are those of :meth:`answers`.
+
         Raises:
-            RemoteError: if a rank raised, died, or took longer than ``timeout`` seconds; the processes are replaced.
+            RemoteError: if a rank raised, died, or took too long; the processes are replaced.
         """
-        answers = self.answers(function, *args, timeout=timeout)
+        answers = self.answers(function, *args, timeout=timeout, patience=patience)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
         if failures:
             raise RemoteError("\n".join(failures))
