@@ -130,6 +130,7 @@ class Normalized(Plain):
 
     def __init__(self) -> None:
         super().__init__()
+        self.network[0] = nn.Linear(32, 64, bias=False)  # normalising takes a bias away, so it would not be trained
         self.network.insert(1, nn.BatchNorm1d(64))
 
 

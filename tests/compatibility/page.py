@@ -9,8 +9,8 @@ _TEXT = """# What works with what
 
 Each cell is a test in two processes (`tests/test_compatibility.py`, of whose rows this page is made): the ranks end
 with the same parameters to the bit, those have moved, and what travelled was compressed as much as it should be. The
-last column says what is asked for beside that. `sparse_auto` changes to plain DDP and back on the way, wherever four steps
-give it the time.
+last column says what is asked for beside that. `sparse_auto` changes to plain DDP and back on the way, wherever four
+steps give it the time.
 
 - **yes**: works, and does what the last column says.
 - **no**: refused, with an error that says what to do instead; see below.

@@ -4,8 +4,8 @@ from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
 
 _ONLY_SGD = (
-    "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD, or a memory without momentum: no"
-    " MomentumCorrection among the callbacks, and compressor=DGC(momentum=None) or SDAGC(momentum=None)"
+    "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD, or a memory without momentum:"
+    " no MomentumCorrection among the callbacks, and compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
 
 ROWS = (
