@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 import lightning_sparse.planning.planner as planner_module
+import lightning_sparse.planning.ways as ways_module
 import lightning_sparse.switching as switching_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.checkpoints import AtomicCheckpointIO
@@ -109,7 +110,8 @@ def impatient() -> Iterator[None]:
     """Plan after a few steps, and decide after a few more; the same on every rank."""
     with ExitStack() as stack:
         for module, values in (
-            (planner_module, {"_PARTS": (1, 2), "_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
+            (ways_module, {"_PARTS": (1, 2)}),
+            (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
             (switching_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
