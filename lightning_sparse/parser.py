@@ -16,6 +16,7 @@ from typing_extensions import override
 import lightning_sparse  # noqa: F401  # registers the strategy names
 from lightning_sparse.callbacks import RequeueAtStepEnd
 from lightning_sparse.named import unknown_name
+from lightning_sparse.origin import HEADER, newer_files
 from lightning_sparse.registry import SYSTEMS
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
@@ -50,8 +51,20 @@ class SparseCLI(LightningCLI):
         super().__init__(**{**defaults, **kwargs})
 
     @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        parser.dump_header = [*(parser.dump_header or []), HEADER]
+        return parser
+
+    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        super().parse_arguments(parser, args)
+        try:
+            super().parse_arguments(parser, args)
+        except SystemExit as refusal:
+            words = sys.argv[1:] if args is None else args
+            if refusal.code and isinstance(words, list):
+                print(*newer_files(words), sep="\n", file=sys.stderr)
+            raise
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         strategy = config.trainer.strategy
         if isinstance(strategy, str) and strategy.startswith("sparse") and strategy not in StrategyRegistry:
