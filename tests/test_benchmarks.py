@@ -180,7 +180,7 @@ def test_speed_ups_are_those_of_the_table_in_the_readme() -> None:
     times = speed_up.step_times(text)
     assert list(times) == ["lstm", "deep_narrow", "transformer"]
     # The table also says its times relative to DDP, rounded.
-    (line,) = re.findall(r"^\| sparse_topk 0.001 \|.*0\.34.*$", text, re.MULTILINE)[:1]
+    line = re.findall(r"^\| sparse_topk 0.001 \|.*$", text, re.MULTILINE)[0]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     for model, to_ddp in zip(times, (cells[2], cells[6], cells[10])):
         shown = speed_up.speed_ups(times[model])
