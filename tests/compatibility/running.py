@@ -130,6 +130,7 @@ class TakingTurns:
 
     def __init__(self, engine: Any, *args: Any) -> None:
         self.wants_plain = False
+        self.chosen: Optional[bool] = None  # nothing that a resumed run could follow
         self._engine = engine
         self._step = 0
 
