@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.devices import DEVICE
 from tests.faults import POINTS, SELECTIONS, TIMEOUT, Point, children_left, fit_struck, fit_whole, start_again
 from tests.pool import Pool
 
+GROUP_TIMEOUT = 15.0  # seconds; a user's strategy gives its own to the process group
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 WORLDS = [(2, 0), (2, 1), (3, 1)] if IS_LONG else [(2, 1)]
 each_world = pytest.mark.parametrize(
@@ -29,7 +31,8 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are fork
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[dict[int, Pool]]:
     """Pools whose processes may die: new ones start at once."""
-    pools = {ranks: Pool(ranks, preload=["tests.faults", "tests.pool"]) for ranks in (2, 3)}
+    settings: Any = {"preload": ["tests.faults", "tests.pool"], "group_timeout": timedelta(seconds=GROUP_TIMEOUT)}
+    pools = {ranks: Pool(ranks, **settings) for ranks in (2, 3)}
     yield pools
     for pool in pools.values():
         pool.stop()
@@ -82,7 +85,9 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
     mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
-    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=TIMEOUT)
+    # What Lightning itself waits for, a rank that stopped in commit, has the process group's timeout.
+    longest = TIMEOUT + (GROUP_TIMEOUT if point == "commit" else 0)
+    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=longest)
     for rank, (failure, answer) in enumerate(answers):
         if rank == victim:
             assert "no answer" in failure
@@ -90,7 +95,7 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
             kind, message, seconds = answer
             assert kind == "ExchangeError"
             assert re.search(POINTS[point].message, message, re.DOTALL), message
-            assert TIMEOUT - 1 < seconds < TIMEOUT + 20
+            assert TIMEOUT - 1 < seconds < longest + 20
     assert_goes_on(mortals, histories, ranks, POINTS[point], path)
 
 
@@ -163,5 +168,6 @@ def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, 
     ) as job:
         _, errors = job.communicate(timeout=100)  # which ends when every process that could write has ended
         assert job.returncode != 0
-        assert "waited in vain" in errors or victim == 1
+        # Rank 1 may hear of it first in what Lightning logs over ranks; of rank 1, it is Lightning that ends rank 0.
+        assert re.search("waited in vain|Connection", errors) or victim == 1
         assert processes_of_session(job.pid) == []

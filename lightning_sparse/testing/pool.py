@@ -5,6 +5,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional
@@ -29,10 +30,18 @@ class Pool:
         backend: of the process group; only gloo lets several ranks share a GPU.
         preload: modules to import once, in a server of which the processes are then forked: for functions that end
             processes, again and again. On the CPU only.
+        group_timeout: how long a collective of the process group waits; ``None`` for torch's default.
     """
 
-    def __init__(self, ranks: int, backend: str = "gloo", preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        backend: str = "gloo",
+        preload: Sequence[str] = (),
+        group_timeout: Optional[timedelta] = None,
+    ) -> None:
         self.ranks = ranks
+        self._group_timeout = group_timeout
         self.backend = backend
         self._preload = list(preload)
         self._processes: list[Any] = []
@@ -94,7 +103,7 @@ class Pool:
             context.set_forkserver_preload(self._preload)
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, str(store), rank, self.ranks, self.backend)
+            arguments = (theirs, str(store), rank, self.ranks, self.backend, self._group_timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
@@ -109,10 +118,12 @@ def _receive(connection: Connection) -> tuple[Optional[str], Any]:
     return answer
 
 
-def _serve(connection: Connection, store: str, rank: int, ranks: int, backend: str) -> None:
+def _serve(
+    connection: Connection, store: str, rank: int, ranks: int, backend: str, timeout: Optional[timedelta]
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
     while True:
         try:
             function, args = connection.recv()

@@ -63,7 +63,7 @@ class CodesFormat(WireFormat):
         sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
         scale_bytes, codes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
         scales = read_as(scale_bytes, torch.float32)
-        units = scales / (levels * self.ranks)
+        units = _units(scales / self.ranks, levels)
         mean = torch.zeros(sum(numels), device=wires.device)
         decoded = torch.empty_like(mean)
         for row, unit in zip(codes, units):
@@ -79,6 +79,12 @@ class CodesFormat(WireFormat):
             means=[Selection(piece, None, numel) for piece, numel in pieces],
             kept=[Selection(nothing.expand(numel), None, numel) for numel in numels],
         )
+
+
+def _units(scales: Tensor, levels: int) -> Tensor:
+    """Return what a level is worth, rounded so that the highest is not above the scale: that may be all that fits."""
+    units = scales / levels
+    return torch.where(units * levels > scales, torch.nextafter(units, torch.zeros_like(units)), units)
 
 
 def _multiply(tensor: Tensor, steps: Tensor, bucket_size: int) -> None:
