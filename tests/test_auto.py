@@ -17,6 +17,9 @@ from tests.trainers import Rows, Small, make_trainer, weights
 
 SETTLED = 260  # steps after which the first choice has been made, with room to spare
 
+# A look for nothing, on a busy machine, just before the network changes takes the change for what it compares with.
+ATTEMPTS = 3
+
 Cost = Callable[[int], float]  # step -> seconds
 
 
@@ -133,12 +136,16 @@ def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
 
 
 def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) -> None:
-    answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130, {})
-    assert_one_model(answers)
-    for _, were_plain, _, _, _ in answers:
-        assert sum(were_plain[SETTLED - 30 : SETTLED + 20]) > 30
+    for _ in range(ATTEMPTS):
+        answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130, {})
+        assert_one_model(answers)
         # When the new plan is made, DDP is tried once more, for a few steps.
-        assert sum(were_plain[SETTLED + 100 :]) < 10
+        if all(
+            sum(were_plain[SETTLED - 30 : SETTLED + 20]) > 30 and sum(were_plain[SETTLED + 100 :]) < 10
+            for _, were_plain, *_ in answers
+        ):
+            return
+    raise AssertionError([were_plain[SETTLED - 30 :] for _, were_plain, *_ in answers])
 
 
 WAYS_TO_TRAIN = {
