@@ -106,9 +106,6 @@ class Saving(Callback):
             trainer.save_checkpoint(self.path)
 
 
-ATTEMPTS = 3  # on a busy machine it may be looking again when it is saved
-
-
 def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[bool]]:
     """Fit until a choice has been made, and go on."""
     before = fit_priced(rank, path, costs, SETTLED, None)
@@ -117,11 +114,9 @@ def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[boo
 
 @pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
 def test_a_choice_is_not_made_again(pair: Pool, tmp_path: Path, costs: Any, is_plain: bool) -> None:
-    for attempt in range(ATTEMPTS):
-        answers = pair.run(choose_twice, str(tmp_path / f"{attempt}.ckpt"), costs)
-        if all(after == [is_plain] * 16 or before[-1] is not is_plain for before, after in answers):
-            return
-    raise AssertionError(answers)
+    for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):
+        if before[-1] is is_plain:  # on a busy machine it may be looking again
+            assert after == [is_plain] * 16
 
 
 def damage(rank: int, path: str) -> str:
