@@ -4,9 +4,9 @@ Everything is decided between two steps, from times that all ranks have agreed o
 ranks asked after every step, and a device waited for.
 """
 
-import time
 from collections.abc import Callable, Generator
 from statistics import fmean, median
+from time import perf_counter
 from typing import Optional
 
 import torch
@@ -48,9 +48,8 @@ class Switch:
         self._recheck_steps = recheck_steps
         self._say = say
         self._is_comparing = False
-        self._seconds = 0.0
         self._departure = _DEPARTURE
-        self._border = time.perf_counter()
+        self._border = perf_counter()
         self.chosen: Optional[bool] = None
         self._course = self._run()
         next(self._course)
@@ -65,7 +64,7 @@ class Switch:
         """Take note that an optimizer has made a step; on every rank."""
         if self._is_comparing and self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
-        border, self._border = self._border, time.perf_counter()
+        border, self._border = self._border, perf_counter()
         self._course.send(self._border - border)
 
     def _run(self, chosen: Optional[bool] = None) -> Steps:
@@ -86,7 +85,8 @@ class Switch:
 
     def _stay_sparse(self) -> Generator[None, float, Optional[Plan]]:
         """Compress until it is time to look again; return the plan, if it is out of date."""
-        has_changed = yield from self._watch(self._recheck_steps)
+        reference = yield from self._window()
+        has_changed, _ = yield from self._watch(self._recheck_steps, reference)
         if not has_changed:
             return None
         stale = self._engine.plan
@@ -96,9 +96,11 @@ class Switch:
     def _stay_plain(self) -> Generator[None, float, Optional[Plan]]:
         """Leave everything to DDP until compression seems faster; return the plan, which is out of date."""
         patience = 1
+        theirs = yield from self._window()
         while True:
-            has_changed = yield from self._watch(patience * self._recheck_steps)
-            theirs, stale = self._seconds, self._engine.plan
+            # What was looked at in vain stays what is compared with: the change may come while it is looked at.
+            has_changed, theirs = yield from self._watch(patience * self._recheck_steps, theirs)
+            stale = self._engine.plan
             self._engine.plan_anew()
             # A plan in the making tries one way after the other; none of them sends more than the user asked for.
             ours = yield from self._time(False)
@@ -148,24 +150,29 @@ class Switch:
         for _ in range(_SETTLING_STEPS):
             yield
 
-    def _watch(self, steps: int) -> Generator[None, float, bool]:
-        """Follow the winner; return early, and true, when a step no longer takes what it did."""
-        reference = yield from self._window()
+    def _watch(self, steps: int, reference: float) -> Generator[None, float, tuple[bool, float]]:
+        """Follow the winner until a step no longer takes what it did; return whether so, and the seconds of the last.
+
+        Args:
+            steps: after which to return in any case.
+            reference: seconds that a step took.
+        """
+        seconds = reference
         for _ in range(steps // _WINDOW):
-            # Twice: the change may have come in the midst of a window, whose median is then neither before nor after.
-            if self._departs((yield from self._window()), reference) and self._departs(
-                (yield from self._window()), reference
-            ):
-                return True
-        return False
+            seconds = yield from self._window()
+            if self._departs(seconds, reference):
+                # Once more: the change may have come in the midst of the window, whose median is then neither.
+                seconds = yield from self._window()
+                if self._departs(seconds, reference):
+                    return True, seconds
+        return False, seconds
 
     def _window(self) -> Generator[None, float, float]:
-        """Return, and remember, the seconds of a step on which ranks agree, with nothing done for it meanwhile."""
+        """Return the seconds of a step on which ranks agree, with nothing done for it meanwhile."""
         seen: list[float] = []
         while len(seen) < _WINDOW:
             seen.append((yield))
-        self._seconds = self._engine.mean_over_ranks(median(seen))
-        return self._seconds
+        return self._engine.mean_over_ranks(median(seen))
 
     def _departs(self, seconds: float, reference: float) -> bool:
         return abs(seconds - reference) > self._departure * max(seconds, reference)
