@@ -1,6 +1,7 @@
 """Nothing is lost at a restart: what the ranks keep is saved, and taken up to the bit, or in the mean."""
 
 import re
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,42 @@ def test_nothing_that_is_kept_is_left_out(
     for resumed, found in answers:
         assert resumed == [8, 9, 10, 11, 12]
         assert found == []
+
+
+class Holding(Numbered):
+    """A model that notes how many of the gradients that it starts with are still held when the optimizer steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Look at what was taken up."""
+        if not self.history:
+            self.taken_up = [weakref.ref(parameter.grad) for parameter in self.parameters()]
+            self.held: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look again after the first step."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.held.append(self.count())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Look after backward."""
+        self.held.append(self.count())
+
+    def count(self) -> int:
+        """Return how many are held."""
+        return sum(gradient() is not None for gradient in self.taken_up)
+
+
+def go_on_holding(rank: int, path: str) -> list[int]:
+    """Save between two batches of one step, and go on."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2}
+    fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), Numbered(7, path), **settings)
+    model = Holding()
+    fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), model, ckpt_path=path, **settings)
+    return model.held[:2]
+
+
+def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair: Pool, tmp_path: Path) -> None:
+    assert pair.run(go_on_holding, str(tmp_path / "held.ckpt")) == [[4, 0], [4, 0]]
 
 
 def test_plain_ddp_loses_what_it_had_accumulated(pair: Pool, tmp_path: Path) -> None:

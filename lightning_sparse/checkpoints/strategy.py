@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpoints.files import (
@@ -173,7 +174,14 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._is_accumulating = bool(self._gradients)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        # Only now: DDP puts views of its buckets in their place while, on a GPU, a stream that their memory's allocator
+        # has not heard of still reads them. That memory would be given to the gradient of another layer.
         self._gradients = {}
+        return output
 
     def _close_engine(self) -> None:
         """End the engine, and keep on the host what a checkpoint that is saved after training has to hold."""
