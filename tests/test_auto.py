@@ -68,7 +68,6 @@ class Priced(Small):
         self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
         return super().training_step(batch, batch_index)
 
-
     def fit(self, trainer: Any, **arguments: Any) -> None:
         """Fit by this clock."""
         with mock.patch.object(switching, "perf_counter", self.clock):
