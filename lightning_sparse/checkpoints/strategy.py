@@ -186,15 +186,13 @@ class ResumableDDPStrategy(SwitchableDDPStrategy):
     def _close_engine(self) -> None:
         """End the engine, and keep on the host what a checkpoint that is saved after training has to hold."""
         assert self._engine is not None
-        is_whole = self._engine.close()
-        self._final_state = on_host(self._engine.state_dict()) if is_whole else None
+        self._final_state = on_host(self._engine.state_dict()) if self._engine.close() else None
         self._engine = None  # on a GPU its residuals take as much memory as the model
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._loaded = None
-        self._gradients = {}
+        self._loaded, self._gradients = None, {}
         for path, save in self._written.items() if self.is_global_zero else ():
             # The file that an asynchronous plugin was writing is there now, which no other rank can know.
             self._remove_saves(path, keep={save})
