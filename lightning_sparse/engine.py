@@ -67,11 +67,8 @@ class Engine:
             compressor, self.memory, wire, self._collectives, self._recorder, density_of=self.densities.of
         )
         self._worker = ExchangeWorker(device)
-        self._averager = (
-            ReplicaAverager(ddp.module, self._collectives, compressor.param_sync_every)
-            if compressor.replicas_diverge
-            else None
-        )
+        diverges, every = compressor.replicas_diverge, compressor.param_sync_every
+        self._averager = ReplicaAverager(ddp.module, self._collectives, every) if diverges else None
         self._planner = self._planner_of(settings.schedule, say)
         self._stream = self._stream_from(ddp)
 
@@ -95,13 +92,12 @@ class Engine:
         """
         layout = layout_of(ddp.module, *self._layout[2:5])
         if layout != self._layout:
-            self._train_others(layout)
+            self._worker.run(lambda: self._train_others(layout))
         if self._planner is not None:
             self._planner.expect_other_order()
         self._stream = self._stream_from(ddp)
 
     def _train_others(self, layout: ModelLayout) -> None:
-        self.settle()
         compressor = self._settings.compressor
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = compressor.state_dict() if self._learned is None else dict(self._learned)
@@ -221,14 +217,19 @@ class Engine:
         Raises:
             ValueError: if a part is that of another method.
         """
-        self.settle()
-        if "memory" in state:
-            self.memory.load_state_dict(state["memory"])
-        if "compressor" in state:
-            self._settings.compressor.load_state_dict(state["compressor"])
-            self._learned = state["compressor"]
-        if "averager" in state and self._averager is not None:
-            self._averager.load_state_dict(state["averager"])
+
+        def load() -> None:
+            if "memory" in state:
+                self.memory.load_state_dict(state["memory"])
+            if "compressor" in state:
+                self._settings.compressor.load_state_dict(state["compressor"])
+                self._learned = state["compressor"]
+            if self._averager is not None and "averager" in state:
+                self._averager.load_state_dict(state["averager"])
+
+        # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
+        # when it has been told to read them, but has not yet: memory of another stream would be written over.
+        self._worker.run(load)
 
     def take_up_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
         """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""

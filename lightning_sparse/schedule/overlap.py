@@ -58,8 +58,7 @@ class ExchangeWorker:
         self.submit(task, settle=done.set)
         done.wait()
         self.raise_error()
-        if self._device_module:
-            self._device_module.current_stream(self._device).wait_stream(self._stream)
+        self._be_waited_for()
 
     def raise_error(self) -> None:
         """Raise what a task has raised, if one has."""
@@ -67,7 +66,9 @@ class ExchangeWorker:
             raise self.error
 
     def close(self, patience: float = 5.0) -> bool:
-        """End the thread after the tasks that are queued; safe to call twice.
+        """End the thread after the tasks that are queued; on a device the calling thread's stream waits for them.
+
+        Safe to call twice.
 
         Args:
             patience: seconds to wait for a task that is still running.
@@ -77,7 +78,16 @@ class ExchangeWorker:
         """
         self._tasks.put(None)
         self._thread.join(patience)
-        return not self._thread.is_alive()
+        has_ended = not self._thread.is_alive()
+        if has_ended:
+            # The thread has queued its work on the device, which may still do it. Nobody else waits for that where
+            # backward was interrupted; what is kept is about to be read, and the memory of gradients to be given out.
+            self._be_waited_for()
+        return has_ended
+
+    def _be_waited_for(self) -> None:
+        if self._device_module:
+            self._device_module.current_stream(self._device).wait_stream(self._stream)
 
     def _loop(self) -> None:
         if self._device_module:

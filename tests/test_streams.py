@@ -1,0 +1,133 @@
+"""On a device, everybody waits for the stream whose work they read. Streams are played here: no GPU has to be there."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+from unittest import mock
+
+import pytest
+import torch
+
+import lightning_sparse.engine as engine_module
+from lightning_sparse.compressors import TopK
+from lightning_sparse.schedule import ExchangeWorker
+from tests.compressors.virtual import Net
+from tests.pool import Pool
+from tests.sparse_ddp import batch, sparse_ddp
+
+
+class Stream:
+    """A stream that knows which pieces of work, by name, are done before whatever is queued on it next."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.done: set[str] = set()
+
+    def record_event(self) -> frozenset[str]:
+        """Return what is done when the event has passed."""
+        return frozenset(self.done)
+
+    def wait_event(self, event: frozenset[str]) -> None:
+        """Do what is queued next after an event."""
+        self.done |= event
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Do what is queued next after what another stream holds."""
+        self.done |= stream.done
+
+
+class PlayedDevice(threading.local):
+    """What ``torch.get_device_module`` returns, as far as it is needed; each thread starts on a stream of its own."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.present = Stream()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """Return the stream of this thread."""
+        return self.present
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is one device."""
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Put this thread on a stream."""
+        before, self.present = self.present, stream
+        yield
+        self.present = before
+
+
+class PlayedWorker(ExchangeWorker):
+    """A worker that takes the played device for its own."""
+
+    played: PlayedDevice
+
+    def __init__(self, device: Any = None) -> None:
+        with mock.patch.object(torch, "get_device_module", return_value=self.played):
+            super().__init__(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def played() -> PlayedDevice:
+    """Return the device that workers made in this test take for theirs."""
+    PlayedWorker.played = PlayedDevice()
+    return PlayedWorker.played
+
+
+def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played: PlayedDevice) -> None:
+    worker, seen = PlayedWorker(), []
+    played.current_stream().done.add("gradient")
+    worker.submit(lambda: seen.append(set(played.current_stream().done)))
+    worker.close()
+    assert seen == [{"gradient"}]
+
+
+@pytest.mark.parametrize("wait", [lambda worker: worker.run(lambda: None), ExchangeWorker.close], ids=["run", "close"])
+def test_who_waits_for_tasks_waits_for_their_work_too(
+    played: PlayedDevice, wait: Callable[[ExchangeWorker], Any]
+) -> None:
+    worker = PlayedWorker()
+    worker.submit(lambda: played.current_stream().done.add("residuals"))
+    wait(worker)
+    assert "residuals" in played.current_stream().done
+    worker.close()
+
+
+class Stateful(TopK):
+    """Top-k that notes on which stream it is given a state, or starts anew, and what is done by then."""
+
+    def __init__(self) -> None:
+        self.stream: Optional[Stream] = None
+        self.done: set[str] = set()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Note the stream, to which copies would belong."""
+        self.stream = PlayedWorker.played.current_stream()
+        self.done = set(self.stream.done)
+
+
+def take_up(rank: int, freezes: bool) -> tuple[bool, bool]:
+    """Have a state taken up; return whether the worker's stream does, and whether that is after what was read."""
+    PlayedWorker.played, compressor = PlayedDevice(), Stateful()
+    with (
+        mock.patch.object(engine_module, "ExchangeWorker", PlayedWorker),
+        sparse_ddp(Net(), compressor, 0.05, "single") as (ddp, engine),
+    ):
+        ddp(batch(rank, 0)).backward()
+        caller = PlayedWorker.played.current_stream()
+        caller.done.add("read from a file")
+        if freezes:
+            next(ddp.module.parameters()).requires_grad_(False)
+            engine.detach()
+            engine.attach(torch.nn.parallel.DistributedDataParallel(ddp.module))
+        else:
+            engine.load_state_dict(engine.state_dict())
+        return compressor.stream not in (None, caller), "read from a file" in compressor.done
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["from a checkpoint", "for other parameters"])
+def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair: Pool, freezes: bool) -> None:
+    # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
+    assert pair.run(take_up, freezes) == [(True, True)] * 2
