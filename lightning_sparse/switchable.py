@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
@@ -44,6 +45,7 @@ class SwitchableDDPStrategy(DDPStrategy):
         self._is_plain = False
         self._is_at_border = False
         self._is_accumulating = False
+        self._stream: Optional[torch.cuda.Stream] = None
         super().__init__(**ddp_kwargs, bucket_cap_mb=BUCKET_CAP_MB)
 
     def __repr__(self) -> str:
@@ -57,7 +59,7 @@ class SwitchableDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        ddp = super()._setup_model(model)
+        ddp = self._wrapped(model)
         if getattr(ddp, "_use_python_reducer", False):
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
@@ -65,6 +67,24 @@ class SwitchableDDPStrategy(DDPStrategy):
             )
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         self._trained = TrainedParameters(model)
+        return ddp
+
+    def _wrapped(self, model: Module) -> DistributedDataParallel:
+        """Wrap as Lightning does, on a stream beside that of the caller; but always on the same one, and in order."""
+        device_ids = self.determine_ddp_device_ids()
+        if device_ids is None:
+            return super()._setup_model(model)
+        # Gradients are written on the stream on which their parameter was first wrapped, for as long as anybody keeps
+        # the graph of a step, such as a loss that is not detached. Those of one group must not come from several.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.root_device)
+        caller = torch.cuda.current_stream(self.root_device)
+        # DDP broadcasts all parameters where some are new, and replaces gradients that it finds by copies in buckets of
+        # its own: after what the last step writes, and before the next reads these, or writes into the memory of those.
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            ddp = DistributedDataParallel(module=model, device_ids=device_ids, **self._ddp_kwargs)
+        caller.wait_stream(self._stream)
         return ddp
 
     def _begin_switching(self, schedule: Schedule) -> None:
@@ -104,6 +124,11 @@ class SwitchableDDPStrategy(DDPStrategy):
             self._is_at_border = True
             self._switch.end_step()
         return output
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._stream = None  # which cannot be pickled
 
     def _agree_on_trained(self) -> None:
         """Raise, on every rank, unless all are about to train the same parameters."""

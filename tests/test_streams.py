@@ -8,8 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
 
 import lightning_sparse.engine as engine_module
+import lightning_sparse.switchable as switchable_module
+from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.schedule import ExchangeWorker
 from tests.compressors.virtual import Net
@@ -131,3 +135,27 @@ def take_up(rank: int, freezes: bool) -> tuple[bool, bool]:
 def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair: Pool, freezes: bool) -> None:
     # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
     assert pair.run(take_up, freezes) == [(True, True)] * 2
+
+
+def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played, streams = PlayedDevice(), []
+
+    def wrap(**arguments: Any) -> nn.Module:
+        stream = played.current_stream()
+        streams.append(stream)
+        assert caller.done <= stream.done
+        stream.done.add(f"broadcast {len(streams)}")
+        return nn.Identity()
+
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(played, name))
+    monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(switchable_module, "DistributedDataParallel", wrap)
+    caller, strategy, model = played.current_stream(), SparseDDPStrategy(), nn.Linear(2, 2)
+    for written, arrived in (("parameters written", "broadcast 1"), ("step written", "broadcast 2")):
+        caller.done.add(written)
+        strategy._setup_model(model)
+        assert arrived in caller.done
+    assert streams[0] is streams[1] is not caller
