@@ -215,7 +215,9 @@ class Pipeline:
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
         if group[0].is_used is None:
             return None
-        return torch.tensor([local.is_used for local in group], dtype=torch.uint8).to(self.collectives.device)
+        used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
+        # The host need not wait: what is not pinned has been read when this returns.
+        return used.to(self.collectives.device, non_blocking=True)
 
 
 def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:

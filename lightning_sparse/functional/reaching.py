@@ -65,5 +65,6 @@ def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]
         return [indices_reaching(tensor, floor) if tensor.numel() else nothing for tensor in tensors]
     bounds = [0, *accumulate(tensor.numel() for tensor in tensors)]
     found = indices_reaching(torch.cat(several), floor)
-    places: list[int] = torch.searchsorted(found, torch.tensor(bounds).to(found.device)).tolist()
+    edges = torch.tensor(bounds).to(found.device, non_blocking=True)
+    places: list[int] = torch.searchsorted(found, edges).tolist()
     return [found[first:last] - start for start, first, last in zip(bounds, places, places[1:])]

@@ -118,7 +118,7 @@ def _layout(numels: tuple[int, ...], device: torch.device) -> _Layout:
 
 
 def _header(positions: Tensor, used: Optional[Tensor]) -> Tensor:
-    count = torch.tensor([positions.numel()]).view(torch.uint8).to(positions.device)
+    count = torch.full((1,), positions.numel(), dtype=torch.int64, device=positions.device).view(torch.uint8)
     return count if used is None else torch.cat([count, used])
 
 
