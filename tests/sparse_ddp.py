@@ -12,7 +12,15 @@ from lightning_sparse.testing.subjects import (
     keeps,
     subject_of,
 )
-from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, sparse_ddp, watch_gradients
+from lightning_sparse.testing.wrapping import (
+    Edges,
+    backpropagate,
+    batch,
+    parameters_of,
+    sgd_steps,
+    sparse_ddp,
+    watch_gradients,
+)
 
 
 def declaring(promise: Promise) -> list[str]:
@@ -36,8 +44,10 @@ __all__ = [
     "SCHEDULE_NAMES",
     "WIRES",
     "Edges",
+    "backpropagate",
     "batch",
     "parameters_of",
+    "sgd_steps",
     "sparse_ddp",
     "watch_gradients",
 ]

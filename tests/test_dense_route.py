@@ -11,7 +11,16 @@ from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
 from tests.devices import DEVICE
 from tests.pool import Pool
-from tests.sparse_ddp import SCHEDULE_NAMES, WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+from tests.sparse_ddp import (
+    SCHEDULE_NAMES,
+    WIRES,
+    Edges,
+    backpropagate,
+    batch,
+    parameters_of,
+    sparse_ddp,
+    watch_gradients,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -56,9 +65,7 @@ def waver(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tensors
         gradients = watch_gradients(ddp.module)
         waiting = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
         for step in range(steps):
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             owed = {name: waiting[name] + gradient for name, gradient in gradients.items()}
             applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
             residuals = engine.memory.state_dict()["residual"]
@@ -131,8 +138,7 @@ def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, floa
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         engine.begin_backward(samples_deltas=True)
-        ddp(batch(rank, 0)).backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
         return engine.compression_stats(), engine.layer_deltas()
 
 

@@ -30,7 +30,7 @@ from lightning_sparse.collectives import ExchangeError
 from lightning_sparse.engine import Engine
 from lightning_sparse.hook import BUCKET_CAP_MB
 from lightning_sparse.settings import Settings
-from lightning_sparse.testing.wrapping import Edges, batch
+from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
@@ -39,14 +39,10 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 torch.manual_seed(0)
 ddp = DistributedDataParallel(Edges(), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_CAP_MB)
 engine = Engine(ddp, Settings("exdyna", 0.05, "layerwise", "float32", 0), timedelta(seconds=8))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+losses = (ddp(batch(rank, step)) for step in range(400))
 print("ready", flush=True)
 try:
-    for step in range(400):
-        optimizer.zero_grad()
-        ddp(batch(rank, step)).backward()
-        engine.raise_error()
-        optimizer.step()
+    for _ in sgd_steps(ddp, engine, losses, lr=0.01):
         time.sleep(0.01)
 except ExchangeError as error:
     print(json.dumps({"error": str(error)}), flush=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.metrics import LayerDelta
 from tests.pool import Pool
-from tests.sparse_ddp import Edges, batch, sparse_ddp, watch_gradients
+from tests.sparse_ddp import Edges, backpropagate, batch, sparse_ddp, watch_gradients
 from tests.trainers import Small, make_trainer, weights
 
 
@@ -22,9 +22,7 @@ def sample(rank: int, density: float) -> list[tuple[dict[str, Tensor], dict[str,
         residuals = {name: torch.zeros_like(gradient).flatten() for name, gradient in gradients.items()}
         for step in range(3):
             engine.begin_backward(samples_deltas=step > 0)
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             accumulated = {name: residuals[name] + gradient.flatten() for name, gradient in gradients.items()}
             applied = {name: parameter.grad.flatten().clone() for name, parameter in ddp.module.named_parameters()}
             book.append((accumulated, applied, engine.layer_deltas()))

@@ -24,6 +24,7 @@ from tests.sparse_ddp import (
     DENSITY,
     KEEPING_NAMES,
     Edges,
+    backpropagate,
     batch,
     sparse_ddp,
     watch_gradients,
@@ -72,9 +73,7 @@ def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[
         for step in range(steps):
             start = time.perf_counter()
             before = residuals_like(engine, gradients)
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             owed = {name: (before[name].double() + gradients[name].double()).cpu() for name in gradients}
             applied = {name: parameter.grad.double().cpu() for name, parameter in ddp.module.named_parameters()}
             kept = {name: tensor.double().cpu() for name, tensor in residuals_like(engine, gradients).items()}

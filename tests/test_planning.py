@@ -21,6 +21,7 @@ from tests.sparse_ddp import (
     Edges,
     batch,
     parameters_of,
+    sgd_steps,
     sparse_ddp,
 )
 
@@ -73,16 +74,11 @@ def slow_down(engine: Engine, network: Network, current: list[int]) -> None:
     engine.pipeline.collectives.run = run_slowly
 
 
-def steps_of(rank: int, ddp: nn.Module, engine: Engine, steps: int) -> Iterator[int]:
-    """Train; yield the number of each step when it has been made."""
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+def losses_of(rank: int, ddp: nn.Module, engine: Engine, steps: int) -> Iterator[Tensor]:
+    """Compute the loss of each step; tell the engine first that it begins, from where the planner counts the time."""
     for step in range(steps):
-        optimizer.zero_grad()
         engine.begin_backward()
-        ddp(batch(rank, step)).backward()
-        engine.raise_error()
-        optimizer.step()
-        yield step
+        yield ddp(batch(rank, step))
 
 
 def train(rank: int, schedule: "str | Schedule", network: Optional[Network], steps: int) -> Any:
@@ -93,7 +89,7 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
         current = [0]
         if network is not None:
             slow_down(engine, network, current)
-        for step in steps_of(rank, ddp, engine, steps):
+        for step in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             current[0] = step + 1
             groups.append(() if engine.plan is None else engine.plan.groups)
         return parameters_of(ddp), groups, lines, engine.plan
@@ -132,7 +128,7 @@ def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str,
     compressor = LAGS(adapts_density=True, max_compression=50)
     with sparse_ddp(Slow(), compressor, density=0.01, say=lambda line: None) as (ddp, engine):
         slow_down(engine, network, [0])
-        for _ in steps_of(rank, ddp, engine, steps):
+        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
         return parameters_of(ddp), engine.plan, engine.compression_stats()
 
@@ -160,7 +156,7 @@ def train_edges(rank: int, compressor: str, schedule: str, steps: int) -> tuple[
     torch.manual_seed(0)
     settings = {"density": DENSITY[compressor], "schedule": schedule, "say": lambda line: None}
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
-        for _ in steps_of(rank, ddp, engine, steps):
+        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
         return parameters_of(ddp), engine.plan is not None
 

@@ -1,16 +1,36 @@
 """What a step did to each parameter, against what the step left behind; and asking changes nothing."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_sparse.engine import Engine
 from lightning_sparse.observe import ParameterSamples
 from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+from tests.sparse_ddp import (
+    COMPRESSOR_NAMES,
+    DENSITY,
+    Edges,
+    batch,
+    parameters_of,
+    sgd_steps,
+    sparse_ddp,
+    watch_gradients,
+)
 
 STEPS = 4
+
+
+def losses_of(rank: int, ddp: nn.Module, engine: Engine, asks: bool) -> Iterator[Tensor]:
+    """Compute the loss of each step; ask first for samples of every second one, if told to."""
+    for step in range(STEPS):
+        if asks and step % 2:
+            engine.pipeline.recorder.samples = ParameterSamples(has_counts=True, has_histograms=True)
+        engine.begin_backward()
+        yield ddp(batch(rank, step))
 
 
 def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[Any], dict[str, Tensor]]:
@@ -18,17 +38,8 @@ def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[A
     torch.manual_seed(0)
     book = []
     with sparse_ddp(Edges(), compressor, DENSITY[compressor], schedule) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         gradients = watch_gradients(ddp.module)
-        recorder = engine.pipeline.recorder
-        for step in range(STEPS):
-            if asks and step % 2:
-                recorder.samples = ParameterSamples(has_counts=True, has_histograms=True)
-            engine.begin_backward()
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, asks), lr=0.1):
             residuals = engine.memory.state_dict().get("residual", {})
             outside = {
                 name: (
@@ -39,7 +50,7 @@ def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[A
                 )
                 for name, gradient in gradients.items()
             }
-            samples = recorder.last_samples
+            samples = engine.pipeline.recorder.last_samples
             inside = {}
             if samples is not None:
                 kept = {name: counts.tolist() for name, counts in samples.kept_magnitudes.items()}

@@ -29,7 +29,7 @@ from lightning_sparse.settings import Settings
 from tests.compatibility.modules import ByHand
 from tests.devices import DEVICE
 from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, sparse_ddp
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
 from tests.trainers import Small, accelerator, make_trainer, weights
 
 STATS = {
@@ -198,8 +198,7 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
     try:
         with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
             handed.clear()
-            ddp(torch.randn(4, 300, device=DEVICE)).sum().backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
             return float(sum(handed)), engine.compression_stats()["wire_bytes"]
     finally:
         lightning_sparse.collectives.Collectives.run = original

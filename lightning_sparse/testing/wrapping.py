@@ -1,6 +1,6 @@
-"""Models behind the engine inside a pool's processes, without a Trainer, and what can be seen of them."""
+"""Models behind the engine inside a pool's processes, trained without a Trainer, and what can be seen of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -36,6 +36,34 @@ def sparse_ddp(
         yield ddp, engine
     finally:
         engine.close()
+
+
+def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
+    """Replace the gradients of a wrapped model by those of ``loss``, exchanged between the ranks.
+
+    Raises:
+        BaseException: what the exchange worker has raised.
+    """
+    ddp.zero_grad()
+    loss.backward()
+    engine.raise_error()
+
+
+def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
+    """Train with SGD, one step for each loss; yield the number of each step once it has been made.
+
+    Args:
+        ddp: the wrapped model.
+        engine: what exchanges its gradients.
+        losses: one of ``ddp`` for each step. Pass a generator that computes them: the next is asked for only when the
+            step before has been made.
+        settings: arguments of :class:`torch.optim.SGD`.
+    """
+    optimizer = torch.optim.SGD(ddp.parameters(), **settings)
+    for step, loss in enumerate(losses):
+        backpropagate(ddp, engine, loss)
+        optimizer.step()
+        yield step
 
 
 class Edges(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_sparse.compressors import A2SGD
 from tests.devices import DEVICE
 from tests.pool import Pool
-from tests.sparse_ddp import SCHEDULE_NAMES, Edges, batch, sparse_ddp
+from tests.sparse_ddp import SCHEDULE_NAMES, Edges, backpropagate, batch, sgd_steps, sparse_ddp
 
 
 def flat_parameters(model: nn.Module) -> Tensor:
@@ -22,12 +22,8 @@ def train(rank: int, steps: int, settings: dict[str, Any]) -> tuple[Tensor, list
     torch.manual_seed(0)
     history, wire_bytes = [], []
     with sparse_ddp(Edges(), A2SGD(param_sync_every=None), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-        for step in range(steps):
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        losses = (ddp(batch(rank, step)) for step in range(steps))
+        for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9):
             history.append(flat_parameters(ddp))
             wire_bytes.append(engine.compression_stats()["wire_bytes"])
     return torch.stack(history), wire_bytes
@@ -99,8 +95,7 @@ def exchange(rank: int, gradients: list[list[float]], dtype: torch.dtype = torch
     """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
     left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
     with sparse_ddp(Given(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
-        ddp(left, right).backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(left, right))
         return [*ddp.module.left.grad.tolist(), *ddp.module.right.grad.tolist()]
 
 

@@ -14,7 +14,7 @@ from tests.compressors.exclusive_reference import Reference
 from tests.compressors.simulation import Simulation
 from tests.devices import DEVICE, moved
 from tests.pool import Pool
-from tests.sparse_ddp import sparse_ddp
+from tests.sparse_ddp import backpropagate, sgd_steps, sparse_ddp
 
 METHODS = {"exdyna": ExDyna, "micro": MiCRO}
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -88,15 +88,10 @@ class Tensors(nn.Module):
 
 def train(rank: int, method: str, mode: str, density: float, steps: int) -> tuple[list[list[int]], list[Tensor]]:
     """Return what this rank selected, and the parameters after each step."""
-    compressor, parameters = RECORDED[method](mode), []
+    compressor = RECORDED[method](mode)
     with sparse_ddp(Tensors(), compressor, density, schedule=FixedSize(1000)) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-        for step in range(steps):
-            optimizer.zero_grad()
-            ddp(uneven_gradient(rank, step, ddp.module.flat())).backward()
-            engine.raise_error()
-            optimizer.step()
-            parameters.append(ddp.module.flat())
+        losses = (ddp(uneven_gradient(rank, step, ddp.module.flat())) for step in range(steps))
+        parameters = [ddp.module.flat() for _ in sgd_steps(ddp, engine, losses, lr=0.5)]
     return compressor.history, parameters
 
 
@@ -170,9 +165,7 @@ def union_densities(rank: int, compressor: str, steps: int) -> list[float]:
     unions = []
     with sparse_ddp(Tensors({"matrix": 20_000, "bias": 100}), compressor, 0.01) as (ddp, engine):
         for step in range(steps):
-            ddp.zero_grad()
-            ddp(draw(rank, step, 20_100)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(draw(rank, step, 20_100)))
             unions.append(engine.compression_stats()["union_density"])
     return unions
 

@@ -14,7 +14,7 @@ from lightning_sparse.wire import Arrival
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
 from tests.devices import DEVICE
 from tests.pool import Pool
-from tests.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp, watch_gradients
+from tests.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp, watch_gradients
 
 DENSITY = 0.05
 LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
@@ -72,12 +72,9 @@ def train(rank: int, settings: dict[str, Any], steps: int = 4) -> Tensors:
     """Train; return the parameters."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-        for step in range(steps):
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        losses = (ddp(batch(rank, step)) for step in range(steps))
+        for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9):
+            pass
         return parameters_of(ddp)
 
 
@@ -117,9 +114,7 @@ def balance_while_replanned(rank: int, wire: str) -> list[tuple[Tensors, Tensors
         waiting: Tensors = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
         for step, min_elements in enumerate([1, 10**9, 1000, 10**9, 2600, 1]):
             schedule.min_elements = min_elements
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             owed = {name: waiting[name].double() + gradient.double() for name, gradient in gradients.items()}
             applied = {name: parameter.grad.double().clone() for name, parameter in ddp.module.named_parameters()}
             residuals = engine.state_dict()["memory"]["residual"]
@@ -160,9 +155,7 @@ def count_sent(rank: int) -> list[int]:
     inputs = torch.linspace(1, 2, 1000, device=DEVICE)
     with sparse_ddp(Rare(), "omgs", 0.01, "single", find_unused_parameters=True) as (ddp, engine):
         for uses_rare in (True, False, False):
-            ddp.zero_grad(set_to_none=True)
-            ddp(inputs, uses_rare).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(inputs, uses_rare))
             counts.append(int(ddp.module.common.grad.count_nonzero()))
         waits = engine.state_dict()["memory"]["residual"]["rare"]
         assert int(waits.count_nonzero()) == 980
@@ -180,8 +173,7 @@ def sample(rank: int) -> tuple[Tensors, Tensors, dict[str, Tensor], dict[str, fl
     with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
         gradients = watch_gradients(ddp.module)
         engine.begin_backward(samples_deltas=True)
-        ddp(batch(rank, 0)).backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
         applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
         return gradients, applied, engine.layer_deltas(), engine.compression_stats()
 

@@ -14,7 +14,7 @@ from lightning_sparse.selection import Selection
 from lightning_sparse.wire import WIRE_FORMATS
 from tests.devices import DEVICE, moved
 from tests.pool import Pool
-from tests.sparse_ddp import batch, parameters_of, sparse_ddp
+from tests.sparse_ddp import backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
 
 SEED = 5
 BUCKET_SIZE = 50
@@ -28,19 +28,12 @@ def model() -> nn.Module:
 
 def train(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensor]]:
     """Train, and copy the parameters after every step."""
-    history = []
     with sparse_ddp(model(), QSGD(bucket_size=BUCKET_SIZE, seed=SEED, **settings), schedule="layerwise") as (
         ddp,
         engine,
     ):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-        for step in range(steps):
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).square().mean().backward()
-            engine.raise_error()
-            optimizer.step()
-            history.append(parameters_of(ddp))
-    return history
+        losses = (ddp(batch(rank, step)).square().mean() for step in range(steps))
+        return [parameters_of(ddp) for _ in sgd_steps(ddp, engine, losses, lr=0.05, momentum=0.9)]
 
 
 def slow_noise(rank: int, step: int, position: int, numel: int) -> list[float]:
@@ -145,8 +138,7 @@ def test_it_is_right_on_average_with_the_variance_of_the_paper(levels: int, norm
 def count_bytes(rank: int, settings: dict[str, Any], ddp_arguments: dict[str, Any]) -> float:
     """Return the bytes of one step of a layer of 21 000 weights and 70 biases."""
     with sparse_ddp(nn.Linear(300, 70), QSGD(**settings), **ddp_arguments) as (ddp, engine):
-        ddp(torch.randn(4, 300, device=DEVICE)).sum().backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
         return engine.compression_stats()["wire_bytes"]
 
 
@@ -194,12 +186,9 @@ def train_with_restart(rank: int, restart_after: int) -> dict[str, Tensor]:
         net.load_state_dict(saved["parameters"])
         with sparse_ddp(net, qsgd) as (ddp, engine):
             qsgd.load_state_dict(saved["compressor"])
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            for step in steps:
-                optimizer.zero_grad()
-                ddp(batch(rank, step)).square().mean().backward()
-                engine.raise_error()
-                optimizer.step()
+            losses = (ddp(batch(rank, step)).square().mean() for step in steps)
+            for _ in sgd_steps(ddp, engine, losses, lr=0.05):
+                pass
             saved = {"parameters": net.state_dict(), "compressor": engine.state_dict()["compressor"]}
     assert saved["compressor"] == {"step": 4}
     return parameters_of(ddp)

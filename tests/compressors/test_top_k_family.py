@@ -10,7 +10,7 @@ from lightning_sparse.compressors import DGC, LAGS
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
 from tests.devices import DEVICE
 from tests.pool import Pool
-from tests.sparse_ddp import sparse_ddp
+from tests.sparse_ddp import backpropagate, sparse_ddp
 
 DENSITY = 0.05
 
@@ -121,8 +121,7 @@ def accumulated_norm(rank: int, clip_norm: float) -> float:
     """Exchange one large gradient without sending much; return the norm of what is kept and sent."""
     model = torch.nn.Linear(100, 100)
     with sparse_ddp(model, compressor=DGC(clip_norm=clip_norm), density=1e-9, warmup_epochs=0) as (ddp, engine):
-        ddp(torch.ones(1, 100, device=DEVICE)).square().sum().backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(torch.ones(1, 100, device=DEVICE)).square().sum())
         kept = torch.cat([tensor.flatten() for tensor in engine.state_dict()["memory"]["residual"].values()])
         # Both ranks have the same gradient, so the mean that was applied is what each of them sent.
         applied = torch.cat([ddp.module.weight.grad.flatten(), ddp.module.bias.grad])

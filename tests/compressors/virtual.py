@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_sparse.feedback import Hyperparameters
 from tests.devices import DEVICE, moved
 from tests.pool import Pool
-from tests.sparse_ddp import batch, sparse_ddp
+from tests.sparse_ddp import backpropagate, batch, sparse_ddp
 
 Tensors = dict[str, Tensor]
 Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradients and the learning rate -> mean gradient
@@ -44,9 +44,7 @@ def train_engine(
             rate = learning_rate(step)
             names = [name for name, _ in ddp.module.named_parameters()]
             engine.begin_backward(None, dict.fromkeys(names, Hyperparameters(rate, momentum, nesterov)))
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append(_apply(ddp.module, {n: p.grad.flatten() for n, p in ddp.module.named_parameters()}, rate))
     return history
 

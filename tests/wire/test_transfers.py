@@ -10,7 +10,7 @@ from lightning_sparse.pipeline import LocalGradient
 from lightning_sparse.prediction import EngineSystem, SettingsOf
 from lightning_sparse.prediction.rehearsal import rehearsed_pipeline
 from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, batch, sparse_ddp
+from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients
 FIXED = [name for name in COMPRESSOR_NAMES if name not in VARYING]
@@ -39,9 +39,7 @@ def sent_by_a_step(rank: int, model: str, settings: dict[str, Any]) -> tuple[flo
     with sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
         for step in range(STEPS):
             engine.begin_backward()
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
         sizes = [parameter.numel() for parameter in ddp.module.parameters()]
         return engine.compression_stats()["wire_bytes"], sizes
 

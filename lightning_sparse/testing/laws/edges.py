@@ -10,7 +10,7 @@ from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.laws.marks import each_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for, keeps, subject_of
-from lightning_sparse.testing.wrapping import residuals_like, sparse_ddp
+from lightning_sparse.testing.wrapping import backpropagate, residuals_like, sparse_ddp
 
 EDGE_GRADIENTS = {
     "one element": torch.tensor([2.0]),
@@ -41,8 +41,7 @@ def exchange_given(rank: int, settings: dict[str, Any], gradient: Tensor, dtype:
     """Exchange the same gradient from all ranks; return what was applied and what waits here."""
     gradient = gradient.to(DEVICE, dtype)
     with sparse_ddp(Given(gradient, dtype), **settings) as (ddp, engine):
-        ddp(gradient).backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(gradient))
         residual = residuals_like(engine, {"weight": gradient})["weight"]
         return ddp.module.weight.grad.clone(), residual
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for
-from lightning_sparse.testing.wrapping import Edges, batch, gradients_of, sparse_ddp
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, sparse_ddp
 
 
 def assert_same_state(one: Any, other: Any) -> None:
@@ -30,17 +30,13 @@ def train_with_gap(rank: int, settings: dict[str, Any], poisoned: float, gap_ran
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         for step in range(2):
-            ddp.zero_grad()
-            ddp(batch(rank, step)).backward()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
         before = copy.deepcopy(engine.state_dict())
-        ddp.zero_grad()
         factor = poisoned if rank == gap_rank else 1.0
-        (ddp(batch(rank, 2)) + ddp.module.prime[3] * factor).backward()
-        engine.raise_error()
+        backpropagate(ddp, engine, ddp(batch(rank, 2)) + ddp.module.prime[3] * factor)
         gradients = {name: gradient.clone() for name, gradient in gradients_of(ddp)}
         after = copy.deepcopy(engine.state_dict())
-        ddp.zero_grad()
-        ddp(batch(rank, 3)).backward()
+        backpropagate(ddp, engine, ddp(batch(rank, 3)))
         recovered = all(gradient.isfinite().all() for _, gradient in gradients_of(ddp))
         return before, after, gradients, recovered
 

@@ -9,7 +9,7 @@ from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import agrees, any_compressor, density_for, holds_for, keeps, subject_of
-from lightning_sparse.testing.wrapping import Edges, batch, residuals_like, sparse_ddp, watch_gradients
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, residuals_like, sparse_ddp, watch_gradients
 
 Tensors = dict[str, Tensor]
 
@@ -23,9 +23,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
         gradients = watch_gradients(ddp.module)
         for step in range(steps):
             before = residuals_like(engine, gradients)
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
             applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
             after = residuals_like(engine, gradients)
             arrived = {name: gradient.clone() for name, gradient in gradients.items()}
@@ -76,11 +74,9 @@ def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, T
         for step, uses in enumerate([(True, True), (rank == 0, False), (rank == 0, False)]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
             owed = residuals_like(engine, gradients)
-            ddp.zero_grad(set_to_none=True)
             for gradient in gradients.values():
                 gradient.zero_()
-            ddp(inputs, uses).backward()
-            engine.raise_error()
+            backpropagate(ddp, engine, ddp(inputs, uses))
             applied = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
             nothing = torch.zeros(300, device=DEVICE)
             applied = {name: nothing if grad is None else grad.clone() for name, grad in applied.items()}

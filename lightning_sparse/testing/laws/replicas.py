@@ -25,7 +25,7 @@ from lightning_sparse.testing.subjects import (
     is_grouping_free,
     subject_of,
 )
-from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, sparse_ddp
+from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, sgd_steps, sparse_ddp
 
 Tensors = dict[str, Tensor]
 
@@ -85,12 +85,8 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
     with mock.patch.object(engine_module, "ExchangeWorker", Sluggish), sparse_ddp(Edges(), **settings) as (ddp, engine):
         for parameter in ddp.parameters():
             parameter.register_hook(lambda gradient: time.sleep(chance.random() * 0.002))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-        for step in range(steps):
-            optimizer.zero_grad()
-            ddp(batch(rank, step)).backward()
-            engine.raise_error()
-            optimizer.step()
+        losses = (ddp(batch(rank, step)) for step in range(steps))
+        for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9):
             history.append(parameters_of(ddp))
             if is_observed:
                 assert engine.compression_stats()["wire_bytes"] > 0
