@@ -30,8 +30,8 @@ class Engine:
     """Exchange the gradients of one wrapped model, until closed.
 
     Args:
-        ddp: the wrapped model. It should have been built with ``bucket_cap_mb=BUCKET_CAP_MB``, see
-            :mod:`lightning_sparse.hook`; its communication hook is registered here.
+        ddp: the wrapped model. It should have been built with the ``bucket_cap_mb`` that
+            :func:`~lightning_sparse.hook.bucket_cap_mb` returns; its communication hook is registered here.
         settings: what the user chose.
         timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
         say: called on rank 0 with lines for the user.

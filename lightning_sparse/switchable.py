@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_sparse.collectives import gather_apart
 from lightning_sparse.doors import where_to_import
 from lightning_sparse.engine import Engine
-from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.hook import bucket_cap_mb
 from lightning_sparse.schedule import Auto, Schedule
 from lightning_sparse.switching import Switch
 from lightning_sparse.trained import TrainedParameters, listed
@@ -46,7 +46,7 @@ class SwitchableDDPStrategy(DDPStrategy):
         self._is_at_border = False
         self._is_accumulating = False
         self._stream: Optional[torch.cuda.Stream] = None
-        super().__init__(**ddp_kwargs, bucket_cap_mb=BUCKET_CAP_MB)
+        super().__init__(**ddp_kwargs)
 
     def __repr__(self) -> str:
         # A Trainer of Lightning's other name refuses this object, and shows it in its error.
@@ -59,7 +59,8 @@ class SwitchableDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        ddp = self._wrapped(model)
+        with self._wrapping_arguments(bucket_cap_mb=None if self._is_plain else bucket_cap_mb(model)):
+            ddp = self._wrapped(model)
         if getattr(ddp, "_use_python_reducer", False):
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
@@ -90,12 +91,13 @@ class SwitchableDDPStrategy(DDPStrategy):
     def _begin_switching(self, schedule: Schedule) -> None:
         """Follow a switch, if the schedule wants one."""
         assert self._engine is not None
-        self._is_plain = self._is_at_border = False
+        self._is_at_border = False
         if isinstance(schedule, Auto):
             self._switch = Switch(self._engine, self.root_device, schedule.recheck_steps, self._say)
 
     def _end_switching(self) -> None:
         self._switch = None
+        self._is_plain = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,17 +169,17 @@ class SwitchableDDPStrategy(DDPStrategy):
         if self._engine is not None and not self._is_plain:
             self._engine.detach()
         self.model = None  # two reducers would both take every gradient
-        with self._wrapping_arguments(None if is_plain else BUCKET_CAP_MB, init_sync=self._trained.has_new()):
+        self._is_plain = is_plain
+        # Replicas are the same already, unless they have new parameters.
+        with self._wrapping_arguments(init_sync=self._trained.has_new()):
             self.model = self._setup_model(module)
         if self._engine is not None and not is_plain:
             self._engine.attach(self.model)
-        self._is_plain = is_plain
 
     @contextmanager
-    def _wrapping_arguments(self, bucket_cap_mb: Optional[float], init_sync: bool) -> Iterator[None]:
-        """Wrap with buckets of another size; replicas are the same already, unless they have new parameters."""
+    def _wrapping_arguments(self, **changes: Any) -> Iterator[None]:
         arguments = self._ddp_kwargs
-        self._ddp_kwargs = {**arguments, "bucket_cap_mb": bucket_cap_mb, "init_sync": init_sync}
+        self._ddp_kwargs = {**arguments, **changes}
         try:
             yield
         finally:

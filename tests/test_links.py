@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from lightning_sparse.collectives import ExchangeError
 from lightning_sparse.engine import Engine
-from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.hook import bucket_cap_mb
 from lightning_sparse.settings import Settings
 from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +37,8 @@ torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 torch.manual_seed(0)
-ddp = DistributedDataParallel(Edges(), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_CAP_MB)
+model = Edges()
+ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb(model))
 engine = Engine(ddp, Settings("exdyna", 0.05, "layerwise", "float32", 0), timedelta(seconds=8))
 losses = (ddp(batch(rank, step)) for step in range(400))
 print("ready", flush=True)

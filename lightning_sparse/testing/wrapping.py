@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
-from lightning_sparse.hook import BUCKET_CAP_MB
+from lightning_sparse.hook import bucket_cap_mb
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.settings import Settings
 from lightning_sparse.testing.devices import DEVICE
@@ -29,7 +29,7 @@ def sparse_ddp(
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
-    arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_CAP_MB, **ddp_arguments}
+    arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
     engine = Engine(ddp, Settings(built(compressor), density, schedule, wire, warmup_epochs), say=say)
     try:
