@@ -118,6 +118,7 @@ UNUSED = {"find_unused_parameters": True}
 MODELS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "a momentum that is scheduled": (OneCycle, "dgc", {}, {}),
     "a weight decay that is scheduled": (Decaying, "dgc", {}, {}),
+    **{f"edges, {name}": (Edges, name, {}, IN_PAIRS) for name in ("topk", "exdyna", "sdagc")},
 }
 
 
