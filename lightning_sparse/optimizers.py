@@ -138,6 +138,29 @@ class OptimizerView:
         return Hyperparameters(learning_rate, meant["momentum"], meant["nesterov"])
 
 
+def handled(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def waiting_gradients(
+    module: torch.nn.Module, optimizers: Sequence[Optimizer], waiting: Sequence[Optimizer]
+) -> dict[str, torch.Tensor]:
+    """Return, by parameter name, the gradients that no optimizer has made a step with.
+
+    Args:
+        module: the model.
+        optimizers: that train it.
+        waiting: those of them that have not made a step since the last backward.
+    """
+    done = {parameter for optimizer in optimizers if optimizer not in waiting for parameter in handled(optimizer)}
+    return {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and parameter not in done
+    }
+
+
 def _meant(group: Mapping[str, Any], taken: Optional[_Taken]) -> dict[str, Any]:
     """Return what a group is to have: what was taken from it, unless somebody has written something else since."""
     if taken is None:

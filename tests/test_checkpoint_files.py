@@ -144,6 +144,28 @@ def test_weights_alone_leave_nothing_of_a_save_before_them(pair: Pool, tmp_path:
         assert files == ["same.ckpt"]
 
 
+def save_over_another(rank: int, folder: Path, plugin: Any) -> tuple[list[str], list[str]]:
+    """Save, save under that name from another Trainer, use the first one again; return the files before and after."""
+    path, plugins = str(folder / "same.ckpt"), [plugin()] if plugin else []
+    model = Saves({5: saving(path)})
+    first = fit_numbered(rank, build(), model, plugins=plugins)
+    first.save_checkpoint(path)
+    first.strategy.checkpoint_io.teardown()  # for an asynchronous plugin
+    fit_actions(rank, None, {8: saving(path)})
+    before = [str(each) for each in sorted(folder.rglob("*.pt"))]
+    dist.barrier()
+    first.validate(model, verbose=False)
+    dist.barrier()
+    return before, [str(each) for each in sorted(folder.rglob("*.pt"))]
+
+
+@pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO])
+def test_what_another_trainer_has_saved_since_is_left_alone(pair: Pool, tmp_path: Path, plugin: Any) -> None:
+    for before, after in pair.run(save_over_another, tmp_path, plugin):
+        assert len(before) == 2
+        assert after == before
+
+
 def count_writes(rank: int, path: str) -> list[str]:
     """Save with a plugin; return what it wrote."""
     fit_actions(rank, Counting, {3: saving(path)})

@@ -118,6 +118,10 @@ UNUSED = {"find_unused_parameters": True}
 MODELS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "a momentum that is scheduled": (OneCycle, "dgc", {}, {}),
     "a weight decay that is scheduled": (Decaying, "dgc", {}, {}),
+    "an optimizer that steps less often": (Cadence, "topk", {}, {}),
+    "used before the save only": (Heads, "exdyna", UNUSED, IN_PAIRS),
+    "the same, own buckets": (Heads, "topk", {**UNUSED, "gradient_as_bucket_view": False}, IN_PAIRS),
+    "sparse layout": (Sparse, "topk", {}, IN_PAIRS),
     **{f"edges, {name}": (Edges, name, {}, IN_PAIRS) for name in ("topk", "exdyna", "sdagc")},
 }
 
@@ -130,3 +134,27 @@ def test_resumed_it_goes_on_to_the_bit(
     for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), 7, arguments, module):
         assert resumed == [8, 9, 10, 11, 12]
         assert found == []
+
+
+class Flickering(Heads):
+    """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze, or unfreeze."""
+        self.spare.requires_grad_(batch_idx != 2)
+
+
+def fit_both(rank: int, settings: dict[str, Any]) -> tuple[list[str], dict[int, Any]]:
+    """Fit with and without flickering; return where the weights differ, and those with."""
+    models = Flickering(), Heads()
+    for model in models:
+        strategy = SparseDDPStrategy("topk", 0.05, schedule="layerwise", **UNUSED, **settings)
+        fit_numbered(rank, strategy, model, **IN_PAIRS)
+    return differences(models[0].history, models[1].history), models[0].history
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_wrapping_anew_within_a_step_changes_nothing(pair: Pool, is_view: bool) -> None:
+    (found, one), (_, other) = pair.run(fit_both, {"gradient_as_bucket_view": is_view})
+    assert found == []
+    assert differences(one, other) == []
