@@ -67,7 +67,8 @@ def fit_with_callback(rank: int, folder: Path, settings: dict[str, Any], name: s
     files = files_in(folder)
     if not name:
         return files, []
-    history = go_on(rank, str(folder / name), max_epochs=3)
+    _, address, file = name.rpartition("file://")
+    history = go_on(rank, f"{address}{folder / file}", max_epochs=3)
     return files, differences({seen: model.history[seen] for seen in history}, history)
 
 
@@ -85,6 +86,7 @@ CALLBACKS = {
     ),
     "and last": ({"save_last": True}, "last.ckpt", with_ranks("step=16.ckpt", "last.ckpt")),
     "and a link": ({"save_last": "link"}, "last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
+    "by its address": ({"save_last": "link"}, "file://last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
     "weights only": ({"save_weights_only": True}, "", ["step=16.ckpt"]),
 }
 

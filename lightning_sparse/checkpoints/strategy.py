@@ -51,6 +51,15 @@ class ResumableDDPStrategy(SavingDDPStrategy):
         self._note_use()
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            # With another accumulate_grad_batches than before, Lightning takes this batch for the first of a step.
+            for parameter, gradient in self._gradients.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, *args, **kwargs)
         # Only now: DDP puts views of its buckets in their place while, on a GPU, a stream that their memory's allocator
