@@ -107,6 +107,8 @@ class GradientStream:
         is_alone = len(parameters) == 1
         pieces = (buffer,) if is_alone else buffer.split([parameter.numel() for parameter in parameters])
         for parameter, gradient in zip(parameters, pieces):
+            if not gradient.numel():
+                continue
             name = self._names[parameter]
             if self._group and widened(gradient.dtype) != widened(self._group[0].gradient.dtype):
                 self._submit_group()  # a message has values of one type

@@ -15,7 +15,7 @@ class ModelLayout(NamedTuple):
         rank: this rank within the process group that exchanges.
         ranks: size of that process group.
         device: where the gradients are.
-        frozen: names of the model's other parameters, which are not exchanged now.
+        frozen: names of the model's other parameters, which are not exchanged now: frozen, or without an element.
     """
 
     names: tuple[str, ...]
@@ -50,8 +50,8 @@ class ModelLayout(NamedTuple):
 
 
 def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:
-    """Lay out a model whose parameters are exchanged where they require a gradient."""
+    """Lay out a model whose parameters are exchanged where they require a gradient, and have an element."""
     parameters = dict(module.named_parameters())
-    trained = {name: tensor.numel() for name, tensor in parameters.items() if tensor.requires_grad}
+    trained = {name: tensor.numel() for name, tensor in parameters.items() if tensor.requires_grad and tensor.numel()}
     frozen = tuple(name for name in parameters if name not in trained)
     return ModelLayout(tuple(trained), tuple(trained.values()), rank, ranks, device, frozen)

@@ -1,7 +1,8 @@
 """What the optimizers do with each parameter, and the momentum that the memory takes over from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -9,8 +10,8 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
 
 TAKES_MOMENTUM = (
-    "the momentum of the SGD optimizer is accumulated before compression from now on, and given back at the end of"
-    " training; meanwhile the optimizer runs without, and with its weight decay divided by 1 - momentum."
+    "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
+    " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
 )
 _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
@@ -31,10 +32,11 @@ class _Taken(NamedTuple):
 
 
 class OptimizerView:
-    """Read hyperparameters by parameter name, and hold the optimizers' momentum while the memory accumulates it.
+    """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
     An optimizer without momentum applies weight decay without momentum, too, which is weaker by ``1 - momentum``; its
-    weight decay is therefore divided by that while the momentum is away.
+    weight decay is therefore divided by that while the momentum is away. Both are away only while an optimizer steps:
+    schedules, checkpoints and whoever else looks in between find what the user chose.
 
     Args:
         parameters: the model's, by name.
@@ -56,9 +58,14 @@ class OptimizerView:
         self._optimizers = optimizers
         self._feedback = feedback
         self._taken: dict[tuple[int, int], _Taken] = {}
+        self._handles: list[Any] = []
         if feedback.momentum is not None:
             for optimizer in optimizers:
                 _check(optimizer, feedback)
+        if self.takes_momentum:
+            for index, optimizer in enumerate(optimizers):
+                before, after = partial(self._before_step, index), partial(self._after_step, index)
+                self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     @property
     def takes_momentum(self) -> bool:
@@ -73,34 +80,33 @@ class OptimizerView:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
 
         A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
-        Momentum that an optimizer has, or that a schedule has written into it since, is taken over.
         """
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
         for key, group in self._groups():
-            if self.takes_momentum:
+            if key in self._taken:  # this is the closure of its step, and may have written anew
                 self._take(key, group)
             # A learning rate that is a tensor on a device has to be asked for; it is one where the user made it one.
-            settings = self._settings(key, float(group["lr"]))
+            settings = self._settings(key, group, float(group["lr"]))
             found.update(
                 (self._names[parameter], settings) for parameter in group["params"] if parameter in self._names
             )
         return found
 
-    def give_back(self) -> None:
-        """Give the optimizers what was taken from them."""
-        for key, group in self._groups():
-            if key in self._taken:
-                group.update(_original(self._taken[key]))
-        self._taken.clear()
+    def close(self) -> None:
+        """Give back what a step that failed has left taken, and take nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        for index in range(len(self._optimizers)):
+            self._after_step(index)
 
     def complete(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Write what was taken into an optimizer's state dictionary, so that it can be loaded without us."""
         index = next((index for index, known in enumerate(self._optimizers) if known is optimizer), None)
         for position, group in enumerate(state["param_groups"]):
             if index is not None and (index, position) in self._taken:
-                group.update(_original(self._taken[index, position]))
+                group.update(_meant(group, self._taken[index, position]))
         return state
 
     def _groups(self) -> Iterable[tuple[tuple[int, int], dict[str, Any]]]:
@@ -108,26 +114,63 @@ class OptimizerView:
             for position, group in enumerate(optimizer.param_groups):
                 yield (index, position), group
 
-    def _take(self, key: tuple[int, int], group: dict[str, Any]) -> None:
-        if not group["momentum"]:
-            return
-        before = self._taken.get(key)
-        is_ours = before is not None and group["weight_decay"] == before.scaled_decay
-        decay = before.weight_decay if before is not None and is_ours else group["weight_decay"]
-        nesterov = group["nesterov"] or (before is not None and before.nesterov)
-        scaled = decay / (1 - group["momentum"])
-        self._taken[key] = _Taken(group["momentum"], nesterov, decay, scaled)
-        group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
+    def _before_step(self, index: int, *step: Any) -> None:
+        for position, group in enumerate(self._optimizers[index].param_groups):
+            self._take((index, position), group)
 
-    def _settings(self, key: tuple[int, int], learning_rate: float) -> Hyperparameters:
+    def _after_step(self, index: int, *step: Any) -> None:
+        for position, group in enumerate(self._optimizers[index].param_groups):
+            taken = self._taken.pop((index, position), None)
+            if taken is not None:
+                group.update(_meant(group, taken))
+
+    def _take(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+        meant = _meant(group, self._taken.get(key))
+        if meant["momentum"]:
+            scaled = meant["weight_decay"] / (1 - meant["momentum"])
+            self._taken[key] = _Taken(**meant, scaled_decay=scaled)
+            group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
+
+    def _settings(self, key: tuple[int, int], group: Mapping[str, Any], learning_rate: float) -> Hyperparameters:
         if not self.takes_momentum:
             return Hyperparameters(learning_rate, float(self._feedback.momentum or 0.0), self._feedback.nesterov)
-        taken = self._taken.get(key)
-        return Hyperparameters(learning_rate, *(taken[:2] if taken is not None else ()))
+        meant = _meant(group, self._taken.get(key))
+        return Hyperparameters(learning_rate, meant["momentum"], meant["nesterov"])
 
 
-def _original(taken: _Taken) -> dict[str, Any]:
-    return {"momentum": taken.momentum, "nesterov": taken.nesterov, "weight_decay": taken.weight_decay}
+def handled(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def waiting_gradients(
+    module: torch.nn.Module, optimizers: Sequence[Optimizer], waiting: Sequence[Optimizer]
+) -> dict[str, torch.Tensor]:
+    """Return, by parameter name, the gradients that no optimizer has made a step with.
+
+    Args:
+        module: the model.
+        optimizers: that train it.
+        waiting: those of them that have not made a step since the last backward.
+    """
+    done = {parameter for optimizer in optimizers if optimizer not in waiting for parameter in handled(optimizer)}
+    return {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and parameter not in done
+    }
+
+
+def _meant(group: Mapping[str, Any], taken: Optional[_Taken]) -> dict[str, Any]:
+    """Return what a group is to have: what was taken from it, unless somebody has written something else since."""
+    if taken is None:
+        return {name: group[name] for name in ("momentum", "nesterov", "weight_decay")}
+    is_ours = group["weight_decay"] == taken.scaled_decay
+    return {
+        "momentum": group["momentum"] or taken.momentum,
+        "nesterov": group["nesterov"] or taken.nesterov,
+        "weight_decay": taken.weight_decay if is_ours else group["weight_decay"],
+    }
 
 
 def _check(optimizer: Optimizer, feedback: ErrorFeedback) -> None:

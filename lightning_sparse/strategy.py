@@ -152,6 +152,8 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
             return
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
+        if self._optimizer_view is not None:
+            self._optimizer_view.close()
         self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.feedback)
         if self._optimizer_view.takes_momentum:
             self._say(TAKES_MOMENTUM)
@@ -218,7 +220,7 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
             self._end_switching()
             self._close_engine()
             if self._optimizer_view is not None:
-                self._optimizer_view.give_back()
+                self._optimizer_view.close()
                 self._optimizer_view = None
         super().teardown()
 

@@ -113,6 +113,15 @@ class SwitchableDDPStrategy(DDPStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync():
+            yield
+        if isinstance(self.model, DistributedDataParallel):
+            # Of a wrapper that came meanwhile nobody else would take the block.
+            self.model.require_backward_grad_sync = True
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._check_trained()
         super().pre_backward(closure_loss)
@@ -165,7 +174,7 @@ class SwitchableDDPStrategy(DDPStrategy):
 
     def _rewrap(self, is_plain: bool) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        module = self.model.module
+        module, synchronizes = self.model.module, self.model.require_backward_grad_sync
         if self._engine is not None and not self._is_plain:
             self._engine.detach()
         self.model = None  # two reducers would both take every gradient
@@ -173,8 +182,20 @@ class SwitchableDDPStrategy(DDPStrategy):
         # Replicas are the same already, unless they have new parameters.
         with self._wrapping_arguments(init_sync=self._trained.has_new()):
             self.model = self._setup_model(module)
+        self.model.require_backward_grad_sync = synchronizes
         if self._engine is not None and not is_plain:
             self._engine.attach(self.model)
+        self._note_use()
+
+    def _note_use(self) -> None:
+        """Tell a new wrapper what the step in progress has used so far: DDP drops the mean of what seems unused."""
+        if not (self._is_accumulating and self._ddp_kwargs.get("find_unused_parameters")):
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        used = {each: each.grad for each in self.model.parameters() if each.requires_grad and each.grad is not None}
+        if used:
+            with self.model.no_sync():
+                torch.autograd.backward(list(used), [torch.zeros_like(gradient) for gradient in used.values()])
 
     @contextmanager
     def _wrapping_arguments(self, **changes: Any) -> Iterator[None]:

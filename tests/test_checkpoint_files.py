@@ -67,7 +67,8 @@ def fit_with_callback(rank: int, folder: Path, settings: dict[str, Any], name: s
     files = files_in(folder)
     if not name:
         return files, []
-    history = go_on(rank, str(folder / name), max_epochs=3)
+    _, address, file = name.rpartition("file://")
+    history = go_on(rank, f"{address}{folder / file}", max_epochs=3)
     return files, differences({seen: model.history[seen] for seen in history}, history)
 
 
@@ -85,6 +86,7 @@ CALLBACKS = {
     ),
     "and last": ({"save_last": True}, "last.ckpt", with_ranks("step=16.ckpt", "last.ckpt")),
     "and a link": ({"save_last": "link"}, "last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
+    "by its address": ({"save_last": "link"}, "file://last.ckpt", ["last.ckpt", *with_ranks("step=16.ckpt")]),
     "weights only": ({"save_weights_only": True}, "", ["step=16.ckpt"]),
 }
 
@@ -142,6 +144,28 @@ def test_a_new_save_takes_the_place_of_the_old_one(pair: Pool, tmp_path: Path, p
 def test_weights_alone_leave_nothing_of_a_save_before_them(pair: Pool, tmp_path: Path) -> None:
     for files, _ in pair.run(overwrite, tmp_path, None, True):
         assert files == ["same.ckpt"]
+
+
+def save_over_another(rank: int, folder: Path, plugin: Any) -> tuple[list[str], list[str]]:
+    """Save, save under that name from another Trainer, use the first one again; return the files before and after."""
+    path, plugins = str(folder / "same.ckpt"), [plugin()] if plugin else []
+    model = Saves({5: saving(path)})
+    first = fit_numbered(rank, build(), model, plugins=plugins)
+    first.save_checkpoint(path)
+    first.strategy.checkpoint_io.teardown()  # for an asynchronous plugin
+    fit_actions(rank, None, {8: saving(path)})
+    before = [str(each) for each in sorted(folder.rglob("*.pt"))]
+    dist.barrier()
+    first.validate(model, verbose=False)
+    dist.barrier()
+    return before, [str(each) for each in sorted(folder.rglob("*.pt"))]
+
+
+@pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO])
+def test_what_another_trainer_has_saved_since_is_left_alone(pair: Pool, tmp_path: Path, plugin: Any) -> None:
+    for before, after in pair.run(save_over_another, tmp_path, plugin):
+        assert len(before) == 2
+        assert after == before
 
 
 def count_writes(rank: int, path: str) -> list[str]:

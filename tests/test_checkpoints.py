@@ -108,6 +108,36 @@ def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair: Pool, 
     assert pair.run(go_on_holding, str(tmp_path / "held.ckpt")) == [[4, 0], [4, 0]]
 
 
+class Idle(Numbered):
+    """A model whose batches have no gradient, and that notes with what its optimizer steps."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Add nothing."""
+        return 0.0 * super().training_step(batch, batch_index)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Take a note of the first step."""
+        if not hasattr(self, "gradients"):
+            self.gradients = {name: each.grad.clone() for name, each in self.named_parameters()}
+
+
+def go_on_with_other_windows(rank: int, path: str) -> Any:
+    """Save after two batches of three, go on in pairs; return what had gathered, and the gradients of the next step."""
+    model = Idle()
+    fit_numbered(rank, SparseDDPStrategy("dense"), Numbered(8, path), accumulate_grad_batches=3)
+    (part,) = Path(path).parent.rglob(f"rank_{rank:05d}.pt")
+    fit_numbered(rank, SparseDDPStrategy("dense"), model, ckpt_path=path, accumulate_grad_batches=2)
+    return torch.load(part, weights_only=True)["gradients"], model.gradients
+
+
+def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair: Pool, tmp_path: Path) -> None:
+    (one, stepped), (other, alike) = pair.run(go_on_with_other_windows, str(tmp_path / "windows.ckpt"))
+    for name, gradient in stepped.items():
+        assert torch.equal(gradient, alike[name])
+        assert gradient.any()
+        torch.testing.assert_close(gradient, (one[name] + other[name]) / 2)
+
+
 def test_plain_ddp_loses_what_it_had_accumulated(pair: Pool, tmp_path: Path) -> None:
     # Which is why ours is kept, though Lightning's file has no place for it.
     path, arguments = str(tmp_path / "ddp.ckpt"), {"accumulate_grad_batches": 2}

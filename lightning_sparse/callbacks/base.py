@@ -66,6 +66,10 @@ class StepObserver(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._look(trainer, pl_module)
+
+    def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the step that has just been made, if it is to be looked at and has not been yet; on all ranks."""
         if self._looks and trainer.global_step > self._steps_before:
             self._looks = False
             strategy = sparse_strategy(trainer)

@@ -83,6 +83,7 @@ class AdaptiveDensity(StrategyChanger):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._look(trainer, pl_module)  # a callback ahead of this one may save before its turn comes
         checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
 
     @override

@@ -25,8 +25,8 @@ class MomentumCorrection(StrategyChanger):
     ``sparse/local_clip_factor`` (by which a rank's gradient was multiplied).
 
     Args:
-        momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the groups of the SGD optimizer, and
-            gives it back at the end of training; a number is for an optimizer without momentum.
+        momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the groups of the SGD optimizer,
+            whose steps are made without; a number is for an optimizer without momentum.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
         masks_momentum: whether the momentum of an element that was sent starts again from zero.
         clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, at this

@@ -100,7 +100,8 @@ def saves_beside(path: PathLike) -> list[str]:
 
 def followed(path: PathLike) -> str:
     """Return what a link to a checkpoint file leads to; the path itself where it is none."""
-    return os.path.realpath(path) if _is_local(path) and os.path.islink(path) else str(path)
+    local = LocalFileSystem._strip_protocol(str(path)) if _is_local(path) else ""
+    return os.path.realpath(local) if os.path.islink(local) else str(path)
 
 
 def synchronous(checkpoint_io: CheckpointIO) -> CheckpointIO:

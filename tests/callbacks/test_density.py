@@ -16,6 +16,7 @@ from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
 from lightning_sparse.compressors import LAGS, OMGS
 from lightning_sparse.rules import CriticalRegime, ErrorBudget, HideCommunication, Rule, Warmup
 from tests.pool import Pool
+from tests.resuming import Numbered, differences, fit_numbered
 from tests.trainers import Small, accelerator, make_trainer, weights
 
 WEIGHT = "network.0.weight"
@@ -206,6 +207,36 @@ def test_a_resumed_run_goes_on_to_the_bit(pair: Pool, tmp_path: Path) -> None:
         assert densities == expected
         assert len(set(densities)) > 1
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+class Saving(Callback):
+    """Save after a batch of the second epoch, before other callbacks have their turn."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save."""
+        if (trainer.current_epoch, batch_idx) == (1, 1):
+            trainer.save_checkpoint(self.path)
+
+
+def resume_from_early(rank: int, path: str) -> list[str]:
+    """Save right after a step that is to be measured, and go on; return what differs."""
+
+    def run(ckpt_path: "str | None", *callbacks: Callback) -> dict[int, dict[str, Tensor]]:
+        model = Numbered()
+        adaptive = AdaptiveDensity([ErrorBudget(2.0)], every_n_steps=2)
+        strategy = SparseDDPStrategy(density=0.02, schedule="layerwise")
+        fit_numbered(rank, strategy, model, ckpt_path, callbacks=[*callbacks, adaptive])
+        return model.history
+
+    never_stopped, resumed = run(None, Saving(path)), run(path)
+    return differences({seen: never_stopped[seen] for seen in range(9, 13)}, resumed)
+
+
+def test_a_callback_ahead_of_it_saves_what_was_just_measured_too(pair: Pool, tmp_path: Path) -> None:
+    assert pair.run(resume_from_early, str(tmp_path / "early.ckpt")) == [[], []]
 
 
 def refused(rank: int, strategy: dict[str, Any], callbacks: list[Callback]) -> str:

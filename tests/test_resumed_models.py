@@ -1,0 +1,160 @@
+"""Resumed they go on to the bit, too: models whose step is more than one gradient for each parameter."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import SparseDDPStrategy
+from tests.pool import Pool
+from tests.resuming import BATCHES, Numbered, differences, fit_numbered, resume_exactly
+from tests.sparse_ddp import DENSITY
+
+
+class Layers(Numbered):
+    """A model with layers of its own, for batches that follow from their number."""
+
+    def rows(self, batch_index: int) -> Tensor:
+        """Return what this rank trains on now."""
+        seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
+        return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+
+class OneCycle(Numbered):
+    """A schedule writes the momentum after every step."""
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD and the schedule."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Decaying(Numbered):
+    """The weight decay is written before every step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Write it."""
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
+
+
+class Cadence(Layers):
+    """One optimizer steps after every batch, the other one after three, with all that has gathered."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+        self.slow = nn.Linear(32, 32)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        """Train both layers by hand."""
+        rows = self.rows(batch_index)
+        fast, slow = self.optimizers()  # type: ignore[misc]
+        fast.zero_grad()
+        self.manual_backward((self.network(rows) - rows).square().mean() + (self.slow(rows) - rows).square().mean())
+        fast.step()
+        if batch_index % 3 == 2:
+            slow.step()
+            slow.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        """Return one for each."""
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.network, self.slow)]
+
+
+class Heads(Layers):
+    """A head for even batches, another one for odd batches, and a layer that nobody needs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.spare = nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch."""
+        rows = self.rows(batch_index)
+        return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
+
+
+class Edges(Layers):
+    """Parameters without an element, without a dimension, and of one element."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the batch."""
+        rows = self.rows(batch_index)
+        return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
+
+
+class Sparse(Layers):
+    """An embedding whose gradients have a sparse layout."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.table = nn.Embedding(50, 32, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct rows with some of the table added."""
+        rows = self.rows(batch_index)
+        picked = self.table((20 * rows[:, :3].abs()).long().clamp(max=49)).sum(dim=1)
+        return (self.network(rows + picked) - rows).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD without weight decay, which sparse layouts do not go with."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+IN_PAIRS = {"accumulate_grad_batches": 2}
+UNUSED = {"find_unused_parameters": True}
+MODELS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+    "a momentum that is scheduled": (OneCycle, "dgc", {}, {}),
+    "a weight decay that is scheduled": (Decaying, "dgc", {}, {}),
+    "an optimizer that steps less often": (Cadence, "topk", {}, {}),
+    "used before the save only": (Heads, "exdyna", UNUSED, IN_PAIRS),
+    "the same, own buckets": (Heads, "topk", {**UNUSED, "gradient_as_bucket_view": False}, IN_PAIRS),
+    "sparse layout": (Sparse, "topk", {}, IN_PAIRS),
+    **{f"edges, {name}": (Edges, name, {}, IN_PAIRS) for name in ("topk", "exdyna", "sdagc")},
+}
+
+
+@pytest.mark.parametrize(("module", "compressor", "settings", "arguments"), MODELS.values(), ids=MODELS)
+def test_resumed_it_goes_on_to_the_bit(
+    pair: Pool, tmp_path: Path, module: Any, compressor: str, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    build = partial(SparseDDPStrategy, compressor, DENSITY[compressor], schedule="layerwise", **settings)
+    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), 7, arguments, module):
+        assert resumed == [8, 9, 10, 11, 12]
+        assert found == []
+
+
+class Flickering(Heads):
+    """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze, or unfreeze."""
+        self.spare.requires_grad_(batch_idx != 2)
+
+
+def fit_both(rank: int, settings: dict[str, Any]) -> tuple[list[str], dict[int, Any]]:
+    """Fit with and without flickering; return where the weights differ, and those with."""
+    models = Flickering(), Heads()
+    for model in models:
+        strategy = SparseDDPStrategy("topk", 0.05, schedule="layerwise", **UNUSED, **settings)
+        fit_numbered(rank, strategy, model, **IN_PAIRS)
+    return differences(models[0].history, models[1].history), models[0].history
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_wrapping_anew_within_a_step_changes_nothing(pair: Pool, is_view: bool) -> None:
+    (found, one), (_, other) = pair.run(fit_both, {"gradient_as_bucket_view": is_view})
+    assert found == []
+    assert differences(one, other) == []
