@@ -1,19 +1,15 @@
-"""What only a GPU can show: one rank on NCCL, streams and futures, a real gradient scaler, and no waiting host."""
+"""What only a GPU can show: one rank on NCCL, streams and futures, and no waiting host."""
 
-import copy
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Optional
 
 import pytest
 import torch
-from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.schedule import FixedSize, Layerwise, Schedule, Single
@@ -21,8 +17,7 @@ from tests.compressors.virtual import Net
 from tests.devices import DEVICE, needs_cuda
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, SCHEDULE_NAMES, WIRES, batch, sparse_ddp, watch_gradients
-from tests.test_laws import assert_same_state, balance
-from tests.trainers import Small, make_trainer
+from tests.test_laws import balance
 
 pytestmark = needs_cuda
 
@@ -107,69 +102,6 @@ def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(
             # QSGD keeps nothing, and is off by up to one of its 7 levels of a norm.
             limit = owed.norm() / 7 if compressor == "qsgd" else 2e-6 * owed.abs().max()
             assert difference <= limit + 1e-12
-
-
-class Overflowing(Small):
-    """A model whose loss on rank 1 is infinite in one batch, and notes of every batch."""
-
-    overflow_at = 5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[dict[str, Any]] = []
-
-    def note(self) -> dict[str, Any]:
-        """Return the parameters, what the exchange keeps, and the loss scale."""
-        return {
-            "parameters": torch.cat([parameter.detach().flatten().clone() for parameter in self.parameters()]),
-            "kept": copy.deepcopy(self.trainer.strategy._engine.state_dict()),
-            "scale": self.trainer.precision_plugin.scaler.get_scale(),
-        }
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take a note."""
-        self.notes.append(self.note())
-
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch; overflow once."""
-        loss = super().training_step(batch, batch_index)
-        return loss * float("inf") if batch_index == self.overflow_at and self.global_rank == 1 else loss
-
-    def on_train_end(self) -> None:
-        """Take the last note."""
-        self.notes.append(self.note())
-
-
-def without_counter(kept: dict[str, Any]) -> dict[str, Any]:
-    """Leave out how many steps ago replicas were averaged."""
-    return {part: state for part, state in kept.items() if part != "averager"}
-
-
-def fit_overflowing(rank: int, compressor: str, density: Optional[float], wire: str) -> list[dict[str, Any]]:
-    """Fit with fp16 autocast and a real gradient scaler."""
-    # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1000)
-    model = Overflowing()
-    strategy = SparseDDPStrategy(compressor, density, wire=wire, warmup_epochs=0)
-    make_trainer(rank, strategy, plugins=[MixedPrecision("16-mixed", "cuda", scaler=scaler)]).fit(model)
-    return model.notes
-
-
-@pytest.mark.parametrize("wire", ["float32", "float16"])
-@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, compressor: str, wire: str) -> None:
-    answers = pair.run(fit_overflowing, compressor, DENSITY[compressor], wire)
-    for notes in answers:
-        for step, (before, after) in enumerate(pairwise(notes)):
-            is_skipped = step == Overflowing.overflow_at
-            assert torch.equal(before["parameters"], after["parameters"]) == is_skipped, step
-            assert after["scale"] == before["scale"] / (2 if is_skipped else 1), step
-            if is_skipped:
-                # A2SGD's counter goes on: whether the scaler has skipped the step, only the device knows.
-                assert_same_state(without_counter(before["kept"]), without_counter(after["kept"]))
-            assert after["parameters"].isfinite().all()
-    kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
-    assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)
 
 
 # Of the others, ExDyna and MiCRO wait for the numbers that other ranks have selected, without which they cannot size
