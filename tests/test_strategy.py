@@ -106,7 +106,7 @@ def test_density_one_trains_as_ddp_does(pair: Pool, arguments: dict[str, Any]) -
         torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_precisions_train_and_stay_identical(pair: Pool, precision: str) -> None:
     (first, _), (second, _) = pair.run(fit_with, {"density": 0.05}, Small, {"precision": precision})
     assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
