@@ -20,8 +20,8 @@ class DGC(TopK):
     that falls over the first four epochs, as 25 %, 6.3 %, 1.6 %, 0.4 % to 0.1 %.
 
     Args:
-        momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the SGD optimizer, and gives it back
-            at the end of training; a number is for an optimizer without momentum; ``None`` for no correction.
+        momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the SGD optimizer, whose
+            steps are made without; a number is for an optimizer without momentum; ``None`` for no correction.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
         masks_momentum: whether the momentum of an element that was sent starts again from zero.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip. The whole gradient has to be known first, so
