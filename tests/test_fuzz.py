@@ -341,25 +341,28 @@ def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: A
 @examples(80)
 @given(groups(finite), some.integers(1, 127), some.integers(1, 16))
 @example([([torch.finfo(torch.float32).max],)], 31, 1)  # whose unit, rounded, is too large to be taken 31 times
+@example([([-1.0],), ([6e-8],), ([1.0],)], 1, 1)  # whose sum is smaller than the rounding of its parts
 def test_codes_arrive_as_they_were_drawn(numbers: Any, levels: int, bucket_size: int) -> None:
     ranks, handed_in = len(numbers), []
     expected = [torch.zeros(len(values), dtype=torch.float64) for values in numbers[0]]
+    largest = [torch.zeros(len(values), dtype=torch.float64) for values in numbers[0]]
     for rank, each in enumerate(numbers):
         accumulated = [torch.tensor(values, dtype=torch.float32) for values in each]
         selections = []
         for place, tensor in enumerate(accumulated):
             codes, scales = quantize(tensor, levels, bucket_size, "max", torch.Generator().manual_seed(rank))
             selections.append(Selection(codes, None, tensor.numel(), None, Quantization(scales, bucket_size, levels)))
-            expected[place] += (
-                codes.double() * scales.double().repeat_interleave(bucket_size)[: tensor.numel()] / levels / ranks
-            )
+            share = codes.double() * scales.double().repeat_interleave(bucket_size)[: tensor.numel()] / levels / ranks
+            expected[place] += share
+            largest[place] = largest[place].maximum(share.abs())
         handed_in.append((selections, accumulated, None))
     arrivals, _ = exchanged(
         [build_wire("codes", None, torch.float32, rank, ranks) for rank in range(ranks)], handed_in, []
     )
     for arrival in arrivals:
-        for mean, wanted in zip(arrival.means, expected):
-            torch.testing.assert_close(dense(mean), wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()) + 1e-40)
+        for mean, wanted, share in zip(arrival.means, expected, largest):
+            # Where ranks cancel each other, the sum is as exact as the largest of them is.
+            torch.testing.assert_close(dense(mean), wanted, rtol=1e-5, atol=1e-6 * float(share.max()) + 1e-40)
 
 
 # The planner ------------------------------------------------------------------------------------------------------
