@@ -38,10 +38,14 @@ class Numbered(Small):
         self.learning_rate_factor = learning_rate_factor
         self.history: dict[int, dict[str, Tensor]] = {}
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct rows that nobody else has."""
+    def rows(self, batch_index: int) -> Tensor:
+        """Return what this rank, and nobody else, trains on now."""
         seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
-        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+        return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct the rows."""
+        rows = self.rows(batch_index)
         return (self.network(rows) - rows).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -14,15 +14,6 @@ from tests.resuming import BATCHES, Numbered, differences, fit_numbered, resume_
 from tests.sparse_ddp import DENSITY
 
 
-class Layers(Numbered):
-    """A model with layers of its own, for batches that follow from their number."""
-
-    def rows(self, batch_index: int) -> Tensor:
-        """Return what this rank trains on now."""
-        seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
-        return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device)
-
-
 class OneCycle(Numbered):
     """A schedule writes the momentum after every step."""
 
@@ -42,7 +33,7 @@ class Decaying(Numbered):
             group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
 
 
-class Cadence(Layers):
+class Cadence(Numbered):
     """One optimizer steps after every batch, the other one after three, with all that has gathered."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -66,7 +57,7 @@ class Cadence(Layers):
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.network, self.slow)]
 
 
-class Heads(Layers):
+class Heads(Numbered):
     """A head for even batches, another one for odd batches, and a layer that nobody needs."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -80,7 +71,7 @@ class Heads(Layers):
         return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
 
 
-class Edges(Layers):
+class Edges(Numbered):
     """Parameters without an element, without a dimension, and of one element."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -95,7 +86,7 @@ class Edges(Layers):
         return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
 
 
-class Sparse(Layers):
+class Sparse(Numbered):
     """An embedding whose gradients have a sparse layout."""
 
     def __init__(self, *arguments: Any) -> None:
