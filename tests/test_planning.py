@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine import Engine
 from lightning_sparse.planning import Plan
+from lightning_sparse.planning.plan import Way
+from lightning_sparse.planning.ways import best_of
 from lightning_sparse.schedule import Schedule
 from tests.pool import Pool
 from tests.sparse_ddp import (
@@ -171,6 +173,24 @@ def test_no_compressor_notices_the_trials(pair: Pool, compressor: str) -> None:
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     if compressor in AGREEING_NAMES:
         assert all(torch.equal(tensor, planned[1][0][name]) for name, tensor in planned[0][0].items())
+
+
+ONE, THREE, MORE = Way((6,)), Way((2, 4, 6)), Way((2, 6), (0.1, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({ONE: 1.03, THREE: 1.0}, THREE),
+        ({ONE: 1.015, THREE: 1.0}, ONE),
+        ({THREE: 1.0, ONE: 1.0}, ONE),
+        ({ONE: 1.0, THREE: 1.04, MORE: 1.04}, MORE),
+        ({ONE: 1.0, THREE: 1.04, MORE: 1.06}, ONE),
+        ({ONE: 1.03, THREE: 1.0, MORE: 1.06}, THREE),
+    ],
+)
+def test_fewer_groups_win_what_a_measurement_does_not_tell_apart(seconds: dict[Way, float], best: Way) -> None:
+    assert best_of(seconds) == best
 
 
 @pytest.mark.parametrize(

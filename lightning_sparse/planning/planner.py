@@ -16,7 +16,7 @@ from lightning_sparse.observe import Recorder, StepMarks
 from lightning_sparse.planning.plain import plan_from
 from lightning_sparse.planning.plan import Plan, Way
 from lightning_sparse.planning.samples import averaged
-from lightning_sparse.planning.ways import agreed, first_ways, partly_whole_ways
+from lightning_sparse.planning.ways import agreed, best_of, first_ways, partly_whole_ways
 from lightning_sparse.schedule import ClosingAfter, Merged
 from lightning_sparse.schedule.cost import CostModel
 from lightning_sparse.schedule.hiding import hidden_densities
@@ -25,7 +25,6 @@ from lightning_sparse.schedule.profile import Profile, StepSample, can_profile, 
 _ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
 _CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
 _STEPS = 3  # of a turn
-_WORTH = 1.05  # times as long a step may be seen to take if it sends more: what should cost nothing, to a measurement
 _CHECK_EVERY = 50  # steps
 _CHECKED_STEPS = 10
 _DEPARTURE = 0.2  # of the exposed time
@@ -132,7 +131,7 @@ class StepPlanner:
         while True:
             counts = self._counts()
             seen = yield from self._try(first_ways(elements), _ROUNDS)
-            best = min(seen, key=lambda way: _seconds(seen[way]))
+            best = best_of({way: _seconds(steps) for way, steps in seen.items()})
             samples = list(chain.from_iterable(seen.values()))
             profile = profile_of(elements, counts, samples) if can_profile(samples) else None
             if profile is not None and self._adapts_density:
@@ -142,8 +141,7 @@ class StepPlanner:
                 planned = self._agreed(profile, self._schedule.propose(profile))
                 ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
             seen |= yield from self._try(ways, _CONTEST_ROUNDS)
-            planned = min(ways, key=lambda way: _seconds(seen[way]) * (1.0 if way.densities else _WORTH))
-            is_confirmed = self._adopt(planned, seen, profile)
+            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in ways}), seen, profile)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)
 
