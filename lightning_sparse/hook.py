@@ -4,6 +4,7 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ class GradientStream:
         self._held: list[list[LocalGradient]] = []
         self._exchanged: list[Exchanged] = []
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        self._known: dict[int, _KnownBucket] = {}
+        self._keeps_buckets = False
         ddp.register_comm_hook(self, exchange_hook)
 
     def close(self) -> None:
@@ -98,26 +101,39 @@ class GradientStream:
         if buffer.layout is torch.sparse_coo:
             self._submit_sparse_layout(bucket, buffer)
         else:
-            self._collect(bucket.parameters(), buffer)
+            self._collect(bucket, buffer)
         if bucket.is_last():
             self._end_step()
         return future
 
-    def _collect(self, parameters: list[Tensor], buffer: Tensor) -> None:
-        is_alone = len(parameters) == 1
-        pieces = (buffer,) if is_alone else buffer.split([parameter.numel() for parameter in parameters])
-        for parameter, gradient in zip(parameters, pieces):
-            if not gradient.numel():
-                continue
-            name = self._names[parameter]
-            if self._group and widened(gradient.dtype) != widened(self._group[0].gradient.dtype):
-                self._submit_group()  # a message has values of one type
-            is_used = None if self._usage is None else parameter in self._usage.used
-            self._group.append(LocalGradient(name, gradient, is_used))
-            self._recorder.add_ready(name)
-            self._group_numel += gradient.numel()
-            if self._schedule.closes_group(name, self._group_numel):
+    def _collect(self, bucket: GradBucket, buffer: Tensor) -> None:
+        if self._group and widened(buffer.dtype) != widened(self._group[0].gradient.dtype):
+            self._submit_group()  # a message has values of one type
+        gradients = self._gradients_of(bucket, buffer)
+        self._recorder.add_ready([local.name for local in gradients])
+        for local in gradients:
+            self._group.append(local)
+            self._group_numel += local.gradient.numel()
+            if self._schedule.closes_group(local.name, self._group_numel):
                 self._submit_group()
+
+    def _gradients_of(self, bucket: GradBucket, buffer: Tensor) -> list[LocalGradient]:
+        known = self._known.get(bucket.index())
+        if known is None or known.buffer is not buffer:
+            known = self._known[bucket.index()] = self._read(bucket, buffer)
+        if self._usage is None:
+            return known.gradients
+        used = self._usage.used
+        pairs = zip(known.gradients, known.parameters)
+        return [local._replace(is_used=parameter in used) for local, parameter in pairs]
+
+    def _read(self, bucket: GradBucket, buffer: Tensor) -> "_KnownBucket":
+        numels = [parameter.numel() for parameter in bucket.parameters()]
+        pieces = (buffer,) if len(numels) == 1 else buffer.split(numels)
+        parameters = [parameter for parameter, numel in zip(bucket.parameters(), numels) if numel]
+        pieces = [piece for piece in pieces if piece.numel()]
+        gradients = [LocalGradient(self._names[parameter], piece, None) for parameter, piece in zip(parameters, pieces)]
+        return _KnownBucket(buffer, parameters, gradients)
 
     def _submit_group(self) -> None:
         group, self._group, self._group_numel = self._group, [], 0
@@ -151,6 +167,9 @@ class GradientStream:
         futures, self._futures = self._futures, []
         if self._usage is not None:
             self._usage.used.clear()
+        if not self._keeps_buckets:
+            self._keeps_buckets = True
+            self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
         self._worker.submit(lambda: self._commit(exchanged), settle=lambda: _complete(futures))
 
     def _commit(self, exchanged: Sequence[Exchanged]) -> None:
@@ -169,6 +188,14 @@ def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Ten
 def _complete(futures: list[tuple[Future[Tensor], Tensor]]) -> None:
     for future, buffer in futures:
         future.set_result(buffer)
+
+
+class _KnownBucket(NamedTuple):
+    """What a bucket holds, of parameters that have elements; DDP asks for it again in every step."""
+
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+    gradients: list[LocalGradient]
 
 
 class Usage:

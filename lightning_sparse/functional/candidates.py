@@ -27,14 +27,36 @@ def flagged(mask: Tensor) -> Tensor:
     return words.index_select(0, row).mul_(WORD).add_(flag)
 
 
-def largest_reaching(magnitudes: Tensor, floors: Tensor, count: int) -> Tensor:
+def reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
+    """Find which elements of each row are not below the row's floor; a NaN never is.
+
+    Args:
+        magnitudes: ``[rows, width]``, not negative.
+        floors: ``[rows]``.
+
+    Returns:
+        bool, the rows laid end to end, and false up to the next multiple of ``WORD``.
+
+    Example::
+
+        >>> reaching(torch.tensor([[3.0, 1.0], [4.0, 5.0]]), torch.tensor([2.0, 5.0]))
+        tensor([ True, False, False,  True, False, False, False, False])
+    """
+    numel = magnitudes.numel()
+    mask = torch.empty(-(-numel // WORD) * WORD, dtype=torch.bool)
+    torch.lt(magnitudes, floors.unsqueeze(1), out=mask[:numel].view(magnitudes.shape)).logical_not_()
+    mask[numel:] = False
+    return mask
+
+
+def largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
     """Find the ``count`` largest of each row, of which at least so many are known to reach a floor.
 
     Of equal magnitudes the first are taken, whatever the other rows hold. A NaN is larger than any number.
 
     Args:
         magnitudes: ``[rows, width]``, not negative, of a type that fp32 holds exactly.
-        floors: ``[rows]``; at least ``count`` elements of the row are not below it.
+        reaches: what :func:`reaching` returned for them; true for at least ``count`` elements of each row.
         count: number of elements to select of each row.
 
     Returns:
@@ -42,13 +64,12 @@ def largest_reaching(magnitudes: Tensor, floors: Tensor, count: int) -> Tensor:
 
     Example::
 
-        >>> largest_reaching(torch.tensor([[3.0, 1.0, 5.0, 3.0]]), torch.tensor([3.0]), 2)
+        >>> magnitudes = torch.tensor([[3.0, 1.0, 5.0, 3.0]])
+        >>> largest_reaching(magnitudes, reaching(magnitudes, torch.tensor([3.0])), 2)
         tensor([[0, 2]])
     """
     rows, width = magnitudes.shape
-    mask = torch.zeros(-(-rows * width // WORD) * WORD, dtype=torch.bool)
-    torch.lt(magnitudes, floors.unsqueeze(1), out=mask[: rows * width].view(rows, width)).logical_not_()
-    found = flagged(mask)
+    found = flagged(reaches)
     if found.numel() > rows * count:
         found = _without_surplus(found, magnitudes, count)
     return found.view(rows, count) % width

@@ -21,7 +21,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional.candidates import largest_reaching
+from lightning_sparse.functional.candidates import largest_reaching, reaching
 from lightning_sparse.functional.reaching import CPU_CHUNK, indices_reaching
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
@@ -120,22 +120,22 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
 
 def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Tensor:
     # How many reach the smallest of the chosen maxima is for the host to read, so only the CPU may ask.
-    if examined.device.type == "cpu" and examined.dtype != torch.float64:
-        floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
-        magnitudes = examined.abs_()
-        is_crowded = (
-            (magnitudes < floors.unsqueeze(1)).sum(dim=1) < magnitudes.shape[1] - _MOST_CANDIDATES * count
-        ).tolist()
-        if not any(is_crowded):
-            return largest_reaching(magnitudes, floors, count)
-        # Each row by itself, so that no row's choice between equal magnitudes depends on its neighbours.
-        return torch.cat(
-            [
-                _select([row], count) if crowded else largest_reaching(row[None], floor[None], count)
-                for row, floor, crowded in zip(magnitudes, floors, is_crowded)
-            ]
-        )
-    return _select(examined.unbind(), count)
+    if examined.device.type != "cpu" or examined.dtype == torch.float64:
+        return _select(examined.unbind(), count)
+    floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
+    magnitudes = examined.abs_()
+    reaches = reaching(magnitudes, floors)
+    candidates = reaches[: magnitudes.numel()].view(magnitudes.shape).sum(dim=1, dtype=torch.int32)
+    is_crowded = (candidates > _MOST_CANDIDATES * count).tolist()
+    if not any(is_crowded):
+        return largest_reaching(magnitudes, reaches, count)
+    # Each row by itself, so that no row's choice between equal magnitudes depends on its neighbours.
+    return torch.cat(
+        [
+            _select([row], count) if crowded else largest_reaching(row[None], reaching(row[None], floor[None]), count)
+            for row, floor, crowded in zip(magnitudes, floors, is_crowded)
+        ]
+    )
 
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:

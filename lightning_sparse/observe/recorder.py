@@ -48,10 +48,10 @@ class Recorder:
         """Take note that the last gradient is ready."""
         self.current.marks.backward_end = self.clock.mark()
 
-    def add_ready(self, name: str) -> None:
-        """Take note that a gradient is ready."""
+    def add_ready(self, names: Sequence[str]) -> None:
+        """Take note that gradients are ready, those of a bucket at once."""
         is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
-        self.current.marks.ready[name] = self.clock.mark() if is_marked else None
+        self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
 
     @contextmanager
     def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[GroupMarks]:

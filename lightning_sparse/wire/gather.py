@@ -1,6 +1,6 @@
 """Every rank's selection travels to every rank: one payload for the group, one all-gather."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -43,10 +43,11 @@ class GatherFormat(WireFormat):
         )
         values = torch.cat([selection.values for selection in selections])
         sent = round_to(_filled(values, selections), self.dtype)
-        indices = torch.cat([_positions(selection) for selection in selections])
+        places = [_positions(selection) for selection in selections]
+        indices = torch.cat(places)
         sections = [sent.view(torch.uint8), layout.codec.encode(indices + layout.starts, layout.numel)]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
-        return self._read(layout, wires, used is not None, indices, values, sent)
+        return self._read(layout, wires, used is not None, places, values, sent)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
@@ -55,7 +56,7 @@ class GatherFormat(WireFormat):
         return [Transfer("all_gather", count * self.dtype.itemsize + index_codec(numel, count).nbytes(numel, count))]
 
     def _read(
-        self, layout: "_Layout", wires: Tensor, has_used: bool, indices: Tensor, values: Tensor, sent: Tensor
+        self, layout: "_Layout", wires: Tensor, has_used: bool, places: Sequence[Tensor], values: Tensor, sent: Tensor
     ) -> Arrival:
         count = values.numel()
         sizes = [count * self.dtype.itemsize, layout.codec.nbytes(layout.numel, count)]
@@ -67,8 +68,8 @@ class GatherFormat(WireFormat):
         return Arrival(
             finite=received.isfinite().all(),
             used=used.bool().any(dim=0) if has_used else None,
-            means=layout.split(received, positions),
-            kept=layout.split(left, indices),
+            means=layout.split(received, positions.split(layout.counts, -1)),
+            kept=layout.split(left, places),
         )
 
 
@@ -81,8 +82,8 @@ class _Layout(NamedTuple):
     starts: Tensor  # int64 [count]: for each element sent, where its tensor starts
     codec: IndexCodec
 
-    def split(self, values: Tensor, indices: Tensor) -> list[Selection]:
-        pieces = zip(values.split(self.counts, -1), indices.split(self.counts, -1), self.numels)
+    def split(self, values: Tensor, indices: Iterable[Tensor]) -> list[Selection]:
+        pieces = zip(values.split(self.counts, -1), indices, self.numels)
         return [Selection(*piece) for piece in pieces]
 
 
