@@ -72,7 +72,7 @@ class StepPlanner:
         self._densities = densities
         self._adapts_density = adapts_density
         self._holds_groups = holds_groups
-        self._say = say if collectives.rank == 0 else _say_nothing
+        self._say = say if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
         self._remembered: Optional[Plan] = None
@@ -140,8 +140,11 @@ class StepPlanner:
             if profile is not None:
                 planned = self._agreed(profile, self._schedule.propose(profile))
                 ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
-            seen |= yield from self._try(ways, _CONTEST_ROUNDS)
-            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in ways}), seen, profile)
+            contest = yield from self._try(ways, _CONTEST_ROUNDS)
+            # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
+            seen |= {way: [*seen.get(way, ()), *steps] for way, steps in contest.items()}
+            choices = seen if self._schedule.keeps_fastest else ways
+            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in choices}), seen, profile)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             yield from self._watch(patience)
 
@@ -242,7 +245,3 @@ class StepPlanner:
 
 def _seconds(samples: Sequence[StepSample]) -> float:
     return median(sample.total_seconds for sample in samples)
-
-
-def _say_nothing(line: str) -> None:
-    return
