@@ -48,7 +48,7 @@ class Pool:
         self._connections: list[Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, patience: Optional[float] = None
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
     ) -> list[Any]:
         """Call ``function(rank, *args)`` on every rank and return the results in order of rank.
 
@@ -64,7 +64,7 @@ class Pool:
         return [result for _, result in answers]
 
     def answers(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, patience: Optional[float] = None
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
     ) -> list[tuple[Optional[str], Any]]:
         """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
 

@@ -109,10 +109,10 @@ def test_pictures_are_left_out_of_the_time_of_a_step(pair: Pool, tmp_path: Path)
     pytest.importorskip("matplotlib")
     drawing = 4.0
     pair.run(fit_with_slow_pictures, drawing, str(tmp_path))
-    # The first row of the second epoch is the mean of four steps.
+    # The first row of the second epoch is the mean of four steps: a quarter, if the drawing were one of them.
     times = [event.value for event in read_events(tmp_path).Scalars("sparse/step_seconds")]
     assert len(times) > len(STEPS)
-    assert max(times) < drawing / 8
+    assert max(times) < drawing / 4
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"], ids=lambda bar: f"{bar} progress bar")
@@ -450,7 +450,7 @@ class LongValidation(Small):
 
     def on_validation_start(self) -> None:
         """Wait."""
-        time.sleep(2.0)
+        time.sleep(4.0)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return 4 batches for two ranks."""
@@ -460,7 +460,7 @@ class LongValidation(Small):
 def test_validation_does_not_count_as_training(pair: Pool, tmp_path: Path) -> None:
     arguments = {"num_sanity_val_steps": 0, "max_epochs": 2}
     pair.run(fit_monitored_long, str(tmp_path), arguments)
-    assert all(float(row["sparse/step_seconds"]) < 0.45 for row in read_rows(tmp_path)[1:])
+    assert all(float(row["sparse/step_seconds"]) < 0.9 for row in read_rows(tmp_path)[1:])
 
 
 def fit_monitored_long(rank: int, directory: str, arguments: dict[str, Any]) -> None:

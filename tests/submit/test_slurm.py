@@ -82,14 +82,14 @@ def test_the_example_trains_on_four_nodes_as_it_is_written(cluster: Cluster, wor
     assert list(root.glob("checkpoints/epoch=9-*.ckpt"))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: Path) -> None:
     options = ["--nodes=2", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
     told = cluster.run("lightning-sparse", "submit", *options, f"--config={ROOT}/tests/submit/slow.yaml", folder=work)
     job = told.split()[1]
     log, steps = work / "jobs" / f"train-{job}.log", work / "steps.jsonl"
     assert str(log) in told
-    wait_for(lambda: len(lines_of(steps)) >= 20, 100, cluster, log)
+    wait_for(lambda: len(lines_of(steps)) >= 20, 150, cluster, log)
     cluster.run("scancel", "--signal=USR1", job)
     assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
     *written, end = lines_of(steps)
@@ -107,20 +107,20 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: P
     assert end["loss"] < 0.9
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) -> None:
     fit = "lightning-sparse fit --model=tests.submit.models.Slow --trainer.strategy=sparse_topk"
     job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=2", f"--wrap={fit}", folder=work).strip()
-    assert cluster.wait_until_ended(job, timeout=50)["JobState"] == "FAILED"
+    assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"
     assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_nothing_is_left_running_when_the_tests_are_killed(tmp_path: Path) -> None:
     or_skip()
     code = (
         "import sys, time; from pathlib import Path; from tests.submit.cluster import Cluster;"
-        "Cluster(Path(sys.argv[1]), 1); print('ready', flush=True); time.sleep(60)"
+        "Cluster(Path(sys.argv[1]), 1); print('ready', flush=True); time.sleep(200)"
     )
     tests = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}
@@ -131,8 +131,8 @@ def test_nothing_is_left_running_when_the_tests_are_killed(tmp_path: Path) -> No
         assert len(processes_of(tmp_path)) >= 4
     finally:
         tests.send_signal(signal.SIGKILL)
-        tests.communicate(timeout=10)
-    deadline = time.monotonic() + 20
+        tests.communicate(timeout=100)
+    deadline = time.monotonic() + 100
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not processes_of(tmp_path)
