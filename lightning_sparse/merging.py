@@ -26,7 +26,7 @@ class GroupChoice(NamedTuple):
     """
 
     tensors: list[Tensor]
-    selections: list[Selection]
+    selections: Sequence[Selection]
     counts: Sequence[float]
     positions: list[int]
     merged: Optional["MergedParameters"]
@@ -34,6 +34,8 @@ class GroupChoice(NamedTuple):
     def by_parameter(self, arrival: Arrival) -> Arrival:
         """Turn what arrived for each of ``tensors`` into what arrived for each parameter of the group, in its order."""
         means, kept = arrival.means, arrival.kept
+        if self.merged is None and self.positions == list(range(len(means))):
+            return arrival
         if self.merged is not None:
             means = [*self.merged.means(means[0]), *means[1:]]
             kept = [*self.merged.kept(kept[0]), *kept[1:]]
@@ -102,9 +104,11 @@ class GroupSelector:
             for position in few:
                 counts[position] = wanted[0] * accumulated[position].numel() / merged.flat.numel()
         selections = self._compressor.select([names[position] for position in few], tensors, wanted) if few else []
+        if whole:
+            selections = [*selections, *(_all_of(accumulated[position]) for position in whole)]
         return GroupChoice(
             tensors=[*tensors, *(accumulated[position] for position in whole)],
-            selections=[*selections, *(_all_of(accumulated[position]) for position in whole)],
+            selections=selections,
             counts=counts,
             positions=sorted(range(len(order)), key=order.__getitem__),
             merged=merged,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.end_to_end import Chained, EndToEnd, at_once
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
 from lightning_sparse.memory import Memory
@@ -129,7 +130,7 @@ class Pipeline:
                 densities = [self.density_of(name) for name in names]
                 choice = self._selector.select(names, accumulated, densities, [local.is_used for local in group])
             marks.elements = sum(tensor.numel() for tensor in accumulated)
-            marks.dense_elements = sum(each.numel for each in choice.selections if each.indices is None)
+            marks.dense_elements = sum(each.numel for each in at_once(choice.selections) if each.indices is None)
             marks.counts = round(sum(choice.counts)) - marks.dense_elements
             self.recorder.current.add_selections(choice.selections)
             arrival = self._travel(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
@@ -148,13 +149,13 @@ class Pipeline:
         is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
         """
         finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
-        means = iter(self._conclude(step, finite))
+        means = self._conclude(step, finite)
         with self.recorder.span("commit"):
-            for group, accumulated, counts, arrival in step:
+            for (group, accumulated, counts, arrival), group_means in zip(step, means):
                 dense_means = self._dense_means(group, accumulated) if self.context.samples_deltas else None
                 accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
                 self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
-                _write_means([next(means) for _ in group], accumulated)
+                _write_means(group_means, accumulated)
                 if dense_means is not None:
                     deltas = layer_deltas(dense_means, accumulated, counts)
                     self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
@@ -183,10 +184,14 @@ class Pipeline:
         means = self._run_collective(Payload("all_reduce", flat), names)
         return list(means.split([tensor.numel() for tensor in accumulated]))
 
-    def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Selection]:
+    def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
         names = [local.name for exchanged in step for local in exchanged.group]
-        means = [mean for exchanged in step for mean in exchanged.arrival.means]
-        return self._travel(self.compressor.conclude(names, means, finite), names)
+        means = Chained([exchanged.arrival.means for exchanged in step])
+        concluded = self._travel(self.compressor.conclude(names, means, finite), names)
+        if concluded is means:
+            return means.parts
+        rest = iter(concluded)
+        return [[next(rest) for _ in exchanged.group] for exchanged in step]
 
     def _travel(self, phases: Generator[Union[Payload, Tensor], Tensor, Result], names: list[str]) -> Result:
         """Run each phase and hand in what it brought; a tensor alone, on which ranks are to agree, is gathered."""
@@ -221,6 +226,9 @@ class Pipeline:
 
 
 def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
+    if isinstance(means, EndToEnd):
+        means.scatter(outs)
+        return
     scattered = [(received, out) for received, out in zip(means, outs) if received.indices is not None]
     if scattered:
         torch._foreach_zero_([out for _, out in scattered])

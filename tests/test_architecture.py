@@ -11,6 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
     {"selection", "named", "doors", "mirror", "functional", "layout", "feedback", "metrics", "trained", "origin"},
+    {"end_to_end"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
     {"merging", "density", "settings", "timeline", "rules"},
     {"pipeline", "replicas", "planning"},

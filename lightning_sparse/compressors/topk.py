@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.end_to_end import EndToEnd
 from lightning_sparse.functional import batched_top_k_indices
 from lightning_sparse.selection import Selection
 
@@ -34,15 +35,12 @@ class TopK(Compressor):
     dense_wire_format: ClassVar[Optional[str]] = "reduce"
 
     @override
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        selections: dict[int, Selection] = {}
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
+        indices: dict[int, Tensor] = {}
         for positions in _alike(accumulated, counts):
             tensors = [accumulated[position] for position in positions]
-            for position, tensor, indices in zip(
-                positions, tensors, batched_top_k_indices(tensors, counts[positions[0]])
-            ):
-                selections[position] = Selection(tensor.index_select(0, indices), indices, tensor.numel())
-        return [selections[position] for position in range(len(accumulated))]
+            indices.update(zip(positions, batched_top_k_indices(tensors, counts[positions[0]])))
+        return EndToEnd.of(accumulated, [indices[position] for position in range(len(accumulated))])
 
 
 def _alike(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterable[list[int]]:

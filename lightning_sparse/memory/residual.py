@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sparse.end_to_end import EndToEnd
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import copy_elements
 from lightning_sparse.memory.base import Memory, MemoryState, widened
@@ -86,18 +87,22 @@ class ResidualMemory(Memory):
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
-        if accepted.device.type == "cpu":
-            positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
-            # What is overwritten as a whole need not be copied first.
-            partly = [position for position in positions if kept[position].indices is not None]
-            if partly:
-                torch._foreach_copy_([residuals[each] for each in partly], [accumulated[each] for each in partly])
-            for position in positions:
-                _overwrite(residuals[position], kept[position])
+        if accepted.device.type != "cpu":
+            # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
+            _overwrite(accumulated, kept)
+            for residual, source, is_accepted in zip(residuals, accumulated, accepted.unbind()):
+                torch.where(is_accepted, source, residual, out=residual)
             return
-        # Asking the device for the decision would stop the host; both outcomes cost one pass, so the device chooses.
-        for position, (residual, source, selection) in enumerate(zip(residuals, accumulated, kept)):
-            torch.where(accepted[position], _overwrite(source, selection), residual, out=residual)
+        positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
+        # What is overwritten as a whole need not be copied first.
+        is_end_to_end = isinstance(kept, EndToEnd)
+        partly = [each for each in positions if is_end_to_end or kept[each].indices is not None]
+        if is_end_to_end:
+            _overwrite(accumulated, kept)
+        if partly:
+            torch._foreach_copy_([residuals[each] for each in partly], [accumulated[each] for each in partly])
+        if not is_end_to_end:
+            _overwrite([residuals[each] for each in positions], [kept[each] for each in positions])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
@@ -135,7 +140,12 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _overwrite(tensor: Tensor, selection: Selection) -> Tensor:
-    if selection.indices is None:
-        return copy_elements(selection.values, tensor)
-    return tensor.index_copy_(0, selection.indices, selection.values)
+def _overwrite(tensors: Sequence[Tensor], kept: Sequence[Selection]) -> None:
+    if isinstance(kept, EndToEnd):
+        kept.overwrite(tensors)
+        return
+    for tensor, selection in zip(tensors, kept):
+        if selection.indices is None:
+            copy_elements(selection.values, tensor)
+        else:
+            tensor.index_copy_(0, selection.indices, selection.values)

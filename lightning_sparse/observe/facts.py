@@ -1,11 +1,12 @@
 """What happened in one step on this rank: how much was sent, and how long it took."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Union
 
 from torch import Tensor
 
+from lightning_sparse.end_to_end import at_once
 from lightning_sparse.observe.marks import StepMarks
 from lightning_sparse.observe.samples import sent_count, union_count
 from lightning_sparse.selection import Selection
@@ -29,15 +30,15 @@ class StepFacts:
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
         self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
 
-    def add_selections(self, selections: Iterable[Selection]) -> None:
+    def add_selections(self, selections: Sequence[Selection]) -> None:
         """Take note of what this rank sends of a group."""
-        for selection in selections:
+        for selection in at_once(selections):
             self.elements += selection.numel
             self._sent.append(sent_count(selection))
 
-    def add_means(self, means: Iterable[Selection]) -> None:
+    def add_means(self, means: Sequence[Selection]) -> None:
         """Take note of what arrived from all ranks for a group."""
-        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in means)
+        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in at_once(means))
 
     def union(self) -> int:
         """Return how many elements any rank has sent, which costs a sort of what arrived."""

@@ -51,8 +51,8 @@ class Arrival(NamedTuple):
 
     finite: Tensor
     used: Optional[Tensor]
-    means: list[Selection]
-    kept: list[Selection]
+    means: Sequence[Selection]
+    kept: Sequence[Selection]
 
 
 Phases = Generator[Payload, Tensor, Arrival]

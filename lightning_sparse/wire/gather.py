@@ -1,14 +1,14 @@
 """Every rank's selection travels to every rank: one payload for the group, one all-gather."""
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import NamedTuple, Optional
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.functional import IndexCodec, index_codec, read_as, round_to
+from lightning_sparse.end_to_end import EndToEnd, at_once, lay_out
+from lightning_sparse.functional import index_codec, read_as, round_to
 from lightning_sparse.selection import Selection, SelectionSize
 from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 
@@ -27,27 +27,26 @@ class GatherFormat(WireFormat):
 
     collectives: tuple[str, ...] = ("all_gather",)
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
-        super().__init__(dtype, rank, ranks)
-        # Groups are the same step after step, until a schedule or a density changes.
-        self._layout = lru_cache(maxsize=1024)(_layout)
-
     @override
     def exchange(
         self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
     ) -> Phases:
-        layout = self._layout(
-            tuple(selection.numel for selection in selections),
-            tuple(selection.values.numel() for selection in selections),
-            selections[0].values.device,
-        )
-        values = torch.cat([selection.values for selection in selections])
+        selected = selections if isinstance(selections, EndToEnd) else _end_to_end(selections)
+        values, positions, layout = selected.values, selected.positions, selected.layout
+        codec = index_codec(layout.numel, layout.selected)
         sent = round_to(_filled(values, selections), self.dtype)
-        places = [_positions(selection) for selection in selections]
-        indices = torch.cat(places)
-        sections = [sent.view(torch.uint8), layout.codec.encode(indices + layout.starts, layout.numel)]
+        sections = [sent.view(torch.uint8), codec.encode(positions, layout.numel)]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
-        return self._read(layout, wires, used is not None, places, values, sent)
+        sizes = [section.numel() for section in sections]
+        value_bytes, index_bytes, used_bytes = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
+        received = read_as(value_bytes, self.dtype).to(values.dtype)
+        received.div_(self.ranks)
+        return Arrival(
+            finite=received.isfinite().all(),
+            used=None if used is None else used_bytes.bool().any(dim=0),
+            means=EndToEnd(received, codec.decode(index_bytes, layout.numel, layout.selected), layout),
+            kept=EndToEnd(values - sent.to(values.dtype), positions, layout),
+        )
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
@@ -55,45 +54,17 @@ class GatherFormat(WireFormat):
         count = sum(size.selected for size in sizes)
         return [Transfer("all_gather", count * self.dtype.itemsize + index_codec(numel, count).nbytes(numel, count))]
 
-    def _read(
-        self, layout: "_Layout", wires: Tensor, has_used: bool, places: Sequence[Tensor], values: Tensor, sent: Tensor
-    ) -> Arrival:
-        count = values.numel()
-        sizes = [count * self.dtype.itemsize, layout.codec.nbytes(layout.numel, count)]
-        value_bytes, index_bytes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = read_as(value_bytes, self.dtype).to(values.dtype)
-        received.div_(self.ranks)
-        positions = layout.codec.decode(index_bytes, layout.numel, count).sub_(layout.starts)
-        left = values - sent.to(values.dtype)
-        return Arrival(
-            finite=received.isfinite().all(),
-            used=used.bool().any(dim=0) if has_used else None,
-            means=layout.split(received, positions.split(layout.counts, -1)),
-            kept=layout.split(left, places),
-        )
 
-
-class _Layout(NamedTuple):
-    """Where the tensors of a group, and what is sent of them, lie when laid end to end."""
-
-    numels: tuple[int, ...]
-    counts: tuple[int, ...]
-    numel: int
-    starts: Tensor  # int64 [count]: for each element sent, where its tensor starts
-    codec: IndexCodec
-
-    def split(self, values: Tensor, indices: Iterable[Tensor]) -> list[Selection]:
-        pieces = zip(values.split(self.counts, -1), indices, self.numels)
-        return [Selection(*piece) for piece in pieces]
-
-
-def _layout(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> _Layout:
-    starts = torch.tensor((0, *numels[:-1])).cumsum(0).repeat_interleave(torch.tensor(counts)).to(device)
-    return _Layout(numels, counts, sum(numels), starts, index_codec(sum(numels), sum(counts)))
+def _end_to_end(selections: Sequence[Selection]) -> EndToEnd:
+    values = torch.cat([selection.values for selection in selections])
+    counts = (selection.values.numel() for selection in selections)
+    layout = lay_out((selection.numel for selection in selections), counts, values.device)
+    positions = torch.cat([_positions(selection) for selection in selections]).add_(layout.origins())
+    return EndToEnd(values, positions, layout)
 
 
 def _filled(values: Tensor, selections: Sequence[Selection]) -> Tensor:
-    if all(selection.filled is None for selection in selections):
+    if all(selection.filled is None for selection in at_once(selections)):
         return values
     masks = [_all_of(selection) if selection.filled is None else selection.filled for selection in selections]
     return torch.where(torch.cat(masks), values, 0.0)

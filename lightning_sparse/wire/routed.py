@@ -6,6 +6,7 @@ from typing import Optional
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sparse.end_to_end import EndToEnd
 from lightning_sparse.selection import Selection, SelectionSize
 from lightning_sparse.wire.base import Arrival, Phases, Transfer, WireFormat
 
@@ -32,6 +33,8 @@ class RoutedFormat(WireFormat):
     def exchange(
         self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
     ) -> Phases:
+        if isinstance(selections, EndToEnd):
+            return (yield from self._sparse.exchange(selections, accumulated, used))
         sparse = [position for position, selection in enumerate(selections) if selection.indices is not None]
         dense = [position for position, selection in enumerate(selections) if selection.indices is None]
         arrivals: list[Arrival] = []
@@ -58,6 +61,8 @@ class RoutedFormat(WireFormat):
 
 def _joined(arrivals: Sequence[Arrival], order: Sequence[int]) -> Arrival:
     first, *others = arrivals
+    if not others:
+        return first
     finite = first.finite
     for other in others:
         finite = finite & other.finite

@@ -1,0 +1,124 @@
+"""Selections laid end to end do what they do one by one, wherever their tensors lie."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.end_to_end import Chained, EndToEnd, at_once, lay_out, runs
+from lightning_sparse.selection import Selection
+from tests.devices import devices
+
+
+def beside_each_other(numels: list[int], device: str) -> list[Tensor]:
+    """Return pieces of one tensor: what DDP hands over of one bucket."""
+    return list(torch.randn(sum(numels), device=device).split(numels))
+
+
+def by_themselves(numels: list[int], device: str) -> list[Tensor]:
+    """Return tensors with memory of their own: what is left when a narrow type has been widened."""
+    return [torch.randn(numel, device=device) for numel in numels]
+
+
+def in_two_buckets(numels: list[int], device: str) -> list[Tensor]:
+    """Return pieces of two tensors, of one with a gap: what a schedule makes of a group."""
+    first, second = (torch.randn(2 * sum(numels), device=device).split(2 * numels) for _ in range(2))
+    return [(second if place % 5 > 2 else first)[place] for place in range(len(numels))]
+
+
+PLACES = [beside_each_other, by_themselves, in_two_buckets]
+NUMELS = [7, 1, 300, 1, 2, 64, 5000, 3]
+COUNTS = [2, 1, 30, 1, 2, 1, 700, 3]
+
+
+def some_of(numel: int, count: int, seed: int, device: str) -> Tensor:
+    """Return distinct ascending positions."""
+    return torch.tensor(sorted(random.Random(seed).sample(range(numel), count)), device=device)
+
+
+def selected_by_ranks(ranks: int, device: str) -> EndToEnd:
+    """Return what several ranks sent of tensors of ``NUMELS`` elements, at different places that meet now and then."""
+    tensors = [by_themselves(NUMELS, device) for _ in range(ranks)]
+    indices = [[some_of(*size, seed, device) for size in zip(NUMELS, COUNTS)] for seed in range(ranks)]
+    each = [EndToEnd.of(*rank) for rank in zip(tensors, indices)]
+    values, positions = (torch.stack(rows) for rows in zip(*((one.values, one.positions) for one in each)))
+    return EndToEnd(values, positions, each[0].layout)
+
+
+@devices
+@pytest.mark.parametrize("place", PLACES)
+def test_every_tensor_gives_its_own_elements(place, device) -> None:
+    tensors = place(NUMELS, device)
+    indices = [some_of(numel, count, numel, device) for numel, count in zip(NUMELS, COUNTS)]
+    selections = EndToEnd.of(tensors, indices)
+    assert len(selections) == len(tensors)
+    for selection, tensor, wanted in zip(selections, tensors, indices):
+        assert selection.numel == tensor.numel()
+        assert torch.equal(selection.indices, wanted)
+        assert torch.equal(selection.values, tensor[wanted])
+
+
+@devices
+@pytest.mark.parametrize("place", PLACES)
+def test_overwrites_what_each_would_overwrite(place, device) -> None:
+    tensors = place(NUMELS, device)
+    selections = EndToEnd.of(by_themselves(NUMELS, device), [some_of(*size, 3, device) for size in zip(NUMELS, COUNTS)])
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor, selection in zip(expected, selections):
+        tensor[selection.indices] = selection.values
+    selections.overwrite(tensors)
+    assert all(map(torch.equal, tensors, expected))
+
+
+@devices
+@pytest.mark.parametrize("place", PLACES)
+def test_scatters_what_each_would_scatter_rank_by_rank(place, device) -> None:
+    tensors = place(NUMELS, device)
+    means = selected_by_ranks(3, device)
+    expected = [torch.zeros_like(tensor) for tensor in tensors]
+    for tensor, mean in zip(expected, means):
+        for values, indices in zip(mean.values, mean.indices):
+            tensor[indices] += values
+    means.scatter(tensors)
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_what_lies_between_the_tensors_is_left_alone() -> None:
+    bucket = torch.full((10,), 7.0)
+    one, _, other = bucket.split([4, 2, 4])
+    EndToEnd.of([one, other], [torch.tensor([1]), torch.tensor([0])]).scatter([one, other])
+    assert bucket.tolist() == [0, 7, 0, 0, 7, 7, 7, 0, 0, 0]
+
+
+def test_memory_that_only_happens_to_lie_behind_is_no_run() -> None:
+    memory = torch.arange(8.0)
+    one, other = (torch.frombuffer(memory.numpy(), dtype=torch.float32, count=4, offset=offset) for offset in (0, 16))
+    assert other.data_ptr() == one.data_ptr() + one.nbytes
+    assert [(first, stop) for first, stop, _ in runs([one, other])] == [(0, 1), (1, 2)]
+
+
+def test_tensors_in_another_order_than_their_memory_are_no_run() -> None:
+    one, other = torch.arange(6.0).split([4, 2])
+    assert [flat.tolist() for _, _, flat in runs([other, one])] == [[4, 5], [0, 1, 2, 3]]
+
+
+def test_as_one_selection_it_holds_the_same_elements() -> None:
+    means = selected_by_ranks(2, "cpu")
+    [whole] = at_once(means)
+    flat = torch.cat([torch.zeros(mean.numel).index_add_(0, mean.indices[0], mean.values[0]) for mean in means])
+    assert torch.equal(torch.zeros(whole.numel).index_add_(0, whole.indices[0], whole.values[0]), flat)
+
+
+def test_other_counts_of_the_same_tensors_are_another_layout() -> None:
+    few, many = (lay_out([10, 10], counts, torch.device("cpu")) for counts in ([1, 2], [2, 1]))
+    assert (few.origins().tolist(), many.origins().tolist()) == ([0, 10, 10], [0, 0, 10])
+
+
+def test_chained_sequences_are_one() -> None:
+    alone = Selection(torch.zeros(2), None, 2)
+    means = selected_by_ranks(2, "cpu")
+    chained = Chained([[alone], means])
+    assert len(chained) == len(list(chained)) == 1 + len(means)
+    assert chained[0] is alone
+    assert chained[1:][2] is means[2]
