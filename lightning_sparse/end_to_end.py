@@ -151,8 +151,9 @@ class EndToEnd(MadeWhenAsked):
     def _runs(self, tensors: Sequence[Tensor]) -> Iterator["_Run"]:
         starts, columns = self.layout.starts, self.layout.columns
         for first, stop, flat in runs(tensors):
-            selected = slice(columns[first], columns[stop])
-            yield _Run(flat, self.positions[..., selected] - starts[first], self.values[..., selected])
+            begin, selected = columns[first], columns[stop] - columns[first]
+            positions, values = (each.narrow(-1, begin, selected) for each in (self.positions, self.values))
+            yield _Run(flat, positions - starts[first], values)
 
 
 class Chained(MadeWhenAsked):

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Optional
 
 import torch
@@ -73,6 +74,13 @@ class Memory(ABC):
         """Replace what is kept by a copy of ``state``."""
 
 
+@cache
 def widened(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which gradients of a type are accumulated and kept: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients in the type in which they are accumulated; those that have it are not copied."""
+    wide = [widened(gradient.dtype) for gradient in gradients]
+    return [gradient if gradient.dtype is dtype else gradient.to(dtype) for gradient, dtype in zip(gradients, wide)]

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.feedback import Hyperparameters
-from lightning_sparse.memory.base import Memory, MemoryState, widened
+from lightning_sparse.memory.base import Memory, MemoryState, in_widened
 from lightning_sparse.selection import Selection
 
 
@@ -17,7 +17,7 @@ class NoMemory(Memory):
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        return [gradient.to(widened(gradient.dtype)) for gradient in gradients]
+        return in_widened(gradients)
 
     @override
     def update(

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_sparse.end_to_end import EndToEnd
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.functional import copy_elements
-from lightning_sparse.memory.base import Memory, MemoryState, widened
+from lightning_sparse.memory.base import Memory, MemoryState, in_widened
 from lightning_sparse.selection import Selection
 
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up what waits
@@ -48,7 +48,7 @@ class ResidualMemory(Memory):
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        accumulated = [gradient.to(widened(gradient.dtype)) for gradient in gradients]
+        accumulated = in_widened(gradients)
         self._clip(accumulated)
         self._accumulate(names, accumulated, hyperparameters)
         return accumulated
