@@ -112,12 +112,16 @@ class EndToEnd(MadeWhenAsked):
         self.layout = layout
 
     @classmethod
+    def laid(cls, values: Tensor, indices: Sequence[Tensor], numels: Iterable[int]) -> "EndToEnd":
+        """Lay selections end to end: the values of all, and for each its indices in a tensor of so many elements."""
+        layout = lay_out(numels, map(Tensor.numel, indices), values.device)
+        return cls(values, torch.cat(list(indices)).add_(layout.origins()), layout)
+
+    @classmethod
     def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "EndToEnd":
         """Select elements of tensors by their indices, int64 ``[count]`` for each and ascending."""
-        numels, counts = (map(Tensor.numel, each) for each in (tensors, indices))
-        layout = lay_out(numels, counts, tensors[0].device)
-        positions = torch.cat(list(indices)).add_(layout.origins())
-        selected = cls(tensors[0].new_empty(layout.selected), positions, layout)
+        values = tensors[0].new_empty(sum(map(Tensor.numel, indices)))
+        selected = cls.laid(values, indices, map(Tensor.numel, tensors))
         for run in selected._runs(tensors):
             torch.index_select(run.flat, 0, run.indices, out=run.values)
         return selected

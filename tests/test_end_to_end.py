@@ -1,6 +1,7 @@
 """Selections laid end to end do what they do one by one, wherever their tensors lie."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def in_two_buckets(numels: list[int], device: str) -> list[Tensor]:
     return [(second if place % 5 > 2 else first)[place] for place in range(len(numels))]
 
 
+Place = Callable[[list[int], str], list[Tensor]]
+
 PLACES = [beside_each_other, by_themselves, in_two_buckets]
 NUMELS = [7, 1, 300, 1, 2, 64, 5000, 3]
 COUNTS = [2, 1, 30, 1, 2, 1, 700, 3]
@@ -48,7 +51,7 @@ def selected_by_ranks(ranks: int, device: str) -> EndToEnd:
 
 @devices
 @pytest.mark.parametrize("place", PLACES)
-def test_every_tensor_gives_its_own_elements(place, device) -> None:
+def test_every_tensor_gives_its_own_elements(place: Place, device: str) -> None:
     tensors = place(NUMELS, device)
     indices = [some_of(numel, count, numel, device) for numel, count in zip(NUMELS, COUNTS)]
     selections = EndToEnd.of(tensors, indices)
@@ -61,7 +64,7 @@ def test_every_tensor_gives_its_own_elements(place, device) -> None:
 
 @devices
 @pytest.mark.parametrize("place", PLACES)
-def test_overwrites_what_each_would_overwrite(place, device) -> None:
+def test_overwrites_what_each_would_overwrite(place: Place, device: str) -> None:
     tensors = place(NUMELS, device)
     selections = EndToEnd.of(by_themselves(NUMELS, device), [some_of(*size, 3, device) for size in zip(NUMELS, COUNTS)])
     expected = [tensor.clone() for tensor in tensors]
@@ -73,7 +76,7 @@ def test_overwrites_what_each_would_overwrite(place, device) -> None:
 
 @devices
 @pytest.mark.parametrize("place", PLACES)
-def test_scatters_what_each_would_scatter_rank_by_rank(place, device) -> None:
+def test_scatters_what_each_would_scatter_rank_by_rank(place: Place, device: str) -> None:
     tensors = place(NUMELS, device)
     means = selected_by_ranks(3, device)
     expected = [torch.zeros_like(tensor) for tensor in tensors]

@@ -94,15 +94,13 @@ class ResidualMemory(Memory):
                 torch.where(is_accepted, source, residual, out=residual)
             return
         positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
+        if isinstance(kept, EndToEnd):
+            kept.overwrite(accumulated)
+            _copy(accumulated, residuals, positions)
+            return
         # What is overwritten as a whole need not be copied first.
-        is_end_to_end = isinstance(kept, EndToEnd)
-        partly = [each for each in positions if is_end_to_end or kept[each].indices is not None]
-        if is_end_to_end:
-            _overwrite(accumulated, kept)
-        if partly:
-            torch._foreach_copy_([residuals[each] for each in partly], [accumulated[each] for each in partly])
-        if not is_end_to_end:
-            _overwrite([residuals[each] for each in positions], [kept[each] for each in positions])
+        _copy(accumulated, residuals, [each for each in positions if kept[each].indices is not None])
+        _overwrite([residuals[each] for each in positions], [kept[each] for each in positions])
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
@@ -138,6 +136,11 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors by name."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _copy(sources: Sequence[Tensor], outs: Sequence[Tensor], positions: Sequence[int]) -> None:
+    if positions:
+        torch._foreach_copy_([outs[each] for each in positions], [sources[each] for each in positions])
 
 
 def _overwrite(tensors: Sequence[Tensor], kept: Sequence[Selection]) -> None:

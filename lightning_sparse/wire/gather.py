@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.end_to_end import EndToEnd, at_once, lay_out
+from lightning_sparse.end_to_end import EndToEnd, at_once
 from lightning_sparse.functional import index_codec, read_as, round_to
 from lightning_sparse.selection import Selection, SelectionSize
 from lightning_sparse.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
@@ -57,10 +57,7 @@ class GatherFormat(WireFormat):
 
 def _end_to_end(selections: Sequence[Selection]) -> EndToEnd:
     values = torch.cat([selection.values for selection in selections])
-    counts = (selection.values.numel() for selection in selections)
-    layout = lay_out((selection.numel for selection in selections), counts, values.device)
-    positions = torch.cat([_positions(selection) for selection in selections]).add_(layout.origins())
-    return EndToEnd(values, positions, layout)
+    return EndToEnd.laid(values, list(map(_positions, selections)), (selection.numel for selection in selections))
 
 
 def _filled(values: Tensor, selections: Sequence[Selection]) -> Tensor:
