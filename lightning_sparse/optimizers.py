@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
 
@@ -20,6 +20,9 @@ _CURE = (
 
 
 _NO_OPTIMIZER = Hyperparameters(float("nan"))
+# By the names of what they are given: moments, an average of squares, or a small number that keeps a quotient finite.
+_SIGNS_OF_A_SECOND_MOMENT = frozenset({"betas", "beta2", "alpha", "rho", "eps"})
+_LINEAR = (SGD, ASGD)
 
 
 class _Taken(NamedTuple):
@@ -136,6 +139,33 @@ class OptimizerView:
             return Hyperparameters(learning_rate, float(self._feedback.momentum or 0.0), self._feedback.nesterov)
         meant = _meant(group, self._taken.get(key))
         return Hyperparameters(learning_rate, meant["momentum"], meant["nesterov"])
+
+
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
+
+    Told by its class for those of torch that do not, and for all others by the names of their settings: Adam and its
+    kind, Adagrad, RMSprop, Adafactor, Lion, and those of other libraries.
+
+    Example::
+
+        >>> weight = [torch.nn.Parameter(torch.zeros(1))]
+        >>> is_adaptive(torch.optim.AdamW(weight)), is_adaptive(SGD(weight, lr=0.1, momentum=0.9))
+        (True, False)
+    """
+    return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
+
+
+def warning_for(optimizer: Optimizer) -> str:
+    """Compose the warning for an adaptive optimizer that is given sparse gradients."""
+    name = type(optimizer).__name__
+    return (
+        f"{name} learns how large gradients are from what arrives, and what arrives is sparse: it sees one spike where"
+        " dense training sees a hundred small gradients, and the model at the end is a worse one. A small GPT, AdamW,"
+        " density 0.01, 1000 steps: validation loss 2.11 where DDP ends at 1.55 (beta2 0.95), 1.89 and 1.51 (0.999)."
+        " Train with torch.optim.SGD, which gets what DDP gets; or send 16-bit values of everything with"
+        " strategy='sparse_dense', wire='bfloat16'; or use strategy='ddp'."
+    )
 
 
 def handled(optimizer: Optimizer) -> list[torch.Tensor]:

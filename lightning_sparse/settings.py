@@ -54,6 +54,11 @@ class Settings:
         by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
         return self.compressor.adapts_density or by_schedule or self.hides_communication
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the optimizers are given part of each gradient late."""
+        return self.compressor.feedback.keeps_residual and self.density < 1
+
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum and clip as ``correction`` says, whatever the compressor; ``None`` as it says itself.
 

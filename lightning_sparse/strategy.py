@@ -4,6 +4,7 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.nn import Module
@@ -15,7 +16,7 @@ from lightning_sparse.checkpoints import ResumableDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.observe import StepMarks
-from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView
+from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView, is_adaptive, warning_for
 from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
@@ -157,6 +158,9 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
         self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.feedback)
         if self._optimizer_view.takes_momentum:
             self._say(TAKES_MOMENTUM)
+        if self._settings.is_sparse:
+            for optimizer in filter(is_adaptive, self.optimizers):
+                rank_zero_warn(warning_for(optimizer))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

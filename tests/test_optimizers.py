@@ -1,6 +1,7 @@
 """Momentum that the memory takes over from the optimizer, and gives back."""
 
-from typing import Any
+import warnings
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -109,6 +110,49 @@ REFUSALS = {
 def test_an_optimizer_that_makes_no_sense_is_refused(pair: Pool, compressor: Any, model: Any, message: str) -> None:
     for answer in pair.run(refused, compressor, model):
         assert message in answer
+
+
+def warned_of(rank: int, compressor: Any, density: Optional[float], model: Any) -> list[str]:
+    """Fit one batch; return what was warned of on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(rank, SparseDDPStrategy(compressor, density=density), max_steps=1)
+        warnings.filterwarnings("always", message=".*from what arrives.*")
+        trainer.fit(model)
+    return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
+
+
+class WithOptimizer(Small):
+    """A model trained by any optimizer."""
+
+    def __init__(self, kind: type, **arguments: Any) -> None:
+        super().__init__()
+        self.kind, self.arguments = kind, arguments
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return it."""
+        return self.kind(self.parameters(), **self.arguments)
+
+
+WARNED = {
+    "RMSprop": ("lags", 0.01, torch.optim.RMSprop, True),
+    "Adagrad": ("topk", 0.01, torch.optim.Adagrad, True),
+    "NAdam": ("exdyna", 0.01, torch.optim.NAdam, True),
+    "Adafactor": ("topk", 0.5, torch.optim.Adafactor, True),
+    "whole": ("topk", 1.0, torch.optim.RMSprop, False),
+    "dense": ("dense", None, torch.optim.RMSprop, False),
+    "SGD": ("topk", 0.01, torch.optim.SGD, False),
+    "ASGD": ("topk", 0.01, torch.optim.ASGD, False),
+}
+
+
+@pytest.mark.parametrize(("compressor", "density", "kind", "is_warned"), WARNED.values(), ids=WARNED)
+def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_warned_of(
+    pair: Pool, compressor: str, density: Optional[float], kind: type, is_warned: bool
+) -> None:
+    first, second = pair.run(warned_of, compressor, density, WithOptimizer(kind, lr=0.01))
+    assert [kind.__name__ in line and "2.11 where DDP ends at 1.55" in line for line in first] == [True] * is_warned
+    assert second == []  # once, not once a rank
 
 
 def test_without_momentum_correction_any_optimizer_will_do(pair: Pool) -> None:
