@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
+from lightning_sparse.feedback import AdamCorrection
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.selection import Selection
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -22,6 +23,7 @@ if "lightning.pytorch" in sys.modules:  # whose user means that Trainer
     import_module("lightning_sparse.lightning")
 
 __all__ = [
+    "AdamCorrection",
     "Compressor",
     "Schedule",
     "Selection",

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Optional
@@ -12,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.density import Densities
-from lightning_sparse.feedback import Hyperparameters
+from lightning_sparse.feedback import Clipping, Hyperparameters
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.layout import ModelLayout, layout_of
+from lightning_sparse.memory import AdamMemory
 from lightning_sparse.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.pipeline import Pipeline, StepContext
 from lightning_sparse.planning import Plan, StepPlanner, plain
@@ -55,7 +57,9 @@ class Engine:
         compressor = settings.compressor
         self.densities = Densities(compressor, settings.density_at(0))
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        wire = build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, rank, ranks)
+        # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
+        dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
+        wire = build_wire(compressor.wire_format, dense_format, settings.wire, rank, ranks)
         self._collectives.check(wire.collectives)
         self._layout = layout_of(ddp.module, rank, ranks, device)
         self._numels = dict(zip(self._layout.names, self._layout.numels))
@@ -111,6 +115,25 @@ class Engine:
         if self._planner is not None:
             self._planner.start_anew()
 
+    def leave_optimizers(self) -> None:
+        """Take note that plain DDP makes the next steps, in which optimizers learn from gradients again."""
+        if isinstance(self.memory, AdamMemory):
+            self._worker.run(self.memory.leave)
+
+    def target_density(self, name: str) -> float:
+        """Return the density of a parameter when warm-up is over, as the user asked for it."""
+        return self._settings.compressor.density_of(name, self._settings.density)
+
+    def clip(self, clipping: Clipping) -> None:
+        """Clip gradients before compression from the next step on, where the optimizer is corrected; on all ranks."""
+        if isinstance(self.memory, AdamMemory):
+            self.memory.clip_to(clipping)
+
+    def second_step(self, name: str) -> int:
+        """Return the optimizer step that Adam's second moment of a corrected parameter is of."""
+        assert isinstance(self.memory, AdamMemory)
+        return self.memory.second_step(name)
+
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
         rows: list[list[float]] = []
@@ -141,6 +164,8 @@ class Engine:
         hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
         epoch: int = 0,
         samples_deltas: bool = False,
+        whole: AbstractSet[str] = frozenset(),
+        steps: int = 0,
     ) -> None:
         """Take note of what the outside knows of the step whose backward comes next.
 
@@ -149,11 +174,13 @@ class Engine:
             hyperparameters: what the optimizer does, by parameter name.
             epoch: from 0.
             samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
+            whole: names of the parameters whose gradients are sent whole, whatever the compressor; as on all ranks.
+            steps: that corrected optimizers have made.
         """
         self._learned = None
         self._recorder.begin_backward()
-        self.pipeline.context = StepContext(loss_scale, hyperparameters, samples_deltas)
-        self.densities.density = self._settings.density_at(epoch)
+        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, samples_deltas)
+        self.densities.density = self._settings.density_at(epoch, steps)
 
     def end_step(self) -> None:
         """Take note that the optimizer has made a step; average the replicas where that is due."""

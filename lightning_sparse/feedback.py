@@ -1,6 +1,11 @@
 """What a compressor asks of the memory: plain settings, so that the two need not know each other."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
+
+from torch import Tensor
+
+from lightning_sparse.functional import AdamScalars
 
 FROM_OPTIMIZER = "optimizer"
 
@@ -21,6 +26,9 @@ class ErrorFeedback(NamedTuple):
             this divided by the square root of the number of ranks. ``None`` not to clip.
         follows_learning_rate: whether what waits is counted in units of the update, learning rate times gradient, so
             that a change of the learning rate does not change what was gathered under the old one.
+        adam: how Adam's updates are made before selection, in place of momentum; ``None`` where they are not. Then
+            ``clip_norm`` is that of the mean gradient, as measured, and not divided by anything.
+        clip_value: largest magnitude of an element of this rank's gradient; only where ``adam`` is given.
     """
 
     keeps_residual: bool = True
@@ -29,6 +37,8 @@ class ErrorFeedback(NamedTuple):
     masks_momentum: bool = True
     clip_norm: Optional[float] = None
     follows_learning_rate: bool = False
+    adam: Optional["AdamCorrection"] = None
+    clip_value: Optional[float] = None
 
     def checked(self) -> "ErrorFeedback":
         """Pass through if in range.
@@ -48,6 +58,21 @@ class ErrorFeedback(NamedTuple):
         return self
 
 
+class Clipping(NamedTuple):
+    """What gradients are clipped to; ``None`` where they are not.
+
+    Attributes:
+        norm: largest norm of the mean gradient.
+        value: largest magnitude of an element.
+    """
+
+    norm: Optional[float] = None
+    value: Optional[float] = None
+
+
+NOT_CLIPPED = Clipping()
+
+
 class Hyperparameters(NamedTuple):
     """What the optimizer does with a parameter in this step.
 
@@ -55,8 +80,109 @@ class Hyperparameters(NamedTuple):
         learning_rate: of its parameter group.
         momentum: that the memory has taken over from its parameter group.
         nesterov: whether that is Nesterov's.
+        adam: what Adam keeps of it, where the memory makes Adam's updates before selection; else ``None``.
     """
 
     learning_rate: float
     momentum: float = 0.0
     nesterov: bool = False
+    adam: Optional["AdamMoments"] = None
+
+
+class AdamMoments(NamedTuple):
+    """What Adam keeps of a parameter: the optimizer's own tensors, laid out as its gradient is.
+
+    Attributes:
+        step: number of the coming step, from 1.
+        beta1: decay of the first moment.
+        beta2: decay of the second.
+        eps: is added to the root of the second moment.
+        decay: weight decay that is added to the gradient, negative where the objective is maximized; 0 where it is
+            decoupled.
+        first: first moment, flat; zero while updates are made before selection.
+        second: second moment, flat; of the mean gradient, the same on all ranks.
+        largest: the largest second moment so far, with ``amsgrad``; else ``None``.
+        parameter: flat.
+        maximizes: whether the objective is maximized, and the first moment that of the negative gradient.
+    """
+
+    step: int
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    first: Tensor
+    second: Tensor
+    largest: Optional[Tensor]
+    parameter: Tensor
+    maximizes: bool = False
+
+    @property
+    def preconditioner(self) -> Tensor:
+        """The second moment that the gradient is divided by the root of."""
+        return self.second if self.largest is None else self.largest
+
+    def scalars(self, second_step: int) -> AdamScalars:
+        """Return the numbers of the coming step, where the second moment is that of an earlier one."""
+        return AdamScalars(self.beta2, 1 - self.beta2**second_step, self.eps)
+
+
+@dataclass(frozen=True)
+class AdamCorrection:
+    """Divide by the root of Adam's second moment before selection: what is sent and kept are updates, not gradients.
+
+    Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
+    second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
+    is the same on all ranks; of these updates the largest are sent, and the rest waits. The second moment is learned
+    while everything is sent, in the first steps, and after that from a mean gradient that is exchanged now and then, as
+    16-bit values.
+
+    The first moment is left out meanwhile, and what it held is handed over to what waits: waiting for a hundred steps
+    averages gradients as a momentum does, and one on top of the other delays them further (measured: see
+    ``examples/benchmarks/README.md``).
+
+    A second moment that is shared, and learned at growing intervals, is 1-bit and 0/1 Adam's (arXiv 2102.02888,
+    2202.06009), which keep the first moment, send all of it as signs, and divide after the exchange. Here selection
+    comes after the division, so that updates compete and not gradients.
+
+    Args:
+        dense_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
+            least 2; ``None`` for a hundredth of the training, between 10 and 1000.
+        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for a tenth of
+            the training, at most 10 000.
+        refresh_steps: steps between two mean gradients that the second moment learns from, at least; the interval grows
+            to a tenth of the steps made. Each of them takes half of what DDP sends in a step.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Example::
+
+        >>> AdamCorrection(dense_steps=100, fall_steps=200).refresh_steps
+        10
+    """
+
+    dense_steps: Optional[int] = None
+    fall_steps: Optional[int] = None
+    refresh_steps: int = 10
+
+    def __post_init__(self) -> None:
+        """Check."""
+        for name, least in (("dense_steps", 2), ("fall_steps", 0), ("refresh_steps", 1)):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < least):
+                raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
+
+    def resolved(self, total_steps: Optional[int]) -> "AdamCorrection":
+        """Fill in what depends on the length of the training.
+
+        Args:
+            total_steps: optimizer steps of the whole training; ``None`` where that is not known.
+        """
+        total = _UNKNOWN_STEPS if total_steps is None else total_steps
+        dense = min(1000, max(10, total // 100)) if self.dense_steps is None else self.dense_steps
+        fall = min(10_000, total // 10) if self.fall_steps is None else self.fall_steps
+        return AdamCorrection(dense, fall, self.refresh_steps)
+
+
+_UNKNOWN_STEPS = 10_000  # a training of unknown length warms up as one of this

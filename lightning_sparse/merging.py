@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from itertools import accumulate
 from typing import NamedTuple, Optional
 
@@ -81,6 +82,7 @@ class GroupSelector:
         accumulated: Sequence[Tensor],
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
+        whole: AbstractSet[str] = frozenset(),
     ) -> GroupChoice:
         """Choose what is sent.
 
@@ -89,10 +91,12 @@ class GroupSelector:
             accumulated: for each its flat tensor of gradient plus residual; not changed.
             densities: for each the fraction of elements to send.
             are_used: for each whether this rank used it; ``None`` where that is not tracked.
+            whole: names of those that are sent whole without asking the compressor, whose density is 1.
         """
-        sends_whole = [self._compressor.dense_wire_format is not None and density >= 1 for density in densities]
+        has_a_way = self._compressor.dense_wire_format is not None
+        sends_whole = [name in whole or (has_a_way and density >= 1) for name, density in zip(names, densities)]
         order = sorted(range(len(names)), key=sends_whole.__getitem__)
-        few, whole = order[: sends_whole.count(False)], order[sends_whole.count(False) :]
+        few, rest = order[: sends_whole.count(False)], order[sends_whole.count(False) :]
         counts: list[float] = [element_count(tensor.numel(), each) for tensor, each in zip(accumulated, densities)]
         tensors = [accumulated[position] for position in few]
         wanted = [int(counts[position]) for position in few]
@@ -104,10 +108,10 @@ class GroupSelector:
             for position in few:
                 counts[position] = wanted[0] * accumulated[position].numel() / merged.flat.numel()
         selections = self._compressor.select([names[position] for position in few], tensors, wanted) if few else []
-        if whole:
-            selections = [*selections, *(_all_of(accumulated[position]) for position in whole)]
+        if rest:
+            selections = [*selections, *(_all_of(accumulated[position]) for position in rest)]
         return GroupChoice(
-            tensors=[*tensors, *(accumulated[position] for position in whole)],
+            tensors=[*tensors, *(accumulated[position] for position in rest)],
             selections=selections,
             counts=counts,
             positions=sorted(range(len(order)), key=order.__getitem__),

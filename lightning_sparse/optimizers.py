@@ -1,12 +1,14 @@
 """What the optimizers do with each parameter, and the momentum that the memory takes over from them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
+from lightning_sparse.adam import AdamSteps, ComingStep, is_correctable
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
 
 TAKES_MOMENTUM = (
@@ -45,6 +47,8 @@ class OptimizerView:
         parameters: the model's, by name.
         optimizers: that train it.
         feedback: what the memory accumulates.
+        target_of: density of a parameter when warm-up is over, by its name.
+        second_step_of: the step that Adam's second moment of a parameter is of, by its name.
 
     Raises:
         ValueError: if the memory accumulates momentum, and an optimizer is not SGD, has dampening, or has momentum of
@@ -56,10 +60,16 @@ class OptimizerView:
         parameters: Mapping[str, torch.nn.Parameter],
         optimizers: Sequence[Optimizer],
         feedback: ErrorFeedback,
+        target_of: Callable[[str], float] = lambda name: 1.0,
+        second_step_of: Callable[[str], int] = lambda name: 0,
     ) -> None:
-        self.know(parameters)
+        self._adam: Optional[AdamSteps] = None
         self._optimizers = optimizers
         self._feedback = feedback
+        self.know(parameters)
+        if feedback.adam is not None:
+            corrected = list(filter(is_correctable, optimizers))
+            self._adam = AdamSteps(corrected, self._names, feedback.adam, target_of, second_step_of)
         self._taken: dict[tuple[int, int], _Taken] = {}
         self._handles: list[Any] = []
         if feedback.momentum is not None:
@@ -78,6 +88,23 @@ class OptimizerView:
     def know(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Take note of the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
+        if self._adam is not None:
+            self._adam.names = self._names
+
+    def coming_step(self, is_plain: bool = False) -> ComingStep:
+        """Return what the exchange has to know of the coming step, which may be left to plain DDP.
+
+        The same on all ranks: all train the same parameters, and have made as many steps with each.
+        """
+        found = self.hyperparameters()
+        if self._adam is None:
+            return ComingStep(found, frozenset(), 0)
+        coming = self._adam.coming(is_plain)
+        return coming._replace(hyperparameters={**found, **coming.hyperparameters})
+
+    def without_corrected(self) -> AbstractContextManager[None]:
+        """Keep out of sight the gradients of parameters whose updates were made before selection, for a while."""
+        return nullcontext() if self._adam is None else self._adam.hidden()
 
     def hyperparameters(self) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
@@ -99,6 +126,8 @@ class OptimizerView:
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
+        if self._adam is not None:
+            self._adam.close()
         for handle in self._handles:
             handle.remove()
         for index in range(len(self._optimizers)):
@@ -156,6 +185,32 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 
 
+def takes_adam(feedback: ErrorFeedback) -> str:
+    """Say what is done to Adam."""
+    assert feedback.adam is not None
+    dense, fall, refresh = feedback.adam.dense_steps, feedback.adam.fall_steps, feedback.adam.refresh_steps
+    return (
+        f"Adam's updates are made before selection: for the first {dense} steps gradients are sent whole, over the next"
+        f" {fall} the density falls, and the second moment learns from a mean gradient every {refresh} steps or more."
+    )
+
+
+def check_correctable(optimizers: Sequence[Optimizer]) -> None:
+    """Check optimizers whose correction was asked for.
+
+    Raises:
+        ValueError: if one of them learns from gradients how large they are and cannot be corrected, or none can be.
+    """
+    refused = [each for each in optimizers if not is_correctable(each)]
+    if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
+        names = ", ".join(type(each).__name__ for each in refused)
+        raise ValueError(
+            f"optimizer_correction=AdamCorrection(...) was given, but {names} cannot be corrected: choose"
+            " torch.optim.AdamW or torch.optim.Adam (not differentiable, and with their own step), or"
+            " optimizer_correction='auto', which warns of optimizers that learn from sparse gradients"
+        )
+
+
 def warning_for(optimizer: Optimizer) -> str:
     """Compose the warning for an adaptive optimizer that is given sparse gradients."""
     name = type(optimizer).__name__
@@ -163,8 +218,8 @@ def warning_for(optimizer: Optimizer) -> str:
         f"{name} learns how large gradients are from what arrives, and what arrives is sparse: it sees one spike where"
         " dense training sees a hundred small gradients, and the model at the end is a worse one. A small GPT, AdamW,"
         " density 0.01, 1000 steps: validation loss 2.11 where DDP ends at 1.55 (beta2 0.95), 1.89 and 1.51 (0.999)."
-        " Train with torch.optim.SGD, which gets what DDP gets; or send 16-bit values of everything with"
-        " strategy='sparse_dense', wire='bfloat16'; or use strategy='ddp'."
+        " Choose torch.optim.AdamW or Adam, whose updates are made before selection unless"
+        " optimizer_correction=None; or torch.optim.SGD; or strategy='ddp'."
     )
 
 

@@ -1,6 +1,7 @@
 """The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Optional, TypeVar, Union
 
 import torch
@@ -18,6 +19,7 @@ from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival, Payload, WireFormat
 
 Result = TypeVar("Result")
+_LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
 
 
 class StepContext(NamedTuple):
@@ -27,12 +29,14 @@ class StepContext(NamedTuple):
         loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
             step, so what is kept is kept without it.
         hyperparameters: by parameter name; empty where no optimizer is known.
+        whole: names of the parameters whose gradients are sent whole in this step, whatever the compressor.
         samples_deltas: whether to compare what is applied with the dense mean of what had accumulated, which costs a
             dense all-reduce; on all ranks or on none.
     """
 
     loss_scale: Optional[Tensor] = None
     hyperparameters: Mapping[str, Hyperparameters] = {}
+    whole: AbstractSet[str] = frozenset()
     samples_deltas: bool = False
 
 
@@ -127,8 +131,10 @@ class Pipeline:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 self.compressor.prepare(names, gradients)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                densities = [self.density_of(name) for name in names]
-                choice = self._selector.select(names, accumulated, densities, [local.is_used for local in group])
+                whole = self.context.whole
+                densities = [1.0 if name in whole else self.density_of(name) for name in names]
+                are_used = [local.is_used for local in group]
+                choice = self._selector.select(names, accumulated, densities, are_used, whole)
             marks.elements = sum(tensor.numel() for tensor in accumulated)
             marks.dense_elements = sum(each.numel for each in at_once(choice.selections) if each.indices is None)
             marks.counts = round(sum(choice.counts)) - marks.dense_elements
@@ -150,6 +156,7 @@ class Pipeline:
         """
         finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
         means = self._conclude(step, finite)
+        self._learn(step, finite)
         with self.recorder.span("commit"):
             for (group, accumulated, counts, arrival), group_means in zip(step, means):
                 dense_means = self._dense_means(group, accumulated) if self.context.samples_deltas else None
@@ -159,6 +166,7 @@ class Pipeline:
                 if dense_means is not None:
                     deltas = layer_deltas(dense_means, accumulated, counts)
                     self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
+                self.memory.to_gradients([local.name for local in group], accumulated)
                 if self.context.loss_scale is not None:
                     torch._foreach_mul_(accumulated, self.context.loss_scale)
                 for local, tensor in zip(group, accumulated):
@@ -184,14 +192,43 @@ class Pipeline:
         means = self._run_collective(Payload("all_reduce", flat), names)
         return list(means.split([tensor.numel() for tensor in accumulated]))
 
+    def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
+        """Let the memory learn from the mean of fresh gradients, where it is time for that."""
+        local = self.memory.take_local_gradients()
+        # The host waits for the device in such a step only, one in ten or fewer.
+        if not local or not bool(finite):
+            return
+        for group, _, _, arrival in step:
+            are_used = [True] * len(group) if arrival.used is None else arrival.used.tolist()
+            names = [each.name for each, is_used in zip(group, are_used) if is_used and each.name in local]
+            for first in range(0, len(names), _LEARNED_TOGETHER):
+                some = {name: local.pop(name) for name in names[first : first + _LEARNED_TOGETHER]}
+                self.memory.learn(some, self._means(list(some.values()), list(some)))
+
+    def _means(self, tensors: Sequence[Tensor], names: list[str]) -> list[Tensor]:
+        """Return means over ranks, rounded to 16 bits on the way."""
+        flat = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors])
+        with self.recorder.span("exchange"):
+            flat = self._run_collective(Payload("all_reduce", flat), names).div_(self.collectives.ranks)
+        return [mean.to(tensor.dtype) for mean, tensor in zip(flat.split(list(map(Tensor.numel, tensors))), tensors)]
+
     def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
         names = [local.name for exchanged in step for local in exchanged.group]
         means = Chained([exchanged.arrival.means for exchanged in step])
+        if self.context.whole:
+            return self._conclude_rest(step, names, means, finite)
         concluded = self._travel(self.compressor.conclude(names, means, finite), names)
-        if concluded is means:
-            return means.parts
-        rest = iter(concluded)
-        return [[next(rest) for _ in exchanged.group] for exchanged in step]
+        return means.parts if concluded is means else _by_group(concluded, step)
+
+    def _conclude_rest(
+        self, step: Sequence[Exchanged], names: list[str], means: Sequence[Selection], finite: Tensor
+    ) -> Sequence[Sequence[Selection]]:
+        """Conclude a step in which the compressor was asked about some of the parameters only, or about none."""
+        asked = {name: mean for name, mean in zip(names, means) if name not in self.context.whole}
+        if asked:
+            conclusion = self.compressor.conclude(list(asked), list(asked.values()), finite)
+            asked = dict(zip(asked, self._travel(conclusion, list(asked))))
+        return _by_group([asked.get(name, mean) for name, mean in zip(names, means)], step)
 
     def _travel(self, phases: Generator[Union[Payload, Tensor], Tensor, Result], names: list[str]) -> Result:
         """Run each phase and hand in what it brought; a tensor alone, on which ranks are to agree, is gathered."""
@@ -223,6 +260,11 @@ class Pipeline:
         used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
         # The host need not wait: what is not pinned has been read when this returns.
         return used.to(self.collectives.device, non_blocking=True)
+
+
+def _by_group(concluded: Sequence[Selection], step: Sequence[Exchanged]) -> list[list[Selection]]:
+    rest = iter(concluded)
+    return [[next(rest) for _ in exchanged.group] for exchanged in step]
 
 
 def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:

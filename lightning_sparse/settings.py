@@ -4,11 +4,14 @@ from typing import Optional, Union
 
 import torch
 
+from lightning_sparse.adam import falling_density
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.feedback import FROM_OPTIMIZER, NOT_CLIPPED, AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.memory import Memory, NoMemory, build_memory
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 from lightning_sparse.wire import wire_dtype
+
+AUTO = "auto"
 
 
 class Settings:
@@ -20,9 +23,11 @@ class Settings:
         schedule: name or object.
         wire: name of the type of the values that travel.
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
+        optimizer_correction: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
 
     Attributes:
-        feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` changes it.
+        feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
+            :meth:`correct_adam` changes it.
         hides_communication: whether a rule wants the plan to send more where that costs no time.
 
     Raises:
@@ -38,14 +43,16 @@ class Settings:
         schedule: Union[str, Schedule],
         wire: str,
         warmup_epochs: Optional[int] = None,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = SCHEDULES.resolve(schedule)
         self.wire = wire_dtype(wire)
-        self.feedback = self.compressor.feedback
+        self.feedback = self._asked_feedback = self.compressor.feedback
         self.hides_communication = False
+        self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
         self._check_adaptation(schedule)
 
     @property
@@ -59,6 +66,40 @@ class Settings:
         """Whether the optimizers are given part of each gradient late."""
         return self.compressor.feedback.keeps_residual and self.density < 1
 
+    def correct_adam(self, clip: Clipping = NOT_CLIPPED, total_steps: Optional[int] = None) -> None:
+        """Have Adam's updates made before selection, in the next fit.
+
+        The compressor's own momentum is left out: Adam's first moment is in its place.
+
+        Args:
+            clip: what the user clips gradients to.
+            total_steps: optimizer steps of the whole training; ``None`` where that is not known.
+        """
+        asked, own = self._asked_feedback, self.optimizer_correction
+        correction = own if isinstance(own, AdamCorrection) else AdamCorrection()
+        self.feedback = ErrorFeedback(
+            adam=correction.resolved(total_steps),
+            follows_learning_rate=asked.follows_learning_rate,
+            clip_norm=asked.clip_norm if clip.norm is None else clip.norm,
+            clip_value=clip.value,
+        )
+
+    def leave_optimizers(self) -> None:
+        """Have gradients accumulated, or the momentum that was asked for, in the next fit."""
+        self.feedback = self._asked_feedback
+
+    @property
+    def can_correct_adam(self) -> bool:
+        """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
+        is_wanted = self.optimizer_correction is not None and self.is_sparse
+        takes_momentum = self._asked_feedback.momentum in (None, FROM_OPTIMIZER)
+        return is_wanted and takes_momentum and _refusal_of(self.compressor) is None
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether momentum was asked for that only the one kind of optimizer has."""
+        return self._asked_feedback.momentum is not None
+
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum and clip as ``correction`` says, whatever the compressor; ``None`` as it says itself.
 
@@ -69,7 +110,7 @@ class Settings:
         """
         own = self.compressor.feedback
         if correction is None:
-            self.feedback = own
+            self.feedback = self._asked_feedback = own
             return
         _check_correction(self.compressor, correction)
         if isinstance(self.schedule, Auto):
@@ -78,6 +119,7 @@ class Settings:
                 " accumulates momentum: use schedule='merged', such as strategy='sparse_lags'"
             )
         self.feedback = correction._replace(follows_learning_rate=own.follows_learning_rate)
+        self._asked_feedback = self.feedback
 
     def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
         name = type(self.compressor).__name__
@@ -94,15 +136,21 @@ class Settings:
                 " schedule='merged'"
             )
 
-    def density_at(self, epoch: int) -> float:
+    def density_at(self, epoch: int, steps: int = 0) -> float:
         """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
 
         With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
         Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
+
+        Args:
+            epoch: from 0.
+            steps: that corrected optimizers have made, whose own warm-up may ask for more.
         """
+        correction = self.feedback.adam
+        least = 0.0 if correction is None else falling_density(correction, steps, self.density)
         if epoch >= self.warmup_epochs:
-            return self.density
-        return float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1)))
+            return max(least, self.density)
+        return max(least, float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
 
     def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
         """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
@@ -129,6 +177,36 @@ def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None
             f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
             " sent: set masks_momentum=False, or choose OMGS(per_tensor=True) or compressor='lags'"
         )
+
+
+def _refusal_of(compressor: Compressor) -> Optional[str]:
+    """Return why the updates of Adam cannot be made before selection; ``None`` where they can."""
+    if compressor.replicas_diverge:
+        return "lets replicas drift apart, whose optimizers then differ in more than a first moment"
+    if not compressor.feedback.keeps_residual:
+        return "keeps nothing for later, so that Adam sees every gradient in the step that it is of"
+    return None
+
+
+def _checked_correction(
+    correction: Union[str, AdamCorrection, None], compressor: Compressor
+) -> Union[str, AdamCorrection, None]:
+    if correction is None or correction == AUTO:
+        return correction
+    if not isinstance(correction, AdamCorrection):
+        raise ValueError(
+            f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or"
+            " an AdamCorrection(...)"
+        )
+    name, reason = type(compressor).__name__, _refusal_of(compressor)
+    if reason is None and compressor.is_lossless:
+        reason = "sends everything, so that there is nothing to correct"
+    if reason is not None:
+        raise ValueError(
+            f"optimizer_correction={correction!r} was given, but {name} {reason}: leave it out, or choose a sparsifier"
+            " such as compressor='topk'"
+        )
+    return correction
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

@@ -4,23 +4,35 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import Trainer
+from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.adam import is_correctable
 from lightning_sparse.checkpoints import ResumableDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
+from lightning_sparse.feedback import AdamCorrection, Clipping
 from lightning_sparse.observe import StepMarks
-from lightning_sparse.optimizers import TAKES_MOMENTUM, OptimizerView, is_adaptive, warning_for
+from lightning_sparse.optimizers import (
+    TAKES_MOMENTUM,
+    OptimizerView,
+    check_correctable,
+    handled,
+    is_adaptive,
+    takes_adam,
+    warning_for,
+)
 from lightning_sparse.planning import Plan
 from lightning_sparse.registry import strategy_entries
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.settings import Settings
+from lightning_sparse.settings import AUTO, Settings
 from lightning_sparse.steering import Steerable
 
 _REFUSED_ARGUMENTS = {
@@ -55,6 +67,10 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
             fast to wait. ``None`` for the compressor's own default.
         resume_compression: whether ``fit(ckpt_path=...)`` takes up what the ranks had kept; ``False`` lets residuals
             start empty.
+        optimizer_correction: how an adaptive optimizer is kept from learning from sparse gradients how large gradients
+            are: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with a warm-up of
+            its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
+            with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
         **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
             ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
 
@@ -76,12 +92,13 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
         wire: str = "float32",
         warmup_epochs: Optional[int] = None,
         resume_compression: bool = True,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
-        settings = Settings(compressor, density, schedule, wire, warmup_epochs)
+        settings = Settings(compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
         self._optimizer_view: Optional[OptimizerView] = None
         self._final_stats: dict[str, float] = {}
         self._samples_deltas = False
@@ -139,28 +156,59 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word.
         assert isinstance(self.model, DistributedDataParallel)
         self._final_state = None
-        # One process that takes up what several kept goes on as they did, so that the model gets what it is owed.
-        if dist.get_world_size(self.model.process_group) == 1 and not self._has_loaded_state():
-            self._say("one process, so there is nothing to exchange or compress.")
-            return
-        self._engine = Engine(self.model, self._settings, self._timeout, self._say)
-        self._begin_switching(self._settings.schedule)
+        # What is done with gradients depends on the optimizers, which Lightning sets up next.
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self._engine is None:
+        assert isinstance(self.model, DistributedDataParallel)
+        # One process that takes up what several kept goes on as they did, so that the model gets what it is owed.
+        if dist.get_world_size(self.model.process_group) == 1 and not self._has_loaded_state():
+            self._say("one process, so there is nothing to exchange or compress.")
             return
+        corrects = self._correct_adam(trainer)
+        self._engine = Engine(self.model, self._settings, self._timeout, self._say)
+        self._begin_switching(self._settings.schedule)
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
-        if self._optimizer_view is not None:
-            self._optimizer_view.close()
-        self._optimizer_view = OptimizerView(parameters, self.optimizers, self._settings.feedback)
-        if self._optimizer_view.takes_momentum:
+        target_of, second_step_of = self._engine.target_density, self._engine.second_step
+        view = OptimizerView(parameters, self.optimizers, self._settings.feedback, target_of, second_step_of)
+        self._optimizer_view = view
+        if view.takes_momentum:
             self._say(TAKES_MOMENTUM)
+        if corrects:
+            self._say(takes_adam(self._settings.feedback))
+            self._clip_gradients = self.precision_plugin.clip_gradients
+            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
         if self._settings.is_sparse:
             for optimizer in filter(is_adaptive, self.optimizers):
-                rank_zero_warn(warning_for(optimizer))
+                if not (corrects and is_correctable(optimizer)):
+                    rank_zero_warn(warning_for(optimizer))
+
+    def _correct_adam(self, trainer: Trainer) -> bool:
+        """Decide whether Adam's updates are made before selection; return whether so."""
+        settings = self._settings
+        if isinstance(settings.optimizer_correction, AdamCorrection):
+            check_correctable(self.optimizers)
+        are_correctable = list(map(is_correctable, self.optimizers))
+        corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
+        if not (corrects and self.optimizers and settings.can_correct_adam):
+            settings.leave_optimizers()
+            return False
+        value = trainer.gradient_clip_val
+        clip = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
+        settings.correct_adam(clip, _total_steps(trainer))
+        return True
+
+    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
+        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
+        assert self._engine is not None
+        assert self._optimizer_view is not None
+        self._engine.clip(_clipping(clip_val, *algorithm, **named_algorithm))
+        with self._optimizer_view.without_corrected():
+            if all(parameter.grad is None for parameter in handled(optimizer)):
+                return  # torch clips no list without a member
+            self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -176,8 +224,10 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
             assert self._optimizer_view is not None
             assert self.lightning_module is not None
             epoch = self.lightning_module.current_epoch
-            settings = self._optimizer_view.hyperparameters()
-            self._engine.begin_backward(self._loss_scale(), settings, epoch, self._samples_deltas)
+            coming = self._optimizer_view.coming_step(self.is_plain)
+            self._engine.begin_backward(
+                self._loss_scale(), coming.hyperparameters, epoch, self._samples_deltas, coming.whole, coming.steps
+            )
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -226,6 +276,8 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
             if self._optimizer_view is not None:
                 self._optimizer_view.close()
                 self._optimizer_view = None
+            if self._settings.feedback.adam is not None:
+                del self.precision_plugin.clip_gradients
         super().teardown()
 
     @classmethod
@@ -233,6 +285,23 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, description, arguments in strategy_entries():
             strategy_registry.register(name, cls, description=description, **arguments)
+
+
+def _total_steps(trainer: Trainer) -> Optional[int]:
+    """Return the optimizer steps of the whole training, as Lightning estimates them; ``None`` where it cannot."""
+    if trainer.max_steps > 0:
+        return trainer.max_steps
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # batches are accumulated by a schedule
+        return None
+    return None if total == float("inf") else int(total)
+
+
+def _clipping(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
+    if not value:
+        return Clipping()
+    return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
 
 
 def _check_parameters(model: Module) -> None:

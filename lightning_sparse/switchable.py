@@ -176,6 +176,8 @@ class SwitchableDDPStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         module, synchronizes = self.model.module, self.model.require_backward_grad_sync
         if self._engine is not None and not self._is_plain:
+            if is_plain:
+                self._engine.leave_optimizers()
             self._engine.detach()
         self.model = None  # two reducers would both take every gradient
         self._is_plain = is_plain

@@ -8,7 +8,6 @@ import torch
 from pytorch_lightning.callbacks import LearningRateFinder
 from torch import Tensor
 
-from lightning_sparse.compressors import SDAGC
 from tests.compatibility.page import page
 from tests.compatibility.rows import ROWS
 from tests.compatibility.running import STRATEGIES, Feature, Outcome, refusal_of, run_cell
@@ -58,7 +57,7 @@ def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Pat
         return
     first, second = pair.run(run, strategy, name, str(tmp_path))
     assert_one_model(feature, strategy, first, second)
-    assert_compressed(strategy, first)
+    assert_compressed(strategy, first, feature.sent_whole)
     feature.check(first, second)
 
 
@@ -73,15 +72,17 @@ def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Ou
         assert [batch.checksum for batch in first.batches] == [batch.checksum for batch in second.batches]
 
 
-def assert_compressed(strategy: str, outcome: Outcome) -> None:
+def assert_compressed(strategy: str, outcome: Outcome, sent_whole: float) -> None:
     """Ask for steps that were compressed; of ``sparse_auto``, which takes turns here, also for some that were not."""
     if strategy not in COMPRESSION:
         return
     expected = COMPRESSION[strategy]
     sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_plain or batch.is_whole)]
     # ExDyna's threshold takes some steps to find its level.
-    assert expected.densities[0] <= sparse[-1]["density"] <= expected.densities[1]
-    assert 0 < sparse[-1]["wire_bytes"] <= expected.bytes * sparse[-1]["dense_bytes"]
+    least, most = (bound * (1 - sent_whole) + sent_whole for bound in expected.densities)
+    assert least <= sparse[-1]["density"] <= most
+    # What is sent whole goes to its owner and comes back: with two ranks one and a half times.
+    assert 0 < sparse[-1]["wire_bytes"] <= (expected.bytes + 1.5 * sent_whole) * sparse[-1]["dense_bytes"]
     has_time = outcome.batches[-1].step >= STEPS_TO_CHANGE_HANDS
     assert any(batch.is_plain for batch in outcome.batches) == (strategy == "sparse_auto" and has_time)
 
@@ -106,19 +107,6 @@ def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair: Pool, strategy: 
     (expected, expected_rates), _ = pair.run(fit_with_a_rate, strategy, False, str(tmp_path))
     assert rates == expected_rates == [0.1] * 24
     assert all(torch.equal(searched[name], expected[name]) for name in expected)
-
-
-def fit_without_momentum(rank: int, folder: str) -> Outcome:
-    """Do what the refusal of Adam advises."""
-    cured = FEATURES["Adam"]._replace(strategy={"compressor": SDAGC(momentum=None)})
-    return run_cell(rank, "sparse_sdagc", cured, folder)
-
-
-def test_what_a_refusal_advises_works(pair: Pool, tmp_path: Path) -> None:
-    first, second = pair.run(fit_without_momentum, str(tmp_path))
-    assert_one_model(FEATURES["Adam"], "sparse_sdagc", first, second)
-    assert_compressed("sparse_sdagc", first)
-    FEATURES["Adam"].check(first, second)
 
 
 def test_the_page_is_that_of_the_rows() -> None:

@@ -1,6 +1,7 @@
 """Momentum that the memory takes over from the optimizer, and gives back."""
 
 import warnings
+from functools import partial
 from typing import Any, Optional
 
 import pytest
@@ -98,9 +99,23 @@ def refused(rank: int, compressor: Any, model: Any) -> str:
     return "was not refused"
 
 
+class WithOptimizer(Small):
+    """A model trained by any optimizer."""
+
+    def __init__(self, kind: type, **arguments: Any) -> None:
+        super().__init__()
+        self.kind, self.arguments = kind, arguments
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return it."""
+        return self.kind(self.parameters(), **self.arguments)
+
+
+WithRMSprop = partial(WithOptimizer, torch.optim.RMSprop)
 REFUSALS = {
-    "adam": (DGC(), WithAdam(), "Adam works on the gradients themselves"),
-    "adam and sdagc": (SDAGC(), WithAdam(), "compressor=DGC(momentum=None)"),
+    "rmsprop": (DGC(), WithRMSprop(), "RMSprop works on the gradients themselves"),
+    "rmsprop and sdagc": (SDAGC(), WithRMSprop(), "compressor=DGC(momentum=None)"),
+    "a number as momentum": (DGC(momentum=0.5), WithAdam(), "Adam works on the gradients themselves"),
     "dampening": (DGC(), WithSGD(dampening=0.5), "cannot take over SGD's dampening=0.5: set it to 0"),
     "given twice": (DGC(momentum=0.5), WithSGD(), "momentum=0.5 was given to the memory and momentum=0.9 to SGD"),
 }
@@ -122,23 +137,13 @@ def warned_of(rank: int, compressor: Any, density: Optional[float], model: Any) 
     return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
 
 
-class WithOptimizer(Small):
-    """A model trained by any optimizer."""
-
-    def __init__(self, kind: type, **arguments: Any) -> None:
-        super().__init__()
-        self.kind, self.arguments = kind, arguments
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return it."""
-        return self.kind(self.parameters(), **self.arguments)
-
-
 WARNED = {
     "RMSprop": ("lags", 0.01, torch.optim.RMSprop, True),
     "Adagrad": ("topk", 0.01, torch.optim.Adagrad, True),
     "NAdam": ("exdyna", 0.01, torch.optim.NAdam, True),
     "Adafactor": ("topk", 0.5, torch.optim.Adafactor, True),
+    "AdamW": ("lags", 0.01, torch.optim.AdamW, False),
+    "Adam with momentum of its own": ("dgc", 0.01, torch.optim.Adam, False),
     "whole": ("topk", 1.0, torch.optim.RMSprop, False),
     "dense": ("dense", None, torch.optim.RMSprop, False),
     "SGD": ("topk", 0.01, torch.optim.SGD, False),

@@ -11,7 +11,8 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.memory import widened
 
-_RATES = "learning_rate"  # the one kind that is a number for each parameter
+_RATES = "learning_rate"
+_NUMBERS = {_RATES, "second_moment_step", "squared_norms"}  # kinds that are a few numbers for each parameter
 
 
 def take_up(
@@ -41,8 +42,8 @@ def take_up(
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
-    kinds = state["memory"].keys() - {_RATES}
-    if kinds == present["memory"].keys() - {_RATES}:
+    kinds = state["memory"].keys() - _NUMBERS
+    if kinds == present["memory"].keys() - _NUMBERS:
         usable["memory"], gone = _fitted_memory(state["memory"], parameters, source)
         if not compressor.feedback.follows_learning_rate:
             usable["memory"].pop(_RATES, None)
@@ -88,7 +89,7 @@ def _fitted_memory(
             gone.add(name)
             continue
         parameter = parameters[name]
-        if tensor.numel() != (1 if kind == _RATES else parameter.numel()):
+        if kind not in _NUMBERS and tensor.numel() != parameter.numel():
             raise CheckpointError(
                 f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
                 f" {parameter.numel()}: its shape has changed since. {CURE}"

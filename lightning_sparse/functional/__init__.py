@@ -1,5 +1,6 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
+from lightning_sparse.functional.adam import AdamScalars, cached_batches, denominators, precondition
 from lightning_sparse.functional.copying import add_rows, copy_elements, read_as
 from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.fingerprint import fingerprint
@@ -14,11 +15,14 @@ from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indice
 
 __all__ = [
     "NORMS",
+    "AdamScalars",
     "IndexCodec",
     "add_rows",
     "batched_top_k_indices",
     "bucket_views",
+    "cached_batches",
     "copy_elements",
+    "denominators",
     "fingerprint",
     "index_codec",
     "indices_reaching",
@@ -28,6 +32,7 @@ __all__ = [
     "magnitude_quantile",
     "pack_codes",
     "packed_nbytes",
+    "precondition",
     "quantize",
     "read_as",
     "round_to",

@@ -2,7 +2,8 @@
 
 import math
 
-from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+from lightning_sparse.feedback import FROM_OPTIMIZER, Clipping, ErrorFeedback, Hyperparameters
+from lightning_sparse.memory.adam import AdamMemory
 from lightning_sparse.memory.base import Memory, MemoryState, widened
 from lightning_sparse.memory.momentum import MomentumMemory
 from lightning_sparse.memory.none import NoMemory
@@ -19,6 +20,9 @@ def build_memory(feedback: ErrorFeedback, ranks: int) -> Memory:
     """
     if not feedback.keeps_residual:
         return NoMemory()
+    if feedback.adam is not None:
+        clip = Clipping(feedback.clip_norm, feedback.clip_value)
+        return AdamMemory(ranks, feedback.adam.refresh_steps, clip, feedback.follows_learning_rate)
     local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
     if feedback.momentum is None:
         return ResidualMemory(local_clip_norm, feedback.follows_learning_rate)
@@ -28,6 +32,7 @@ def build_memory(feedback: ErrorFeedback, ranks: int) -> Memory:
 
 
 __all__ = [
+    "AdamMemory",
     "Memory",
     "MemoryState",
     "MomentumMemory",

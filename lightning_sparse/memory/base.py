@@ -58,6 +58,31 @@ class Memory(ABC):
             accepted: bool ``[len(names)]``; where false, the memory of that parameter stays as it is.
         """
 
+    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor]) -> None:
+        """Turn means of what was accumulated into gradients, in place, where that is something else.
+
+        Args:
+            names: parameter names.
+            updates: for each the mean over ranks of what was sent, flat.
+        """
+        return
+
+    def take_local_gradients(self) -> dict[str, Tensor]:
+        """Return, by parameter name, those of this rank's gradients whose mean over ranks is wanted after this step.
+
+        Asked for once a step, after all of its gradients were compensated; the names are the same on all ranks.
+        """
+        return {}
+
+    def learn(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
+        """Learn from means over ranks, of a step that is accepted.
+
+        Args:
+            local: some of what :meth:`take_local_gradients` returned.
+            means: for each the mean over ranks, the same on all of them; rounded to 16 bits. May be changed.
+        """
+        raise NotImplementedError
+
     def statistics(self) -> dict[str, Tensor]:
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
         return {}

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
+from lightning_sparse.feedback import AdamCorrection
 from lightning_sparse.hook import bucket_cap_mb
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.settings import Settings
@@ -26,12 +27,16 @@ def sparse_ddp(
     wire: str = "float32",
     warmup_epochs: Optional[int] = 0,
     say: Callable[[str], None] = print,
+    correction: Optional[AdamCorrection] = None,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
-    engine = Engine(ddp, Settings(built(compressor), density, schedule, wire, warmup_epochs), say=say)
+    settings = Settings(built(compressor), density, schedule, wire, warmup_epochs, correction)
+    if settings.can_correct_adam:
+        settings.correct_adam()
+    engine = Engine(ddp, settings, say=say)
     try:
         yield ddp, engine
     finally:

@@ -109,7 +109,12 @@ def refused(rank: int, strategy: dict[str, Any], correction: MomentumCorrection,
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
-    "adam": ({}, {}, WithAdam(), "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD"),
+    "adam": (
+        {"optimizer_correction": None},
+        {},
+        WithAdam(),
+        "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD",
+    ),
     "dampening": ({}, {}, WithSGD(dampening=0.5), "cannot take over SGD's dampening=0.5: set it to 0"),
     "given twice": ({}, {"momentum": 0.5}, WithSGD(), "momentum=0.5 was given to the memory and momentum=0.9 to SGD"),
     "dgc": ({"compressor": "dgc"}, {}, WithSGD(), "DGC corrects momentum or clips itself (momentum='optimizer'"),

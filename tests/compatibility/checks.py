@@ -163,6 +163,17 @@ def moments(first: Outcome, second: Outcome) -> None:
     assert first.notes["kinds"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def moments_of_windows(first: Outcome, second: Outcome) -> None:
+    """Ask for an optimizer that keeps both moments, and for a step after every second batch."""
+    moments(first, second)
+    assert steps(first) == [batch // 2 for batch in range(1, 17)]
+
+
+def two_epochs_by_turns(first: Outcome, second: Outcome) -> None:
+    """Ask for a step in each of sixteen batches."""
+    assert steps(first) == list(range(1, 17))
+
+
 def fit_compiled(trainer: Trainer, module: Plain) -> dict[str, Any]:
     """Fit a module that is compiled as a whole."""
     return fit_counting_graphs(trainer, torch.compile(module, backend=COMPILER))

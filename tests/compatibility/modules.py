@@ -212,6 +212,33 @@ class WithAdam(Plain):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+class WithAdamW(Plain):
+    """AdamW."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ByHandWithAdamW(ByHand):
+    """Two optimizers that the user steps in turn, both AdamW."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each layer."""
+        return [torch.optim.AdamW(self.network[layer].parameters(), lr=1e-3) for layer in (0, 2)]
+
+
+class UnusedWithAdamW(Unused):
+    """A layer that no rank uses, and one that rank 0 alone uses, with AdamW."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 class Stream(IterableDataset[Tensor]):
     """Rows that arrive one after the other, every second one for each of two ranks."""
 

@@ -19,8 +19,9 @@ steps give it the time.
 
 {table}
 
-{refusals}
-- Gradient clipping acts on what the exchange hands to the optimizer. With `sparse_a2sgd` that is each rank's own.
+{refusals}- Gradient clipping acts on what the exchange hands to the optimizer. With Adam and AdamW, whose updates are made
+  before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` it is each rank's own.
+- A layer that no rank ever uses is sent whole with Adam and AdamW, as with `ddp`: its second moment is never learned.
 - `sparse_a2sgd` lets the ranks' parameters drift apart and averages them every 50 steps, before validation, before a
   checkpoint and at the end: there they are asked to be the same, with the other strategies after every step.
 - A LightningModule that is compiled as a whole cannot call `self.log` in a step, with `ddp` either (torch 2.13).
@@ -40,12 +41,12 @@ def page(rows: Sequence[Feature]) -> str:
     table = [["what you do", *names, "what its tests show"], ["---", *[":-:" for _ in names], "---"]]
     table += [[row.name, *[cell(row, strategy) for strategy in STRATEGIES], row.effect] for row in rows]
     refusals = [
-        f"- {row.name} with `{strategy}` is refused: *... {message} ...*"
+        f"- {row.name} with `{strategy}` is refused: *... {message} ...*\n"
         for row in rows
         for strategy, message in row.refusals.items()
     ]
     lines = ["| " + " | ".join(line) + " |" for line in table]
-    return _TEXT.format(table="\n".join(lines), refusals="\n".join(refusals))
+    return _TEXT.format(table="\n".join(lines), refusals="".join(refusals))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The rows of the table: what people do with Lightning, and what shows that it was done."""
 
+from lightning_sparse import AdamCorrection
 from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
 
-_ONLY_SGD = (
-    "Adam works on the gradients themselves, not on velocities: choose torch.optim.SGD, or a memory without momentum:"
-    " no MomentumCorrection among the callbacks, and compressor=DGC(momentum=None) or SDAGC(momentum=None)"
-)
+# Of the eight steps two are sent whole, in two the density falls, and four send little, one of them a mean gradient.
+_SOON = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=5)}
 
 ROWS = (
     Feature(
@@ -108,8 +107,34 @@ ROWS = (
         "both moments are kept",
         checks.moments,
         module=modules.WithAdam,
+        strategy=_SOON,
         use=checks.fit_noting_the_optimizer,
-        refusals={"sparse_sdagc": _ONLY_SGD},
+    ),
+    Feature(
+        "AdamW, `gradient_clip_val`, `accumulate_grad_batches=2`",
+        "the same, and a step after every second batch",
+        checks.moments_of_windows,
+        lambda folder: {"gradient_clip_val": checks.CLIP, "accumulate_grad_batches": 2, "max_epochs": 2},
+        module=modules.WithAdamW,
+        strategy=_SOON,
+        use=checks.fit_noting_the_optimizer,
+    ),
+    Feature(
+        "AdamW, manual optimization, two optimizers in turn",
+        "one of them steps in each batch",
+        checks.two_epochs_by_turns,
+        lambda folder: {"max_epochs": 2},
+        module=modules.ByHandWithAdamW,
+        strategy=_SOON,
+    ),
+    Feature(
+        "AdamW, `find_unused_parameters=True`",
+        "a layer that no rank uses stays, one that a single rank uses now and then is trained",
+        checks.one_step_a_batch,
+        module=modules.UnusedWithAdamW,
+        strategy={"find_unused_parameters": True, **_SOON},
+        untrained=frozenset({"never.weight", "never.bias"}),
+        sent_whole=1056 / 6304,  # whose second moment is never learned
     ),
     Feature(
         "`torch.compile` of the LightningModule, whose step does not log",

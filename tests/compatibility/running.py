@@ -172,6 +172,7 @@ class Feature(NamedTuple):
         refusals: what the message says where it cannot be done, by strategy.
         needs_gpu: whether it is refused by every strategy on the CPU.
         untrained: parameters that stay as they are.
+        sent_whole: share of the elements that are sent whole in every step.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Feature(NamedTuple):
     refusals: Mapping[str, str] = {}
     needs_gpu: bool = False
     untrained: frozenset[str] = frozenset()
+    sent_whole: float = 0.0
 
     def refusal_by(self, strategy: str) -> Optional[str]:
         """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
@@ -195,6 +197,8 @@ class Feature(NamedTuple):
 def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
     """Build the strategy of a column."""
     settings = STRATEGIES[name]
+    if name in ("ddp", "sparse_a2sgd"):  # which send no part of a gradient late, and have nothing to correct
+        arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
     return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
 
 

@@ -1,0 +1,245 @@
+"""Several ranks in one process: the package's own pipeline, with collectives between threads instead of machines.
+
+What is sent, kept and applied is what the engine sends, keeps and applies, to the bit
+(``tests/test_benchmarks.py``): for comparing how well methods train, on one core, where time does not count.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.adam import is_correctable
+from lightning_sparse.collectives import Collectives
+from lightning_sparse.density import Densities
+from lightning_sparse.feedback import NOT_CLIPPED, Clipping
+from lightning_sparse.layout import layout_of
+from lightning_sparse.memory import AdamMemory
+from lightning_sparse.observe import Recorder
+from lightning_sparse.optimizers import OptimizerView
+from lightning_sparse.pipeline import LocalGradient, Pipeline, StepContext
+from lightning_sparse.settings import Settings
+from lightning_sparse.wire import build_wire
+
+_DEVICE = torch.device("cpu")
+
+
+class Meeting:
+    """Where threads, one for each rank, hand in tensors and receive everybody's.
+
+    Args:
+        ranks: how many there are.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._handed_in: list[Optional[Tensor]] = [None] * ranks
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Hand in a tensor, which must not change before the step is over, and receive those of all ranks."""
+        self._handed_in[rank] = tensor
+        self._barrier.wait()
+        everybody = [each for each in self._handed_in if each is not None]
+        self._barrier.wait()  # nobody hands in the next one before everybody has looked
+        return everybody
+
+    def leave(self) -> None:
+        """End the waiting of all others, because this rank has failed."""
+        self._barrier.abort()
+
+
+class ThreadCollectives(Collectives):
+    """Collectives between the threads of a process.
+
+    Args:
+        meeting: where they meet.
+        rank: of this thread.
+        ranks: how many there are.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, ranks: int) -> None:
+        self.group = None
+        self.device = _DEVICE
+        self.rank = rank
+        self.ranks = ranks
+        self._meeting = meeting
+
+    @override
+    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return torch.stack([each.reshape(-1) for each in self._meeting.exchange(self.rank, tensor.clone())])
+
+    @override
+    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._meeting.exchange(self.rank, tensor.clone())])
+
+    @override
+    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        total, *others = self._meeting.exchange(self.rank, tensor.clone())
+        total = total.clone()
+        for other in others:
+            total += other
+        return tensor.copy_(total)
+
+
+class VirtualRank:
+    """One rank: a replica of the model, its optimizer, and what it keeps.
+
+    Args:
+        network: the replica.
+        optimizer: that trains it.
+        collectives: between all ranks.
+        settings: what the user chose; ``None`` for plain DDP.
+        total_steps: optimizer steps of the whole training.
+        clip_norm: largest norm of the mean gradient; ``None`` not to clip.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        collectives: ThreadCollectives,
+        settings: Optional[Settings],
+        total_steps: int,
+        clip_norm: Optional[float],
+    ) -> None:
+        self.network = network
+        self.optimizer = optimizer
+        self._collectives = collectives
+        self._settings = settings
+        self._clip_norm = clip_norm
+        self.recorder = Recorder(_DEVICE)
+        if settings is not None:
+            self._build(settings, total_steps)
+
+    def _build(self, settings: Settings, total_steps: int) -> None:
+        corrects = settings.can_correct_adam and is_correctable(self.optimizer)
+        if corrects:
+            clip = NOT_CLIPPED if self._clip_norm is None else Clipping(norm=self._clip_norm)
+            settings.correct_adam(clip, total_steps)
+        compressor = settings.compressor
+        rank, ranks = self._collectives.rank, self._collectives.ranks
+        dense_format = compressor.dense_wire_format or ("reduce" if corrects else None)
+        wire = build_wire(compressor.wire_format, dense_format, settings.wire, rank, ranks)
+        compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
+        self._densities = Densities(compressor, settings.density_at(0))
+        memory = settings.memory_for({torch.float32}, ranks)
+        self._pipeline = Pipeline(compressor, memory, wire, self._collectives, self.recorder, self._densities.of)
+
+        def second_step_of(name: str) -> int:
+            assert isinstance(memory, AdamMemory)
+            return memory.second_step(name)
+
+        def target_of(name: str) -> float:
+            return compressor.density_of(name, settings.density)
+
+        parameters = dict(self.network.named_parameters())
+        self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, second_step_of)
+
+    def step(self, loss: Tensor, epoch: int = 0) -> None:
+        """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            if self._settings is None:
+                self._reduce()
+            else:
+                self._exchange(self._settings, epoch)
+        self.optimizer.step()
+
+    def _reduce(self) -> None:
+        gradients = [each.grad for each in self.network.parameters() if each.grad is not None]
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        flat = self._collectives.all_reduce(flat) / self._collectives.ranks
+        self.recorder.add_bytes(4 * flat.numel())
+        self.recorder.end_step()
+        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(mean.view_as(gradient))
+        self._clip()
+
+    def _exchange(self, settings: Settings, epoch: int) -> None:
+        coming = self._view.coming_step()
+        self._densities.density = settings.density_at(epoch, coming.steps)
+        self._pipeline.context = StepContext(None, coming.hyperparameters, coming.whole)
+        named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
+        # As DDP hands gradients over: the last layer's first.
+        step = [LocalGradient(name, grad.view(-1), None) for name, grad in reversed(named) if grad is not None]
+        self.recorder.begin_backward()
+        self.recorder.add_ready([local.name for local in step])
+        self.recorder.end_backward()
+        if self._pipeline.waits_for_whole_step:
+            self._pipeline.prepare(step[::-1])
+        self._pipeline.commit([self._pipeline.exchange(step)])
+        self.recorder.end_step()
+        with self._view.without_corrected():
+            self._clip()
+
+    def _clip(self) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.network.parameters(), self._clip_norm)
+
+
+class VirtualRanks:
+    """All ranks of a training, each in a thread of its own.
+
+    Args:
+        ranks: how many.
+        build_network: builds a replica; all have to be equal.
+        build_optimizer: builds the optimizer of a replica's parameters.
+        build_settings: builds what the user chose, anew for each rank; returns ``None`` for plain DDP.
+        total_steps: optimizer steps of the whole training.
+        clip_norm: largest norm of the mean gradient; ``None`` not to clip.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        build_network: Callable[[], nn.Module],
+        build_optimizer: Callable[[Any], Optimizer],
+        build_settings: Callable[[], Optional[Settings]],
+        total_steps: int,
+        clip_norm: Optional[float] = None,
+    ) -> None:
+        self._meeting = Meeting(ranks)
+        # How many threads torch takes is a setting of each thread.
+        self._pool = ThreadPoolExecutor(ranks, initializer=torch.set_num_threads, initargs=(1,))
+        self.ranks = []
+        for rank in range(ranks):
+            network = build_network()
+            optimizer = build_optimizer(network.parameters())
+            collectives = ThreadCollectives(self._meeting, rank, ranks)
+            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm)
+            self.ranks.append(member)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that rank 0 has handed to collectives so far."""
+        return self.ranks[0].recorder.total_wire_bytes
+
+    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:
+        """Make a step.
+
+        Args:
+            losses: for each rank, computes its loss with its replica.
+            epoch: from 0.
+        """
+
+        def step_of(member: VirtualRank, loss_of: Callable[[nn.Module], Tensor]) -> None:
+            try:
+                member.step(loss_of(member.network), epoch)
+            except BaseException:
+                self._meeting.leave()
+                raise
+
+        futures = [self._pool.submit(step_of, *pair) for pair in zip(self.ranks, losses)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+            raise error
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()

@@ -1,0 +1,311 @@
+"""The optimizer's part of a step whose updates were made before selection: apply what arrived, and weight decay.
+
+The rule stands at :class:`~lightning_sparse.feedback.AdamCorrection`; :mod:`lightning_sparse.memory.adam` is the part
+before the exchange.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_sparse.feedback import AdamCorrection, AdamMoments, Hyperparameters
+from lightning_sparse.functional import AdamScalars, cached_batches, denominators
+
+_STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
+
+
+class ComingStep(NamedTuple):
+    """What an exchange has to know of the step of corrected optimizers that comes next.
+
+    Attributes:
+        hyperparameters: of the parameters whose updates are made before selection, by name.
+        whole: names of those whose second moment is still being learned: their gradients are sent whole.
+        steps: that the parameters have made, the most of any; 0 before the first.
+    """
+
+    hyperparameters: Mapping[str, Hyperparameters]
+    whole: frozenset[str]
+    steps: int
+
+
+class _Flat(NamedTuple):
+    """A parameter and what Adam keeps of it, as flat views; ``kept`` are the tensors that they are views of."""
+
+    kept: tuple[Optional[Tensor], ...]
+    parameter: Tensor
+    first: Tensor
+    second: Tensor
+    largest: Optional[Tensor]
+
+
+def is_correctable(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has the step of ``torch.optim.Adam`` or ``AdamW``, and is not differentiable."""
+    own_step = inspect.unwrap(type(optimizer).step)
+    is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
+    return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
+
+
+def falling_density(correction: AdamCorrection, steps: int, target: float) -> float:
+    """Return the density of the coming step: 1 at first, then falling geometrically, in stairs, to its target.
+
+    Args:
+        correction: resolved.
+        steps: already made.
+        target: density at the end.
+
+    Example::
+
+        >>> correction = AdamCorrection(dense_steps=10, fall_steps=100)
+        >>> [round(falling_density(correction, steps, 0.01), 3) for steps in (0, 10, 60, 109, 110)]
+        [1.0, 1.0, 0.107, 0.012, 0.01]
+    """
+    dense, fall = correction.dense_steps or 0, correction.fall_steps or 0
+    if steps < dense:
+        return 1.0
+    if steps >= dense + fall or target >= 1:
+        return target
+    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
+    return float(target ** (int((steps - dense) / fall * stairs) / stairs))
+
+
+class AdamSteps:
+    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
+
+    While an optimizer steps, the gradients of such parameters are out of its sight; what they stand for is applied
+    here, with weight decay, and their count of steps goes on. Everything else the optimizer does itself.
+
+    Args:
+        optimizers: that are :func:`is_correctable`.
+        names: of parameters.
+        correction: resolved.
+        target_of: density of a parameter when warm-up is over, by its name.
+        second_step_of: the step that the second moment of a parameter is of, by its name.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[Parameter, str],
+        correction: AdamCorrection,
+        target_of: Callable[[str], float],
+        second_step_of: Callable[[str], int],
+    ) -> None:
+        self.names = names
+        self._optimizers = optimizers
+        self._correction = correction
+        self._target_of = target_of
+        self._second_step_of = second_step_of
+        self._present: dict[Parameter, AdamMoments] = {}
+        self._flats: dict[Parameter, _Flat] = {}
+        self._counts: dict[Parameter, tuple[Tensor, int, int]] = {}
+        self._hidden: dict[Parameter, Tensor] = {}
+        self._handles: list[Any] = []
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def coming(self, is_plain: bool) -> ComingStep:
+        """Return what is known of the coming step, in which nothing is corrected if it is left to plain DDP."""
+        self._present = {}
+        hyperparameters: dict[str, Hyperparameters] = {}
+        whole: set[str] = set()
+        most = 0
+        for optimizer in self._optimizers:
+            counts = self._steps_of(optimizer)
+            for group in optimizer.param_groups:
+                rate = float(group["lr"])
+                for parameter in group["params"]:
+                    name = self.names.get(parameter)
+                    if name is None or not parameter.requires_grad or self._target_of(name) >= 1:
+                        continue
+                    count = counts.get(parameter, 0)
+                    most = max(most, count)
+                    if is_plain:
+                        continue
+                    if count < (self._correction.dense_steps or 0) or not _is_dense(parameter):
+                        whole.add(name)
+                        continue
+                    moments = self._moments(optimizer, group, parameter, count + 1)
+                    self._present[parameter] = moments
+                    hyperparameters[name] = Hyperparameters(rate, adam=moments)
+        return ComingStep(hyperparameters, frozenset(whole), most)
+
+    def close(self) -> None:
+        """Leave the optimizers alone from now on."""
+        self._show()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _steps_of(self, optimizer: Optimizer) -> dict[Parameter, int]:
+        """Return how many steps each parameter has made; a device is asked only for what has changed without us."""
+        counters: dict[Any, Tensor] = {
+            parameter: state["step"] for parameter, state in optimizer.state.items() if "step" in state
+        }
+        stale = [
+            parameter
+            for parameter, counter in counters.items()
+            if (known := self._counts.get(parameter)) is None or known[0] is not counter or known[1] != counter._version
+        ]
+        if stale:
+            numbers = torch.stack([counters[parameter].float() for parameter in stale]).tolist()
+            for parameter, number in zip(stale, numbers):
+                counter = counters[parameter]
+                self._counts[parameter] = (counter, counter._version, int(number))
+        return {parameter: self._counts[parameter][2] for parameter in counters}
+
+    def _moments(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter, step: int) -> AdamMoments:
+        flat = self._flat(parameter, optimizer.state[parameter])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
+        maximizes = bool(group["maximize"])
+        return AdamMoments(
+            step,
+            beta1,
+            beta2,
+            group["eps"],
+            -decay if maximizes else decay,
+            flat.first,
+            flat.second,
+            flat.largest,
+            flat.parameter,
+            maximizes,
+        )
+
+    def _flat(self, parameter: Parameter, state: dict[str, Any]) -> _Flat:
+        kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        kept = tuple(state.get(kind) for kind in kinds)
+        known = self._flats.get(parameter)
+        if known is None or any(one is not other for one, other in zip(known.kept, kept)):
+            for kind, tensor in zip(kinds, kept):
+                if tensor is not None and tensor.stride() != parameter.stride():
+                    state[kind] = torch.empty_like(parameter).copy_(tensor)
+            kept = tuple(state.get(kind) for kind in kinds)
+            first, second, largest = (None if tensor is None else _laid_flat(tensor) for tensor in kept)
+            assert first is not None
+            assert second is not None
+            known = self._flats[parameter] = _Flat(kept, _laid_flat(parameter.detach()), first, second, largest)
+        return known
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step as soon as the gradients are there: after the closure, if there is one."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._step(optimizer)
+            return None
+        return args[:1], {**kwargs, "closure": partial(self._step_after, optimizer, closure)}
+
+    def _step_after(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._step(optimizer)
+        return loss
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer) -> None:
+        # A fused optimizer skips a step that overflowed by itself, inside its kernel; the host has to ask.
+        found_inf = getattr(optimizer, "found_inf", None)
+        is_skipped = found_inf is not None and bool(found_inf)
+        for group in optimizer.param_groups:
+            stepping = {
+                parameter: parameter.grad
+                for parameter in group["params"]
+                if parameter in self._present and parameter.grad is not None
+            }
+            if stepping and not is_skipped:
+                self._apply(optimizer, group, stepping)
+            self._hide(stepping)
+
+    def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
+        moments = [self._present[parameter] for parameter in gradients]
+        second_steps = [self._second_step_of(self.names[parameter]) for parameter in gradients]
+        scale = getattr(optimizer, "grad_scale", None)
+        unscaled = (gradient if scale is None else gradient / scale for gradient in gradients.values())
+        decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
+        apply_updates(
+            [each.parameter for each in moments],
+            [_laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)],
+            [each.preconditioner for each in moments],
+            [each.scalars(second_step) for each, second_step in zip(moments, second_steps)],
+            -float(group["lr"]) if group["maximize"] else float(group["lr"]),
+            1 - float(group["lr"]) * decay,
+        )
+        counters = [optimizer.state[parameter]["step"] for parameter in gradients]
+        torch._foreach_add_(counters, 1)
+        for parameter, counter, each in zip(gradients, counters, moments):
+            self._counts[parameter] = (counter, counter._version, each.step)
+
+    def _after_step(self, *step: Any) -> None:
+        self._show()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Keep the gradients of corrected parameters out of sight."""
+        self._hide({parameter: parameter.grad for parameter in self._present if parameter.grad is not None})
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _hide(self, gradients: Mapping[Parameter, Tensor]) -> None:
+        self._hidden.update(gradients)
+        for parameter in gradients:
+            parameter.grad = None
+
+    def _show(self) -> None:
+        for parameter, gradient in self._hidden.items():
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+def apply_updates(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    scalars: Sequence[AdamScalars],
+    rate: float,
+    shrinkage: float,
+) -> None:
+    """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
+
+    Args:
+        parameters: flat.
+        gradients: what arrived, in units of the gradient, flat.
+        seconds: second moments, flat.
+        scalars: of each.
+        rate: learning rate, negative to maximize.
+        shrinkage: what decoupled weight decay leaves.
+    """
+    for rows, (weights, inputs, squares) in cached_batches(parameters, gradients, seconds):
+        if shrinkage != 1:
+            torch._foreach_mul_(weights, shrinkage)
+        wide = [square.float() if square.itemsize < 4 else square for square in squares]
+        roots = denominators(wide, [scalars[row] for row in rows])
+        if weights[0].dtype == roots[0].dtype:
+            torch._foreach_addcdiv_(weights, inputs, roots, value=-rate)
+        else:
+            for weight, gradient, root in zip(weights, inputs, roots):
+                weight.add_((gradient / root).to(weight.dtype), alpha=-rate)
+
+
+def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, each place once, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
+    """Return a tensor flat, in the order of memory, as DDP lays its gradient; a view where it lies as ``like`` does."""
+    if like is not None and tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

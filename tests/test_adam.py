@@ -1,0 +1,514 @@
+"""Adam's updates made before selection: against a slow reference, against DDP, and in a Trainer."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.optimizers import OptimizerView
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
+from tests.devices import DEVICE
+from tests.pool import Pool
+from tests.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
+from tests.test_laws import assert_same_state
+from tests.trainers import Rows, Small, make_trainer, weights
+
+DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
+CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
+CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
+Tensors = dict[str, Tensor]
+
+
+def corrected_steps(
+    rank: int,
+    kind: type,
+    settings: dict[str, Any],
+    arguments: dict[str, Any],
+    steps: int,
+    poisoned: Optional[int] = None,
+) -> Iterator[tuple[DistributedDataParallel, Any, torch.optim.Optimizer, Tensors]]:
+    """Train with a corrected optimizer, without a Trainer; yield before the first step, and after every step.
+
+    The gradient of step ``poisoned`` is not finite on rank 1; that step of the optimizer is left out.
+    """
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), correction=CORRECTION, **settings) as (ddp, engine):
+        optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
+        parameters = dict(ddp.module.named_parameters())
+        feedback = ErrorFeedback(adam=CORRECTION)
+        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.second_step)
+        gradients = watch_gradients(ddp.module)
+        yield ddp, engine, optimizer, gradients
+        for step in range(steps):
+            coming = view.coming_step()
+            engine.begin_backward(None, coming.hyperparameters, 0, False, coming.whole, coming.steps)
+            is_poisoned = step == poisoned
+            factor = float("nan") if is_poisoned and rank == 1 else 1.0
+            backpropagate(ddp, engine, ddp(batch(rank, step)) * factor)
+            if not is_poisoned:
+                optimizer.step()
+            yield ddp, engine, optimizer, gradients
+        view.close()
+
+
+def train(rank: int, *settings: Any) -> tuple[list[Tensors], list[Tensors], Tensors]:
+    """Return parameters after every step, this rank's gradients of every step, and the parameters at the start."""
+    torch.manual_seed(0)
+    start = {name: parameter.detach().clone() for name, parameter in Edges().named_parameters()}
+    history, seen = [], []
+    training = corrected_steps(rank, *settings)
+    next(training)
+    for ddp, _, _, gradients in training:
+        history.append(parameters_of(ddp))
+        seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+    return history, seen, start
+
+
+def reference(
+    start: Tensors, gradients: list[list[Tensors]], density: float, arguments: dict[str, Any]
+) -> list[Tensors]:
+    """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step."""
+    (beta1, beta2), decay = arguments.get("betas", (0.9, 0.999)), arguments.get("weight_decay", 0.0)
+    is_decoupled = arguments.get("decoupled_weight_decay", False)
+    sign = -1 if arguments.get("maximize") else 1
+    ranks, history = len(gradients), []
+    weights = {name: tensor.cpu().double() for name, tensor in start.items()}
+    first, second, largest = ({name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(3))
+    waiting = [{name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(ranks)]
+    known = 0
+    for step in range(1, len(gradients[0]) + 1):
+        is_dense, is_refreshed = step <= DENSE, step > DENSE and step - known >= REFRESH
+        for name, weight in weights.items():
+            mine = [sign * gradients[rank][step - 1][name].cpu().double() for rank in range(ranks)]
+            if not is_decoupled:
+                mine = [each + decay * weight for each in mine]
+            mean = torch.stack(mine).mean(dim=0)
+            weight.mul_(1 - RATE * decay * is_decoupled)
+            if is_dense:
+                first[name].mul_(beta1).add_((1 - beta1) * mean)
+                second[name].mul_(beta2).add_((1 - beta2) * mean.square())
+                largest[name] = torch.maximum(largest[name], second[name])
+                used = largest[name] if arguments.get("amsgrad") else second[name]
+                weight.sub_(RATE * first[name] / (1 - beta1**step) / ((used / (1 - beta2**step)).sqrt() + 1e-8))
+                continue
+            used = (largest[name] if arguments.get("amsgrad") else second[name]) / (1 - beta2**known)
+            if step == DENSE + 1:
+                tail = first[name] * beta1 / (1 - beta1) / (1 - beta1**DENSE) / (used.sqrt() + 1e-8)
+                for rank in range(ranks):
+                    waiting[rank][name] += tail
+            sent = torch.zeros_like(weight)
+            for rank in range(ranks):
+                waiting[rank][name] += mine[rank] / ((used + (1 - beta2) * mine[rank].square() / ranks).sqrt() + 1e-8)
+                flat = waiting[rank][name].view(-1)
+                chosen = flat.abs().topk(max(1, round(density * flat.numel()))).indices
+                sent.view(-1)[chosen] += flat[chosen] / ranks
+                flat[chosen] = 0
+            weight.sub_(RATE * sent)
+            if is_refreshed:
+                share = max(0.5, beta2 ** (step - known))
+                rounded = torch.stack([each.bfloat16() for each in mine]).sum(dim=0) / ranks
+                unbiased = share * second[name] / (1 - beta2**known) + (1 - share) * rounded.double().square()
+                second[name] = unbiased * (1 - beta2**step)
+                largest[name] = torch.maximum(largest[name], second[name])
+        known = step if is_dense or is_refreshed else known
+        history.append({name: tensor.clone() for name, tensor in weights.items()})
+    return history
+
+
+CASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    "AdamW, slow betas": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.999)}),
+    "Adam": (torch.optim.Adam, {}),
+    "decay in the gradient": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "maximized": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True, "betas": (0.9, 0.5)}),
+    "one by one": (torch.optim.AdamW, {"foreach": False}),
+    "all at once": (torch.optim.AdamW, {"foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+}
+
+
+@pytest.mark.parametrize("density", [0.05, 0.3])
+@pytest.mark.parametrize(("kind", "arguments"), CASES.values(), ids=CASES)
+def test_against_a_slow_reference(pair: Pool, kind: type, arguments: dict[str, Any], density: float) -> None:
+    outcomes = pair.run(train, kind, {"density": density}, arguments, STEPS)
+    told = {"decoupled_weight_decay": kind is torch.optim.AdamW, **arguments}
+    told.setdefault("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
+    expected = reference(outcomes[0][2], [seen for _, seen, _ in outcomes], density, told)
+    for history, _, _ in outcomes:
+        for step, (ours, theirs) in enumerate(zip(history, expected)):
+            for name in theirs:
+                mine, expected_one = ours[name].cpu().double(), theirs[name]
+                if name == "prime":  # whose gradients are all equal: rounding decides which of them are sent
+                    mine, expected_one = mine.mean(), expected_one.mean()
+                where = f"{name} after step {step + 1}: "
+                torch.testing.assert_close(
+                    mine, expected_one, rtol=1e-4, atol=1e-5, msg=lambda text, at=where: at + text
+                )
+
+
+def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:
+    plain = pair.run(train_changing, False)
+    as_tensors = pair.run(train_changing, True)
+    for one, other in zip(plain, as_tensors):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
+
+
+def train_changing(rank: int, as_tensors: bool) -> Tensors:
+    """Change the numbers of one group and not of the other in the course of training; return what comes of it."""
+    arguments: dict[str, Any] = {"lr": torch.tensor(RATE), "foreach": False} if as_tensors else {"foreach": False}
+    training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
+    ddp, _, optimizer, _ = next(training)
+    group = optimizer.param_groups[0]
+    moved = group["params"].pop()
+    optimizer.add_param_group({"params": [moved], "weight_decay": 0.5})
+    for step, _ in enumerate(training):
+        group["lr"] = torch.tensor(RATE / (step + 2)) if as_tensors else float(torch.tensor(RATE / (step + 2)))
+        group["weight_decay"], group["eps"] = 0.1 * step, 1e-6
+    return parameters_of(ddp)
+
+
+def watched_steps(rank: int, compressor: str, wire: str, steps: int) -> list[dict[str, Any]]:
+    """Train; return parameters, gradients and what waits of every step."""
+    book = []
+    settings = {"compressor": compressor, "density": 0.1, "wire": wire}
+    for ddp, engine, optimizer, gradients in corrected_steps(
+        rank, torch.optim.AdamW, settings, {"weight_decay": 0.0}, steps
+    ):
+        book.append(
+            {
+                "parameters": parameters_of(ddp),
+                "gradients": {name: gradient.clone() for name, gradient in gradients.items()},
+                "memory": copy.deepcopy(engine.memory.state_dict()),
+                "seconds": {
+                    name: optimizer.state[parameter]["exp_avg_sq"].clone()
+                    for name, parameter in ddp.module.named_parameters()
+                    if optimizer.state
+                },
+            }
+        )
+    return book
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compressor", CORRECTED)
+def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire: str) -> None:
+    one, other = pair.run(watched_steps, compressor, wire, 9)
+    for ours, theirs in zip(one, other):
+        for kind in ("parameters", "seconds"):
+            assert_same_state(ours[kind], theirs[kind])
+    for step in range(DENSE + 2, len(one)):  # from the second corrected step on: all that waits is an update by then
+        known = int(one[step - 1]["memory"]["second_moment_step"]["matrix"])
+        for name, before in one[step - 1]["parameters"].items():
+            owed = torch.zeros_like(before).double()
+            for book in (one, other):
+                gradient = book[step]["gradients"][name].double()
+                used = book[step - 1]["seconds"][name].double() / (1 - 0.999**known)
+                owed += gradient / ((used + 0.001 * gradient.square() / 2).sqrt() + 1e-8)
+                owed += book[step - 1]["memory"]["update"][name].view_as(before).double()
+                owed -= book[step]["memory"]["update"][name].view_as(before).double()
+            applied = (before.double() - one[step]["parameters"][name].double()) / RATE
+            # A parameter is rounded to 24 bits when an update is taken from it.
+            torch.testing.assert_close(
+                applied, owed / 2, rtol=1e-3, atol=1e-3 + 3e-7 * before.abs().max().item() / RATE
+            )
+
+
+def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tuple[Tensors, Tensors]:
+    """Train a model behind the engine and its twin behind plain DDP, both with AdamW."""
+    training = corrected_steps(rank, torch.optim.AdamW, {"compressor": compressor, "density": density}, {}, steps)
+    ddp = next(training)[0]
+    for _ in training:
+        pass
+    torch.manual_seed(0)
+    twin = DistributedDataParallel(Edges().to(DEVICE))
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
+    for step in range(steps):
+        optimizer.zero_grad()
+        twin(batch(rank, step)).backward()
+        optimizer.step()
+    return parameters_of(ddp), parameters_of(twin)
+
+
+@pytest.mark.parametrize("compressor", CORRECTED)
+def test_while_all_is_sent_it_is_ddp(pair: Pool, compressor: str) -> None:
+    for ours, twin in pair.run(train_as_ddp, compressor, 0.05, DENSE):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "lags", "omgs"])
+def test_density_one_is_ddp_for_good(pair: Pool, compressor: str) -> None:
+    for ours, twin in pair.run(train_as_ddp, compressor, 1.0, STEPS):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-5)
+
+
+def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
+    """Train with a step that is not finite; return all that is kept before and after it, and whether it was noticed."""
+    states, gradients = [], []
+    for ddp, engine, optimizer, _ in corrected_steps(
+        rank, torch.optim.AdamW, {"compressor": compressor, "density": 0.1}, {}, poisoned + 3, poisoned
+    ):
+        states.append(copy.deepcopy((engine.state_dict(), optimizer.state_dict()["state"])))
+        gradients.append([each.grad.clone() for each in ddp.parameters() if each.grad is not None])
+    finite = [all(gradient.isfinite().all() for gradient in step) for step in gradients]
+    return states[poisoned], states[poisoned + 1], finite == [step != poisoned + 1 for step in range(len(finite))]
+
+
+@pytest.mark.parametrize("poisoned", [DENSE + 1, DENSE + 2, DENSE + 3])
+@pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
+def test_what_is_not_finite_moves_nothing_that_is_kept(pair: Pool, compressor: str, poisoned: int) -> None:
+    for before, after, is_noticed in pair.run(poison, compressor, poisoned):
+        assert is_noticed
+        assert_same_state(before[0], after[0])
+        assert_same_state(before[1], after[1])
+
+
+def build(density: float = 0.05, **arguments: Any) -> SparseDDPStrategy:
+    """Build a strategy that soon sends little."""
+    correction = AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2)
+    return SparseDDPStrategy(
+        **{"compressor": "topk", "density": density, "optimizer_correction": correction, **arguments}
+    )
+
+
+class NumberedAdam(Numbered):
+    """The same, with AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with a learning rate that falls step by step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def resume(rank: int, path: str, save_after: int, strategy: dict[str, Any], trainer: dict[str, Any]) -> Any:
+    """Save and go on."""
+    return resume_exactly(rank, lambda: build(**strategy), path, save_after, trainer, NumberedAdam)
+
+
+@pytest.mark.parametrize("save_after", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("compressor", ["topk", "exdyna"])
+def test_resumed_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, compressor: str, save_after: int) -> None:
+    settings = {"compressor": compressor, "wire": "bfloat16"}
+    for seen, found in pair.run(resume, str(tmp_path / "adam.ckpt"), save_after, settings, {}):
+        assert seen[0] <= save_after + 1
+        assert found == []
+
+
+def test_resumed_with_clipping_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path) -> None:
+    for _, found in pair.run(resume, str(tmp_path / "adam.ckpt"), 7, {}, {"gradient_clip_val": 0.01}):
+        assert found == []
+
+
+def fit_and_save(rank: int, path: str, strategy: Any, save_after: int) -> Tensors:
+    """Fit two epochs, saving in between; return the parameters at the end."""
+    model = NumberedAdam(save_after, path)
+    fit_numbered(rank, strategy, model)
+    return weights(model)
+
+
+def go_on(rank: int, path: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str], list[float]]:
+    """Go on from a checkpoint; return parameters, what is kept, what was said, and the density of the last step."""
+    model = NumberedAdam()
+    with heard() as lines:
+        trainer = fit_numbered(rank, strategy, model, ckpt_path=path)
+    is_ours = isinstance(strategy, SparseDDPStrategy)
+    stats = [trainer.strategy.compression_stats()["density"]] if is_ours else []
+    return weights(model), kept_at_end(trainer) if is_ours else {}, lines, stats
+
+
+def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pair: Pool, tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours.ckpt"), str(tmp_path / "theirs.ckpt")
+    sparse = pair.run(fit_and_save, ours, build(), 8)
+    dense = pair.run(fit_and_save, theirs, DDPStrategy(), 8)
+    for (plain, _, _, _), (started, kept, _, densities), stayed, expected in zip(
+        pair.run(go_on, ours, DDPStrategy()), pair.run(go_on, theirs, build()), sparse, dense
+    ):
+        # Each has four steps of at most 0.01 left.
+        assert all((plain[name] - stayed[name]).abs().max() < 0.05 for name in plain)
+        assert all((started[name] - expected[name]).abs().max() < 0.05 for name in plain)
+        assert densities[0] == pytest.approx(0.05, abs=0.01)  # its second moment is there, so that nothing is warmed up
+        assert kept["memory"]["update"].keys() == started.keys()
+
+
+def test_other_ranks_go_on_with_the_mean_of_what_waited(pools: dict[int, Pool], tmp_path: Path) -> None:
+    path = str(tmp_path / "adam.ckpt")
+    pools[2].run(fit_and_save, path, build(), 8)
+    for _, kept, lines, _ in pools[3].run(go_on, path, build()):
+        assert "mean of what those kept" in lines[0]
+        assert "not used" not in " ".join(lines)
+        assert kept["memory"]["update"]
+
+
+class Unfreezing(NumberedAdam):
+    """A layer that joins the optimizer in the fifth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+        self.densities: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW for what is trained."""
+        return torch.optim.AdamW(self.network[2].parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let it join."""
+        if self.current_epoch == 0 and batch_idx == 4:
+            self.network[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take a note."""
+        self.densities.append(self.trainer.strategy.compression_stats()["density"])
+
+
+def fit_unfreezing(rank: int) -> tuple[Tensors, list[float]]:
+    """Fit."""
+    model = Unfreezing()
+    fit_numbered(rank, build(), model)
+    return weights(model), model.densities
+
+
+def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
+    (one, densities), (other, _) = pair.run(fit_unfreezing)
+    assert_same_state(one, other)
+    assert densities[3] < 0.3  # the last layer alone, corrected
+    assert densities[4] > 0.4  # half of the elements join
+    assert densities[5] > 0.4
+    assert densities[-1] < 0.1
+
+
+class Noting(Small):
+    """AdamW at a high rate, noting norms of gradients and of what clipping left of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named_clipping: Any) -> None:
+        """Clip as ever, and take notes."""
+        before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
+        super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
+        self.norms.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return 16 batches for two ranks."""
+        return DataLoader(Rows(128), batch_size=4)
+
+
+def fit_noting(
+    rank: int, strategy: Any, clip: Optional[float], algorithm: str
+) -> tuple[list[tuple[float, float]], Tensors]:
+    """Fit."""
+    model = Noting()
+    make_trainer(rank, strategy, gradient_clip_val=clip, gradient_clip_algorithm=algorithm).fit(model)
+    return model.norms, weights(model)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Pool, algorithm: str) -> None:
+    clip = 0.05 if algorithm == "norm" else 1e-3
+    clipped, unclipped = (pair.run(fit_noting, build(), each, algorithm) for each in (clip, None))
+    for (norms, ours), (_, free) in zip(clipped, unclipped):
+        assert all(after < before for before, after in norms[:2])  # sent whole: as with DDP
+        assert all(after == before for before, after in norms[2:])  # an update must not be taken for a gradient
+        assert any(not torch.equal(ours[name], free[name]) for name in ours)
+    assert_same_state(clipped[0][1], clipped[1][1])
+
+
+def fit_scaled(rank: int, strategy: Any, fused: bool) -> Tensors:
+    """Fit with a real gradient scaler."""
+
+    class Scaled(Small):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=fused)
+
+    model = Scaled()
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
+    make_trainer(rank, strategy, plugins=[MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]).fit(model)
+    return weights(model)
+
+
+def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
+    apart, fused = (pair.run(fit_scaled, build(), is_fused) for is_fused in (False, True))
+    for one, other in zip(apart, fused):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
+    assert_same_state(fused[0], fused[1])
+
+
+class Stepless(torch.optim.Adam):
+    """An Adam with a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Do nothing."""
+        return None if closure is None else closure()
+
+
+class WithOptimizer(Small):
+    """A model trained by any optimizer."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return it."""
+        return self.kind(self.parameters(), lr=0.01)
+
+
+def refused(rank: int, model: Any) -> str:
+    """Fit what must be refused; return the message."""
+    try:
+        make_trainer(rank, build()).fit(model)
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.NAdam, Stepless])
+def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair: Pool, kind: type) -> None:
+    for answer in pair.run(refused, WithOptimizer(kind)):
+        assert f"but {kind.__name__} cannot be corrected: choose torch.optim.AdamW or torch.optim.Adam" in answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compressor": "qsgd"}, "QSGD keeps nothing for later"),
+        ({"compressor": "a2sgd"}, "A2SGD lets replicas drift apart"),
+        ({"compressor": "dense"}, "Dense sends everything"),
+    ],
+)
+def test_a_method_that_cannot_be_corrected_says_why(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseDDPStrategy(optimizer_correction=AdamCorrection(), **arguments)
+
+
+@pytest.mark.parametrize("given", [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}])
+def test_numbers_out_of_range_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        AdamCorrection(**given)
+
+
+def test_an_unknown_correction_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer_correction='adam' must be 'auto'"):
+        SparseDDPStrategy(optimizer_correction="adam")
