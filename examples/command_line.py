@@ -66,7 +66,9 @@ class Report(Callback):
             self._options.result.write_text(json.dumps(outcome._asdict()))
 
 
-def example_parser(manual: str, epochs: int, batch_size: int, learning_rate: float) -> argparse.ArgumentParser:
+def example_parser(
+    manual: str, epochs: int, batch_size: int, learning_rate: float, strategy: str = "sparse_topk"
+) -> argparse.ArgumentParser:
     """Build the parser of the flags that every training example has.
 
     Args:
@@ -74,9 +76,10 @@ def example_parser(manual: str, epochs: int, batch_size: int, learning_rate: flo
         epochs: default of ``--epochs``.
         batch_size: default of ``--batch-size``.
         learning_rate: default of ``--lr``.
+        strategy: default of ``--strategy``.
     """
     parser = argparse.ArgumentParser(description=manual, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _add_strategy_flags(parser)
+    _add_strategy_flags(parser, strategy)
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu or auto (default)")
     parser.add_argument("--devices", type=int, default=2, help="processes on each node (default 2)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
@@ -122,8 +125,8 @@ def build_trainer(
     )
 
 
-def _add_strategy_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", default="sparse_topk", metavar="NAME", help="sparse_topk (default), ddp, ...")
+def _add_strategy_flags(parser: argparse.ArgumentParser, strategy: str) -> None:
+    parser.add_argument("--strategy", default=strategy, metavar="NAME", help=f"{strategy} (default), ddp, ...")
     parser.add_argument("--density", type=float, help="fraction of gradient elements sent, such as 0.01")
     parser.add_argument("--warmup-epochs", type=int, help="epochs over which the density falls to its target")
     parser.add_argument("--wire", help="type of the values sent: float32, bfloat16, float16")

@@ -108,6 +108,19 @@ def test_image_example_sends_less_than_ddp(tmp_path: Path) -> None:
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
 
 
+def test_gpt_example_sends_less_than_ddp(text_file: Path) -> None:
+    small = ("--length", "16", "--width", "32", "--blocks", "1", "--epochs", "2", "--epoch-steps", "20")
+    shared = ("--accelerator", "cpu", "--text", text_file.name, "--result", "result.json", *small)
+    outcomes = []
+    for flags in (("--strategy", "ddp"), ("--wire", "bfloat16")):
+        run_example("train_gpt.py", *shared, *flags, folder=text_file.parent)
+        outcomes.append(json.loads((text_file.parent / "result.json").read_text()))
+    dense, sparse = outcomes
+    # Ten of forty steps are sent whole, and some mean gradients.
+    assert sparse["mean_bytes_per_step"] < dense["mean_bytes_per_step"] / 2
+    assert sparse["score"] < 1.5 * dense["score"] < 4
+
+
 def test_text_example_sends_less_than_ddp(text_file: Path) -> None:
     flags = ("--text", text_file.name, "--hidden", "32")
     dense = outcome_of("train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)

@@ -44,7 +44,7 @@ class ExclusiveSelection(Compressor):
         ValueError: if the mode is unknown.
     """
 
-    default_density: ClassVar[Optional[float]] = 0.001
+    default_density: ClassVar[Optional[float]] = 0.01
     wire_format: ClassVar[str] = "union"
     modes: ClassVar[tuple[str, ...]] = ("default", "paper")
 

@@ -41,7 +41,7 @@ class LAGS(TopK):
         0.01
     """
 
-    default_density: ClassVar[Optional[float]] = 0.001
+    default_density: ClassVar[Optional[float]] = 0.01
 
     def __init__(
         self,

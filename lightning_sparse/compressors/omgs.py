@@ -37,7 +37,7 @@ class OMGS(TopK):
         tensor([-3.,  2.])
     """
 
-    default_density: ClassVar[Optional[float]] = 0.001
+    default_density: ClassVar[Optional[float]] = 0.01
 
     def __init__(self, per_tensor: bool = False) -> None:
         self.selects_across_group = not per_tensor

@@ -64,6 +64,7 @@ class SDAGC(TopK):
         capacity: room in a message, as a multiple of the wanted number of elements; unused room is sent as padding.
         momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
+        masks_momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         clip_norm: as in :class:`~lightning_sparse.compressors.DGC`.
         revises_learning_rate: whether what waits is rescaled when the learning rate changes, so that it acts with the
             rate under which it was gathered. Our reading of "learning rate revision".
@@ -73,7 +74,7 @@ class SDAGC(TopK):
             a ``capacity`` under 1, or what :class:`~lightning_sparse.compressors.DGC` refuses.
     """
 
-    default_density: ClassVar[Optional[float]] = 0.001
+    default_density: ClassVar[Optional[float]] = 0.01
     has_density_by_parameter: bool = False  # its thresholds decide
     dense_wire_format: ClassVar[Optional[str]] = None  # its thresholds follow what is sent at every density
     default_warmup_epochs: ClassVar[int] = 4
@@ -85,6 +86,7 @@ class SDAGC(TopK):
         capacity: float = 1.5,
         momentum: Union[float, str, None] = FROM_OPTIMIZER,
         nesterov: bool = False,
+        masks_momentum: bool = False,
         clip_norm: Optional[float] = None,
         revises_learning_rate: bool = True,
     ) -> None:
@@ -99,7 +101,11 @@ class SDAGC(TopK):
         self.alpha = alpha
         self.capacity = capacity
         self.feedback = ErrorFeedback(
-            momentum=momentum, nesterov=nesterov, clip_norm=clip_norm, follows_learning_rate=revises_learning_rate
+            momentum=momentum,
+            nesterov=nesterov,
+            masks_momentum=masks_momentum,
+            clip_norm=clip_norm,
+            follows_learning_rate=revises_learning_rate,
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)

@@ -19,8 +19,8 @@ steps give it the time.
 
 {table}
 
-{refusals}- Gradient clipping acts on what the exchange hands to the optimizer. With Adam and AdamW, whose updates are made
-  before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` it is each rank's own.
+{refusals}- Gradient clipping acts on what the exchange hands to the optimizer. With Adam and AdamW, whose updates are
+  made before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` it is each rank's own.
 - A layer that no rank ever uses is sent whole with Adam and AdamW, as with `ddp`: its second moment is never learned.
 - `sparse_a2sgd` lets the ranks' parameters drift apart and averages them every 50 steps, before validation, before a
   checkpoint and at the end: there they are asked to be the same, with the other strategies after every step.

@@ -1,0 +1,112 @@
+"""The benchmark of quality: ranks that are threads do, to the bit, what the engine does on ranks that are processes."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import AdamCorrection
+from lightning_sparse.optimizers import OptimizerView
+from lightning_sparse.settings import Settings
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
+from tests.devices import DEVICE
+from tests.pool import Pool
+
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+CORRECTION = AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)
+STEPS = 9
+
+
+def module_of(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """Import a module of the benchmarks as the scripts beside it do."""
+    monkeypatch.syspath_prepend(BENCHMARKS.parent)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(name)
+
+
+def build_optimizer(parameters: Any, is_adam: bool) -> torch.optim.Optimizer:
+    """Build the optimizer of a replica."""
+    if is_adam:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor], int]:
+    """Train on processes; return parameters, and bytes handed to collectives."""
+    torch.manual_seed(0)
+    settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
+    correction = CORRECTION if is_adam else None
+    with sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
+        optimizer = build_optimizer(ddp.parameters(), is_adam)
+        parameters = dict(ddp.module.named_parameters())
+        feedback = engine._settings.feedback
+        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.second_step)
+        for step in range(STEPS):
+            coming = view.coming_step()
+            engine.begin_backward(None, coming.hyperparameters, 0, False, coming.whole, coming.steps)
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+            optimizer.step()
+        view.close()
+        return parameters_of(ddp), int(engine.compression_stats()["total_wire_bytes"])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
+@pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
+def test_threads_do_what_processes_do(
+    pair: Pool, monkeypatch: pytest.MonkeyPatch, compressor: str, is_adam: bool
+) -> None:
+    virtual = module_of(monkeypatch, "virtual")
+
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Edges()
+
+    def settings() -> Settings:
+        return Settings(compressor, 0.1, "single", "bfloat16", 0, CORRECTION if is_adam else None)
+
+    ranks = virtual.VirtualRanks(2, network, lambda found: build_optimizer(found, is_adam), settings, STEPS)
+    for step in range(STEPS):
+        ranks.step([lambda model, rank=rank, step=step: model(batch(rank, step)) for rank in range(2)])
+    ranks.close()
+    for member, (expected, sent) in zip(ranks.ranks, pair.run(train, compressor, is_adam)):
+        found = dict(member.network.named_parameters())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert ranks.wire_bytes == sent
+
+
+def test_an_error_of_a_rank_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = module_of(monkeypatch, "virtual")
+    ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found, 0.1), lambda: None, 1)
+
+    def fail(model: torch.nn.Module) -> Tensor:
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        ranks.step([lambda model: model(batch(0, 0)), fail])
+    ranks.close()
+
+
+@pytest.mark.parametrize("task", ["gpt", "images", "text"])
+def test_every_task_is_learned_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str) -> None:
+    quality = module_of(monkeypatch, "quality")
+    monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
+    lines = []
+    for system, density in (("ddp", None), ("lags", 0.01)):
+        run = quality.Run(task, "adamw95", system, density, 1, quality.TASKS[task].rates["adamw95"], 3, 2, "float32")
+        lines.append(quality.train(run))
+    results = tmp_path / "quality.jsonl"
+    results.write_text("\n".join(map(json.dumps, lines)))
+    known = quality.known_runs(results)
+    assert [line["score"] for line in known.values()] == [line["score"] for line in lines]
+    table = list(quality.table(known))
+    assert len(table) == 4
+    assert "| ddp |" in table[2]
+    assert " 1.0000 | 1 | 1.0000 |" in table[2]
+    quality.draw(known, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").stat().st_size > 1000
