@@ -177,7 +177,8 @@ class Pipeline:
     def sample_kept(self) -> None:
         """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""
         if self.recorder.samples is not None:
-            self.recorder.samples.add_kept(self.memory.state_dict().get("residual", {}))
+            kept = self.memory.state_dict()
+            self.recorder.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
             self.recorder.close_samples()
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:

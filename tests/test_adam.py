@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.optimizers import OptimizerView
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
@@ -108,7 +110,9 @@ def reference(
                     waiting[rank][name] += tail
             sent = torch.zeros_like(weight)
             for rank in range(ranks):
-                waiting[rank][name] += mine[rank] / ((used + (1 - beta2) * mine[rank].square() / ranks).sqrt() + 1e-8)
+                waiting[rank][name] += mine[rank] / (
+                    (used + 4 * (1 - beta2) * mine[rank].square() / ranks).sqrt() + 1e-8
+                )
                 flat = waiting[rank][name].view(-1)
                 chosen = flat.abs().topk(max(1, round(density * flat.numel()))).indices
                 sent.view(-1)[chosen] += flat[chosen] / ranks
@@ -148,13 +152,13 @@ def test_against_a_slow_reference(pair: Pool, kind: type, arguments: dict[str, A
     for history, _, _ in outcomes:
         for step, (ours, theirs) in enumerate(zip(history, expected)):
             for name in theirs:
-                mine, expected_one = ours[name].cpu().double(), theirs[name]
+                mine = ours[name].cpu().double()
                 if name == "prime":  # whose gradients are all equal: rounding decides which of them are sent
-                    mine, expected_one = mine.mean(), expected_one.mean()
-                where = f"{name} after step {step + 1}: "
-                torch.testing.assert_close(
-                    mine, expected_one, rtol=1e-4, atol=1e-5, msg=lambda text, at=where: at + text
-                )
+                    torch.testing.assert_close(mine.mean(), theirs[name].mean(), rtol=1e-4, atol=1e-5)
+                    continue
+                # Of two elements of the same size either may be sent.
+                differ = torch.isclose(mine, theirs[name], rtol=1e-4, atol=1e-5).logical_not().sum()
+                assert differ <= 2 + mine.numel() // 500, f"{differ} elements of {name} after step {step + 1}"
 
 
 def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:
@@ -215,7 +219,7 @@ def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire:
             for book in (one, other):
                 gradient = book[step]["gradients"][name].double()
                 used = book[step - 1]["seconds"][name].double() / (1 - 0.999**known)
-                owed += gradient / ((used + 0.001 * gradient.square() / 2).sqrt() + 1e-8)
+                owed += gradient / ((used + 0.004 * gradient.square() / 2).sqrt() + 1e-8)
                 owed += book[step - 1]["memory"]["update"][name].view_as(before).double()
                 owed -= book[step]["memory"]["update"][name].view_as(before).double()
             applied = (before.double() - one[step]["parameters"][name].double()) / RATE
@@ -512,3 +516,44 @@ def test_numbers_out_of_range_are_refused(given: dict[str, Any]) -> None:
 def test_an_unknown_correction_is_refused() -> None:
     with pytest.raises(ValueError, match=r"optimizer_correction='adam' must be 'auto'"):
         SparseDDPStrategy(optimizer_correction="adam")
+
+
+class Logging(NumberedAdam):
+    """AdamW, with notes of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Leave out the notes of the class above."""
+
+
+class NotingLogger(CSVLogger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.told: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: Optional[int] = None) -> None:  # type: ignore[override]
+        """Keep them."""
+        self.told.append(dict(metrics))
+
+
+def fit_logging(rank: int, folder: str) -> list[dict[str, float]]:
+    """Fit with a monitor; return what was logged."""
+    logger = NotingLogger(folder)
+    model = Logging()
+    fit_numbered(rank, build(), model, logger=logger, callbacks=[CompressionMonitor()], log_every_n_steps=1)
+    return [told for told in logger.told if "sparse/wire_bytes" in told]
+
+
+def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_path: Path) -> None:
+    told, _ = pair.run(fit_logging, str(tmp_path))
+    assert len(told) == 12
+    assert "sparse/update_error" not in told[1]
+    assert all(0 < each["sparse/update_error"] < 100 for each in told[4:])
+    assert [each["sparse/second_moment_age"] for each in told[2:]] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    bytes_sent = [each["sparse/wire_bytes"] for each in told]
+    assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[5::2], bytes_sent[6::2])), bytes_sent

@@ -1,7 +1,8 @@
 """The models of the step benchmark, each with the batches that it trains on."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_lightning import LightningModule
@@ -88,11 +89,16 @@ WORKLOADS = {
 
 
 class BenchmarkModule(LightningModule):
-    """Train a workload with plain SGD on the same few random batches."""
+    """Train a workload on the same few random batches.
+
+    Attributes:
+        build_optimizer: of its parameters; SGD without momentum unless somebody says otherwise.
+    """
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.workload = workload
+        self.build_optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01)
         self.network = workload.network()
 
     def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
@@ -101,8 +107,8 @@ class BenchmarkModule(LightningModule):
         return self.workload.loss(self.network(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD without momentum, as language models of this kind are trained."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        """Return it."""
+        return self.build_optimizer(self.parameters())
 
     def batches(self, count: int) -> DataLoader[tuple[Tensor, ...]]:
         """Return a loader of ``count`` batches made beforehand."""

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.schedule import FixedSize
 
@@ -35,6 +36,7 @@ class Row(NamedTuple):
         batches_per_step: batches between two exchanges.
         trial_steps: steps in which the schedule tries groupings, before it follows a plan.
         callbacks: makes those that the way consists of.
+        optimizer: builds the optimizer of some parameters; ``None`` for the workload's.
     """
 
     arguments: Callable[[int], dict[str, Any]]
@@ -43,6 +45,7 @@ class Row(NamedTuple):
     batches_per_step: int = 1
     trial_steps: int = 0
     callbacks: Callable[[], Sequence[Callback]] = tuple
+    optimizer: Optional[Callable[[Any], torch.optim.Optimizer]] = None
 
 
 class RegisterHook(Callback):
@@ -133,6 +136,12 @@ def _monitored(row: Row) -> Row:
     return row._replace(arguments=arguments, callbacks=lambda: [CompressionMonitor()])
 
 
+def _adamw(row: Row) -> Row:
+    return row._replace(optimizer=partial(torch.optim.AdamW, lr=1e-3))
+
+
+# Sparse soon: a few steps are measured, not the warm-up of a training.
+_CORRECTION = AdamCorrection(dense_steps=4, fall_steps=0, refresh_steps=20)
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
@@ -156,6 +165,13 @@ ROWS: dict[str, Row] = {
     "sparse_micro 0.001": _sparsifier("micro", 0.001),
     "sparse_sdagc 0.001": _sparsifier("sdagc", 0.001),
     "sparse_dgc 0.001": _sparsifier("dgc", 0.001),
+    "no communication, AdamW": _adamw(
+        Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0)
+    ),
+    "ddp, AdamW": _adamw(_ddp()),
+    "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
+    "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
+    "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
     "sparse_a2sgd": _sparse(compressor="a2sgd"),
     "sparse_qsgd": _sparse(compressor="qsgd"),
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),

@@ -58,5 +58,7 @@ def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: 
         the Trainer, after training.
     """
     trainer = trainer_of(row, hosts, max_steps=steps, callbacks=callbacks)
+    if row.optimizer is not None:
+        module.build_optimizer = row.optimizer
     trainer.fit(module, module.batches(_DATA_BATCHES))
     return trainer

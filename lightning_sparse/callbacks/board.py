@@ -27,6 +27,8 @@ _CHARTS = {
     ],
     "Throughput, samples a second": ["samples_per_second"],
     "What waits, next to the gradient": ["residual_to_gradient"],
+    "What waits, next to the update": ["update_error"],
+    "Age of the second moment, steps": ["second_moment_age"],
     "Drift of replicas": ["replica_divergence"],
 }
 

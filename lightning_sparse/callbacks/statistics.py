@@ -16,6 +16,7 @@ def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: Para
     gradient_norm, residual_norm = samples.norms()
     return {
         **strategy.compression_stats(),
+        **strategy.memory_statistics(),
         "backward_seconds": backward,
         "commit_seconds": marks.seconds("commit"),
         "gradient_square": gradient_norm**2,
@@ -30,7 +31,9 @@ def over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[s
     """
     stats = reduce_rows(list(mine), gather_rows(strategy, list(mine.values())))
     stats["compression_ratio"] = stats["dense_bytes"] / stats["wire_bytes"] if stats["wire_bytes"] else 1.0
-    stats["residual_to_gradient"] = _norm_ratio(stats.pop("residual_square"), stats.pop("gradient_square"))
+    squares = stats.pop("residual_square"), stats.pop("gradient_square")
+    if "update_error" not in stats:  # updates that wait are not to be compared with gradients
+        stats["residual_to_gradient"] = _norm_ratio(*squares)
     samples = stats.pop("step_samples")
     if not math.isnan(samples):
         stats["samples_per_second"] = samples / stats["step_seconds"]

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# How much more than in Adam a gradient counts in what it is itself divided by. Tried on the GPT of the benchmarks: with
+# 1, 4 and 16 a density of 0.01 ended 1.6, 1.2 and 2.8 % above DDP; without, some trainings did not get over outliers.
+_OUTLIERS = 4.0
 _CACHED_ELEMENTS = 1 << 17  # of each of five tensors: 2.5 MiB in all, which a core's share of the cache holds
 
 
@@ -76,12 +79,13 @@ def cached_batches(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list
 def precondition(
     gradients: Sequence[Tensor], seconds: Sequence[Tensor], scalars: Sequence[AdamScalars], ranks: int
 ) -> None:
-    """Divide gradients by what Adam divides by, in place: ``g <- g / (sqrt(v + (1 - beta2) g^2 / ranks) + eps)``.
+    """Divide gradients by what Adam divides by, in place: ``g <- g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``.
 
     The second moment ``v`` is some steps old, and may not have seen what comes now, such as an embedding's rare row. In
     Adam's own second moment every gradient is already there when it is divided, which bounds its update; so does the
-    second term here. It takes each rank's gradient for ``sqrt(ranks)`` times as long as the mean, as independent ones
-    are. What is not finite stays so.
+    second term here, somewhat more, as what is sent for a single outlier is not made good before the element is sent
+    again. Each rank's gradient is taken for ``sqrt(ranks)`` times as long as the mean, as independent ones are. What is
+    not finite stays so.
 
     Args:
         gradients: of this rank, floating point; become updates of a learning rate of 1.
@@ -92,7 +96,7 @@ def precondition(
     for rows, (inputs, squares) in cached_batches(gradients, seconds):
         numbers = [scalars[row] for row in rows]
         roots = torch._foreach_addcmul(
-            squares, inputs, inputs, [(1 - each.beta2) * each.weight / ranks for each in numbers]
+            squares, inputs, inputs, [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in numbers]
         )
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, [each.eps * math.sqrt(each.weight) for each in numbers])

@@ -47,7 +47,7 @@ class AdamMemory(ResidualMemory):
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
         self._second_steps: dict[str, int] = {}  # that their second moments are of
         self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
-        self._update_norms: list[Tensor] = []
+        self._update_norms: dict[str, Tensor] = {}
 
     def clip_to(self, clipping: Clipping) -> None:
         """Clip gradients to something else from the next step on."""
@@ -125,7 +125,7 @@ class AdamMemory(ResidualMemory):
         self._local.update((name, inputs[name].clone()) for name in moments if self._is_due(name))
         precondition(gradients, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
-            self._update_norms.extend(torch._foreach_norm(gradients))
+            self._update_norms.update(zip(moments, torch._foreach_norm(gradients)))
 
     def _preconditioners(self, moments: Mapping[str, AdamMoments]) -> list[Tensor]:
         return in_widened([each.preconditioner for each in moments.values()])
@@ -198,7 +198,7 @@ class AdamMemory(ResidualMemory):
         many steps ago the second moment was learned, at most.
         """
         statistics = super().statistics()
-        norms, self._update_norms = self._update_norms, []
+        norms = [self._update_norms[name] for name in self._moments if name in self._update_norms]
         if not norms:
             return statistics
         waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])
