@@ -173,6 +173,7 @@ class Pipeline:
                     if tensor is not local.gradient:
                         local.gradient.copy_(round_to(tensor, local.gradient.dtype))
         self._selector.end_step()
+        self.wire.end_step()
 
     def sample_kept(self) -> None:
         """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""

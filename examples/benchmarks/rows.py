@@ -141,7 +141,7 @@ def _adamw(row: Row) -> Row:
 
 
 # Sparse soon: a few steps are measured, not the warm-up of a training.
-_CORRECTION = AdamCorrection(dense_steps=4, fall_steps=0, refresh_steps=20)
+_CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {

@@ -93,6 +93,10 @@ class WireFormat(ABC):
             what arrived, as the generator's return value.
         """
 
+    def end_step(self) -> None:
+        """Take note that a step is over: memory that none of its groups needed may be given back."""
+        return
+
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked.

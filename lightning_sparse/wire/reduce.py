@@ -33,11 +33,13 @@ class ReduceFormat(WireFormat):
         super().__init__(dtype, rank, ranks)
         # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
         self._workspace: dict[str, Tensor] = {}
+        self._is_in_use = False
 
     @override
     def exchange(
         self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
     ) -> Phases:
+        self._is_in_use = True
         values = self._end_to_end([selection.values for selection in selections])
         sent = round_to(values, self.dtype)
         parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))
@@ -51,6 +53,12 @@ class ReduceFormat(WireFormat):
             means=self._split(received, selections),
             kept=self._split(self._left_here(values, sent, mean, returned), selections),
         )
+
+    @override
+    def end_step(self) -> None:
+        if not self._is_in_use:
+            self._workspace.clear()  # everything was sent whole in earlier steps, and no longer is
+        self._is_in_use = False
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:

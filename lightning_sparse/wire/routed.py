@@ -52,6 +52,11 @@ class RoutedFormat(WireFormat):
         return _joined(arrivals, order)
 
     @override
+    def end_step(self) -> None:
+        self._sparse.end_step()
+        self._dense.end_step()
+
+    @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         sparse = [size for size in sizes if not size.is_whole]
         dense = [size for size in sizes if size.is_whole]
