@@ -229,6 +229,24 @@ def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire:
             )
 
 
+def train_under(rank: int, compressor: str, schedule: str) -> Tensors:
+    """Return the parameters at the end, under a schedule."""
+    settings = {"compressor": compressor, "density": 0.1, "schedule": schedule}
+    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, 9)
+    ddp = next(training)[0]
+    for _ in training:
+        pass
+    return parameters_of(ddp)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
+def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
+    expected, _ = pair.run(train_under, compressor, "single")
+    for schedule in ("layerwise", "merged"):
+        for found in pair.run(train_under, compressor, schedule):
+            assert_same_state(found, expected)
+
+
 def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tuple[Tensors, Tensors]:
     """Train a model behind the engine and its twin behind plain DDP, both with AdamW."""
     training = corrected_steps(rank, torch.optim.AdamW, {"compressor": compressor, "density": density}, {}, steps)

@@ -11,6 +11,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.nn import Parameter
 from typing_extensions import override
 
+from lightning_sparse.adam import is_correctable
 from lightning_sparse.observe import Clock, Mark
 from lightning_sparse.prediction import BackwardProfile
 
@@ -58,6 +59,7 @@ class BackwardProfiler(Callback):
         self._previous: Mark = None
         self._began = 0.0
         self._batches = 0
+        self._has_adam = False
         self._handles: list[Any] = []
         self._parameters: Mapping[str, Parameter] = {}
 
@@ -70,6 +72,7 @@ class BackwardProfiler(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = Clock(pl_module.device)
+        self._has_adam = any(map(is_correctable, trainer.optimizers))
         self._parameters = {name: tensor for name, tensor in pl_module.named_parameters() if tensor.requires_grad}
         for name, parameter in self._parameters.items():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._noting(name)))
@@ -147,4 +150,5 @@ class BackwardProfiler(Callback):
             other_seconds=median(step.other_seconds() for step in steps),
             element_bytes=itemsizes.most_common(1)[0][0],
             device=parameters[0].device.type,
+            has_adam=self._has_adam,
         ).checked()

@@ -38,6 +38,7 @@ NOTHING = SelectionCost(_FREE, _FREE)
 _FIRST_BUCKET_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 _MOST_CHUNKS = 100
+_ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is counted here; less often later on
 
 
 class Candidate(ABC):
@@ -126,11 +127,15 @@ class EngineSystem(Candidate):
         name: what the user writes.
         settings_of: the system.
         cost: what it costs the machine.
+        has_adam: whether the optimizer is one whose updates are made before selection.
     """
 
-    def __init__(self, name: str, settings_of: SettingsOf, cost: SelectionCost = NOTHING) -> None:
+    def __init__(
+        self, name: str, settings_of: SettingsOf, cost: SelectionCost = NOTHING, has_adam: bool = False
+    ) -> None:
         super().__init__(name, cost)
         self._settings_of = settings_of
+        self._has_adam = has_adam
         self.density = settings_of.density
         compressor = self._settings.compressor
         self.replicas_diverge = compressor.replicas_diverge
@@ -159,6 +164,9 @@ class EngineSystem(Candidate):
         if compressor.replicas_diverge and compressor.param_sync_every is not None:
             # Parameters are averaged in fp32, and nothing hides it.
             transfers.append((Transfer("all_reduce", 4 * elements), 1 / compressor.param_sync_every))
+        if self._has_adam and self._settings.can_correct_adam:
+            # Mean gradients, of 16 bits, at intervals of a tenth of the steps made.
+            transfers.append((Transfer("all_reduce", 2 * elements), 10 / _ADAM_STEPS))
         return transfers
 
     @override
@@ -204,6 +212,7 @@ def measure_candidates(
                 name,
                 settings_of,
                 measure_selection(Rehearsal(settings_of, device), profile.sizes, fitted_sizes(device)),
+                profile.has_adam,
             )
         )
     return candidates

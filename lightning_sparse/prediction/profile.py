@@ -21,6 +21,8 @@ class BackwardProfile(NamedTuple):
         element_bytes: of one gradient element, as DDP sends it.
         device: type of the device on which this was measured, such as ``"cpu"``.
         workers: number of processes of the job that it was measured for; ``None`` if it was not said.
+        has_adam: whether an optimizer is one whose updates are made before selection, so that mean gradients travel now
+            and then.
     """
 
     names: tuple[str, ...]
@@ -30,6 +32,7 @@ class BackwardProfile(NamedTuple):
     element_bytes: int = 4
     device: str = "cpu"
     workers: Optional[int] = None
+    has_adam: bool = False
 
     @property
     def elements(self) -> int:

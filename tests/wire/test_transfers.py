@@ -9,6 +9,7 @@ from torch import nn
 from lightning_sparse.pipeline import LocalGradient
 from lightning_sparse.prediction import EngineSystem, SettingsOf
 from lightning_sparse.prediction.rehearsal import rehearsed_pipeline
+from lightning_sparse.wire import Transfer
 from tests.pool import Pool
 from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
@@ -81,3 +82,14 @@ def test_of_a_union_all_ranks_together_send_the_density(
     settings = {"compressor": compressor, "density": density, "schedule": "single"}
     for sent, sizes in pair.run(sent_by_a_step, "block", settings):
         assert sent == pytest.approx(announced(compressor, density, "float32", [sizes], ranks=2), rel=tolerance)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "exdyna", "qsgd", "dense"])
+def test_the_mean_gradients_of_adam_are_counted_where_there_are_any(compressor: str) -> None:
+    settings = SettingsOf(compressor, DENSITY[compressor])
+    plain, adam = (
+        EngineSystem(compressor, settings, has_adam=has_adam).step_transfers(1000) for has_adam in (False, True)
+    )
+    counted = [Transfer("all_reduce", 2000)] if compressor in ("topk", "exdyna") else []
+    assert [transfer for transfer, _ in adam[len(plain) :]] == counted
+    assert all(share == 0.01 for _, share in adam[len(plain) :])
