@@ -184,7 +184,8 @@ class AdamSteps:
         kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         kept = tuple(state.get(kind) for kind in kinds)
         known = self._flats.get(parameter)
-        if known is None or any(one is not other for one, other in zip(known.kept, kept)):
+        is_stale = known is None or any(one is not other for one, other in zip(known.kept, kept))
+        if known is None or is_stale or known.parameter.data_ptr() != parameter.data_ptr():
             for kind, tensor in zip(kinds, kept):
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
@@ -239,8 +240,8 @@ class AdamSteps:
         )
         counters = [optimizer.state[parameter]["step"] for parameter in gradients]
         torch._foreach_add_(counters, 1)
-        for parameter, counter, each in zip(gradients, counters, moments):
-            self._counts[parameter] = (counter, counter._version, each.step)
+        for parameter, counter in zip(gradients, counters):
+            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _after_step(self, *step: Any) -> None:
         self._show()

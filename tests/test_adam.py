@@ -477,6 +477,44 @@ def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
     assert_same_state(fused[0], fused[1])
 
 
+def fit_precisely(rank: int, precision: str) -> Tensors:
+    """Fit with AdamW in some precision; every fifth batch the parameters move to other memory."""
+
+    class Moving(NumberedAdam):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            for parameter in self.parameters() if batch_idx == 4 else ():
+                parameter.data = parameter.data.clone()
+
+    model = Moving()
+    fit_numbered(rank, build(), model, precision=precision)
+    assert all(torch.equal(found, model.history[12][name]) for name, found in weights(model).items())
+    before, after = model.history[10], model.history[12]  # with parameters that have moved
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    return weights(model)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_replicas_agree_in_every_precision(pair: Pool, precision: str) -> None:
+    one, other = pair.run(fit_precisely, precision)
+    assert_same_state(one, other)
+    assert all(parameter.isfinite().all() for parameter in one.values())
+
+
+def step_twice(rank: int) -> tuple[float, Tensors]:
+    """Step twice with the same gradient; return the number of steps made, and the parameters."""
+    training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, {}, 7)
+    ddp, _, optimizer, _ = next(training)
+    for _ in training:
+        optimizer.step()
+    return float(optimizer.state[next(ddp.parameters())]["step"]), parameters_of(ddp)
+
+
+def test_a_gradient_may_be_stepped_with_twice(pair: Pool) -> None:
+    (steps, one), (_, other) = pair.run(step_twice)
+    assert steps == 14
+    assert_same_state(one, other)
+
+
 class Stepless(torch.optim.Adam):
     """An Adam with a step of its own."""
 
