@@ -29,6 +29,11 @@ class Steerable(Observable):
             raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
         self._settings.correct_momentum(correction)
 
+    @property
+    def corrects_adam(self) -> bool:
+        """Whether the updates of Adam or AdamW are made before selection."""
+        return self._engine is not None and self._settings.feedback.adam is not None
+
     def watch_memory(self) -> None:
         """Ask for :meth:`memory_statistics` of the next step. No rank has to do as the others do."""
         if self._engine is not None:
@@ -40,7 +45,8 @@ class Steerable(Observable):
         Returns:
             ``local_clip_factor``, by which this rank's gradient was multiplied, where it is clipped;
             ``momentum_norm``, of the momentum that is accumulated before compression, and ``masked_fraction``, of its
-            elements that were set to zero, where it is.
+            elements that were set to zero, where it is; ``update_error``, the norm of the updates that wait over that
+            of this rank's updates of the step, and ``second_moment_age``, in steps, where Adam is corrected.
         """
         if self._engine is None:
             return {}

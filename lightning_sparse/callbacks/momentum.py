@@ -21,14 +21,18 @@ class MomentumCorrection(StrategyChanger):
     or a schedule (warm restarts, one cycle) does to learning rate and momentum is followed.
 
     At the Trainer's ``log_every_n_steps`` loggers get, as means over ranks, ``sparse/momentum_norm`` (of what a rank
-    has accumulated), ``sparse/masked_fraction`` (of all elements, those whose momentum was set to zero) and
-    ``sparse/local_clip_factor`` (by which a rank's gradient was multiplied).
+    has accumulated), ``sparse/masked_fraction`` (of all elements, those whose momentum was set to zero, where it is
+    masked) and ``sparse/local_clip_factor`` (by which a rank's gradient was multiplied, where it is clipped).
+
+    With AdamW and Adam the optimizer's own correction is in its place, see
+    :class:`~lightning_sparse.feedback.AdamCorrection`; ``clip_norm`` is then that of the mean gradient, as measured.
 
     Args:
         momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the groups of the SGD optimizer,
             whose steps are made without; a number is for an optimizer without momentum.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
-        masks_momentum: whether the momentum of an element that was sent starts again from zero.
+        masks_momentum: whether the momentum of an element that was sent starts again from zero, as published; see
+            :class:`~lightning_sparse.compressors.DGC`.
         clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, at this
             divided by the square root of the number of ranks. The whole gradient has to be known first, so the exchange
             no longer overlaps with backward. ``None`` not to clip.
@@ -50,7 +54,7 @@ class MomentumCorrection(StrategyChanger):
         self,
         momentum: Union[float, str] = FROM_OPTIMIZER,
         nesterov: bool = False,
-        masks_momentum: bool = True,
+        masks_momentum: bool = False,
         clip_norm: Optional[float] = None,
     ) -> None:
         if momentum is None:

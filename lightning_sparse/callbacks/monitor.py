@@ -90,7 +90,8 @@ class CompressionMonitor(StepObserver):
     @override
     def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
         strategy.sample_parameters(counts=self._counts, histograms=self.histograms)
-        strategy.watch_memory()
+        if strategy.corrects_adam:
+            strategy.watch_memory()
 
     @override
     def on_train_batch_end(

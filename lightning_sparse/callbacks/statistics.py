@@ -16,7 +16,7 @@ def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: Para
     gradient_norm, residual_norm = samples.norms()
     return {
         **strategy.compression_stats(),
-        **strategy.memory_statistics(),
+        **(strategy.memory_statistics() if strategy.corrects_adam else {}),
         "backward_seconds": backward,
         "commit_seconds": marks.seconds("commit"),
         "gradient_square": gradient_norm**2,

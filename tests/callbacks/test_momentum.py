@@ -23,7 +23,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one cycle": ({}, {"one_cycle": True}),
     "weight decay": ({}, {"weight_decay": 0.01}),
     "clipped": ({"clip_norm": 0.05}, {}),
-    "not masked": ({"masks_momentum": False}, {}),
+    "masked": ({"masks_momentum": True}, {}),
     "a number": ({"momentum": 0.8, "nesterov": True}, {"momentum": 0.0}),
 }
 
@@ -121,7 +121,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     "sdagc": ({"compressor": "sdagc"}, {}, WithSGD(), "SDAGC corrects momentum or clips itself"),
     "qsgd": ({"compressor": "qsgd"}, {}, WithSGD(), "with QSGD, which keeps nothing for later"),
     "a2sgd": ({"compressor": "a2sgd"}, {}, WithSGD(), "with A2SGD, which keeps nothing for later"),
-    "omgs": ({"compressor": "omgs"}, {}, WithSGD(), "OMGS selects across a group and cannot mask"),
+    "omgs": (
+        {"compressor": "omgs"},
+        {"masks_momentum": True},
+        WithSGD(),
+        "OMGS selects across a group and cannot mask",
+    ),
     "auto": ({"compressor": "lags", "schedule": "auto"}, {}, WithSGD(), "use schedule='merged'"),
 }
 
@@ -180,7 +185,7 @@ def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[l
         SparseDDPStrategy(LAGS(error_feedback="update"), density=0.25),
         logger=CSVLogger(directory, name="", version=""),
         log_every_n_steps=4,
-        callbacks=[MomentumCorrection(clip_norm=clip_norm), Watch()],
+        callbacks=[MomentumCorrection(masks_momentum=True, clip_norm=clip_norm), Watch()],
     )
     trainer.fit(WithSGD())
     return norms, zeros

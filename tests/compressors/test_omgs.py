@@ -228,8 +228,8 @@ def test_masking_the_momentum_of_what_a_group_sent_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"MergedDGC.feedback asks for masks_momentum=True, .*set masks_momentum=False"
     ):
-        GroupSelector(MergedDGC(momentum=0.9))
-    GroupSelector(MergedDGC(momentum=0.9, masks_momentum=False))
+        GroupSelector(MergedDGC(momentum=0.9, masks_momentum=True))
+    GroupSelector(MergedDGC(momentum=0.9))
 
 
 def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed() -> None:
