@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from threading import local
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,27 @@ def _cuts(numels: tuple[int, ...], most: int) -> tuple[tuple[tuple[int, int, int
             batch.append((position, start, stop))
             held += stop - start
     return (*batches, tuple(batch)) if batch else tuple(batches)
+
+
+class _Held(local):
+    """Memory of a thread for the elements of a batch, by type: a cache holds it, the system need not be asked for it."""
+
+    def __init__(self) -> None:
+        self.by_type: dict[torch.dtype, Tensor] = {}
+
+
+_held = _Held()
+
+
+def _scratch(likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return flat tensors of the same sizes and type, undefined; on a CPU those of a batch lie in held memory."""
+    numels = [like.numel() for like in likes]
+    dtype, device = likes[0].dtype, likes[0].device
+    if device.type != "cpu" or sum(numels) > _CACHED_ELEMENTS:
+        return [torch.empty_like(like) for like in likes]
+    if dtype not in _held.by_type:
+        _held.by_type[dtype] = torch.empty(_CACHED_ELEMENTS, dtype=dtype)
+    return list(_held.by_type[dtype][: sum(numels)].split(numels))
 
 
 def cached_batches(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
@@ -95,8 +117,10 @@ def precondition(
     """
     for rows, (inputs, squares) in cached_batches(gradients, seconds):
         numbers = [scalars[row] for row in rows]
-        roots = torch._foreach_addcmul(
-            squares, inputs, inputs, [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in numbers]
+        roots = _scratch(inputs)
+        torch._foreach_copy_(roots, squares)
+        torch._foreach_addcmul_(
+            roots, inputs, inputs, [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in numbers]
         )
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, [each.eps * math.sqrt(each.weight) for each in numbers])
@@ -105,8 +129,13 @@ def precondition(
 
 
 def denominators(seconds: Sequence[Tensor], scalars: Sequence[AdamScalars]) -> list[Tensor]:
-    """Return what Adam divides its first moment by: the root of the second, without its bias, plus ``eps``."""
-    roots = torch._foreach_sqrt(list(seconds))
+    """Return what Adam divides its first moment by: the root of the second, without its bias, plus ``eps``.
+
+    Few elements on a CPU lie in memory that this thread's next call takes again.
+    """
+    roots = _scratch(seconds)
+    torch._foreach_copy_(roots, list(seconds))
+    torch._foreach_sqrt_(roots)
     torch._foreach_mul_(roots, [1 / math.sqrt(each.weight) for each in scalars])
     torch._foreach_add_(roots, [each.eps for each in scalars])
-    return list(roots)
+    return roots
