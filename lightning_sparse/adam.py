@@ -65,7 +65,7 @@ def falling_density(correction: AdamCorrection, steps: int, target: float) -> fl
 
         >>> correction = AdamCorrection(dense_steps=10, fall_steps=100)
         >>> [round(falling_density(correction, steps, 0.01), 3) for steps in (0, 10, 60, 109, 110)]
-        [1.0, 1.0, 0.107, 0.012, 0.01]
+        [1.0, 1.0, 0.112, 0.012, 0.01]
     """
     dense, fall = correction.dense_steps or 0, correction.fall_steps or 0
     if steps < dense:

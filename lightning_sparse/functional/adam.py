@@ -47,7 +47,7 @@ def _cuts(numels: tuple[int, ...], most: int) -> tuple[tuple[tuple[int, int, int
 
 
 class _Held(local):
-    """Memory of a thread for the elements of a batch, by type: a cache holds it, the system need not be asked for it."""
+    """Memory of a thread for the elements of a batch, by type: a cache holds it, and it need not be asked for anew."""
 
     def __init__(self) -> None:
         self.by_type: dict[torch.dtype, Tensor] = {}
