@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_lags": {"compressor": "lags", "density": 0.05},
     "sparse_exdyna": {"compressor": "exdyna", "density": 0.05},
-    "sparse_sdagc": {"compressor": "sdagc"},
+    "sparse_sdagc": {"compressor": "sdagc", "density": 0.001},
     "sparse_omgs": {"compressor": "omgs", "density": 0.05},
     "sparse_a2sgd": {"compressor": "a2sgd"},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
