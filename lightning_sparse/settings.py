@@ -92,8 +92,8 @@ class Settings:
     def can_correct_adam(self) -> bool:
         """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
-        takes_momentum = self._asked_feedback.momentum in (None, FROM_OPTIMIZER)
-        return is_wanted and takes_momentum and _refusal_of(self.compressor) is None
+        leaves_room = self._asked_feedback.momentum in (None, FROM_OPTIMIZER)
+        return is_wanted and leaves_room and _refusal_of(self.compressor) is None
 
     @property
     def takes_momentum(self) -> bool:

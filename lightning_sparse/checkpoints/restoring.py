@@ -12,7 +12,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.memory import widened
 
 _RATES = "learning_rate"
-_NUMBERS = {_RATES, "second_moment_step", "squared_norms"}  # kinds that are a few numbers for each parameter
+# Kinds that are a few numbers for each parameter, and how many.
+_NUMBERS = {_RATES: 1, "second_moment_step": 1, "squared_norms": 2}
 
 
 def take_up(
@@ -42,8 +43,8 @@ def take_up(
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
-    kinds = state["memory"].keys() - _NUMBERS
-    if kinds == present["memory"].keys() - _NUMBERS:
+    kinds = state["memory"].keys() - _NUMBERS.keys()
+    if kinds == present["memory"].keys() - _NUMBERS.keys():
         usable["memory"], gone = _fitted_memory(state["memory"], parameters, source)
         if not compressor.feedback.follows_learning_rate:
             usable["memory"].pop(_RATES, None)
@@ -89,7 +90,7 @@ def _fitted_memory(
             gone.add(name)
             continue
         parameter = parameters[name]
-        if kind not in _NUMBERS and tensor.numel() != parameter.numel():
+        if tensor.numel() != _NUMBERS.get(kind, parameter.numel()):
             raise CheckpointError(
                 f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
                 f" {parameter.numel()}: its shape has changed since. {CURE}"
