@@ -28,7 +28,7 @@ trainer:
           - class_path: lightning_sparse.rules.ErrorBudget
             init_args: {{budget: 1000.0}}
           - class_path: lightning_sparse.rules.CriticalRegime
-            init_args: {{density: 0.002}}
+            init_args: {{density: 0.02}}
           - class_path: lightning_sparse.rules.HideCommunication
 """
 
@@ -39,5 +39,5 @@ def test_rules_are_built_from_yaml(tmp_path: Path) -> None:
     done = run("fit", MODEL, f"--config={config}")
     assert done.returncode == 0, done.stderr
     assert "the momentum of the SGD optimizer is accumulated before compression" in done.stderr
-    for step, density in ((0, "0.5"), (1, "0.25"), (2, "0.002")):
+    for step, density in ((0, "0.5"), (1, "0.25"), (2, "0.02")):
         assert f"AdaptiveDensity: step {step}: 2 parameters at {density} (" in done.stderr
