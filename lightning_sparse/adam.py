@@ -17,7 +17,9 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.feedback import AdamCorrection, AdamMoments, Hyperparameters
-from lightning_sparse.functional import AdamScalars, cached_batches, denominators
+from lightning_sparse.functional import apply_updates
+from lightning_sparse.memory import AdamMemory
+from lightning_sparse.memory.base import in_widened
 
 _STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
 
@@ -87,7 +89,7 @@ class AdamSteps:
         names: of parameters.
         correction: resolved.
         target_of: density of a parameter when warm-up is over, by its name.
-        second_step_of: the step that the second moment of a parameter is of, by its name.
+        memory: what is kept; knows of which step a second moment is, and where gradients were written.
     """
 
     def __init__(
@@ -96,13 +98,13 @@ class AdamSteps:
         names: Mapping[Parameter, str],
         correction: AdamCorrection,
         target_of: Callable[[str], float],
-        second_step_of: Callable[[str], int],
+        memory: AdamMemory,
     ) -> None:
         self.names = names
         self._optimizers = optimizers
         self._correction = correction
         self._target_of = target_of
-        self._second_step_of = second_step_of
+        self._memory = memory
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._counts: dict[Parameter, tuple[Tensor, int, int]] = {}
@@ -226,18 +228,24 @@ class AdamSteps:
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
         moments = [self._present[parameter] for parameter in gradients]
-        second_steps = [self._second_step_of(self.names[parameter]) for parameter in gradients]
+        names = [self.names[parameter] for parameter in gradients]
         scale = getattr(optimizer, "grad_scale", None)
         unscaled = (gradient if scale is None else gradient / scale for gradient in gradients.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
+        weights = [each.parameter for each in moments]
+        wide = in_widened(weights)
         apply_updates(
-            [each.parameter for each in moments],
-            [_laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)],
-            [each.preconditioner for each in moments],
-            [each.scalars(second_step) for each, second_step in zip(moments, second_steps)],
+            wide,
+            in_widened([_laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)]),
+            list(map(self._memory.take_arrived, names)),
+            in_widened([each.preconditioner for each in moments]),
+            [each.scalars(self._memory.second_step(name)) for each, name in zip(moments, names)],
             -float(group["lr"]) if group["maximize"] else float(group["lr"]),
             1 - float(group["lr"]) * decay,
         )
+        for weight, result in zip(weights, wide):
+            if result is not weight:
+                weight.copy_(result)
         counters = [optimizer.state[parameter]["step"] for parameter in gradients]
         torch._foreach_add_(counters, 1)
         for parameter, counter in zip(gradients, counters):
@@ -264,36 +272,6 @@ class AdamSteps:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
-
-
-def apply_updates(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    scalars: Sequence[AdamScalars],
-    rate: float,
-    shrinkage: float,
-) -> None:
-    """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
-
-    Args:
-        parameters: flat.
-        gradients: what arrived, in units of the gradient, flat.
-        seconds: second moments, flat.
-        scalars: of each.
-        rate: learning rate, negative to maximize.
-        shrinkage: what decoupled weight decay leaves.
-    """
-    for rows, (weights, inputs, squares) in cached_batches(parameters, gradients, seconds):
-        if shrinkage != 1:
-            torch._foreach_mul_(weights, shrinkage)
-        wide = [square.float() if square.itemsize < 4 else square for square in squares]
-        roots = denominators(wide, [scalars[row] for row in rows])
-        if weights[0].dtype == roots[0].dtype:
-            torch._foreach_addcdiv_(weights, inputs, roots, value=-rate)
-        else:
-            for weight, gradient, root in zip(weights, inputs, roots):
-                weight.add_((gradient / root).to(weight.dtype), alpha=-rate)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

@@ -129,11 +129,6 @@ class Engine:
         if isinstance(self.memory, AdamMemory):
             self.memory.clip_to(clipping)
 
-    def second_step(self, name: str) -> int:
-        """Return the optimizer step that Adam's second moment of a corrected parameter is of."""
-        assert isinstance(self.memory, AdamMemory)
-        return self.memory.second_step(name)
-
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
         rows: list[list[float]] = []
@@ -179,6 +174,7 @@ class Engine:
         """
         self._learned = None
         self._recorder.begin_backward()
+        self._recorder.current.marks.is_typical = not self._settings.is_settling(steps)
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, samples_deltas)
         self.densities.density = self._settings.density_at(epoch, steps)
 

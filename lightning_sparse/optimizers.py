@@ -10,6 +10,7 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.adam import AdamSteps, ComingStep, is_correctable
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+from lightning_sparse.memory import AdamMemory, Memory
 
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
@@ -48,7 +49,7 @@ class OptimizerView:
         optimizers: that train it.
         feedback: what the memory accumulates.
         target_of: density of a parameter when warm-up is over, by its name.
-        second_step_of: the step that Adam's second moment of a parameter is of, by its name.
+        memory: what is kept, where Adam's updates are made before selection.
 
     Raises:
         ValueError: if the memory accumulates momentum, and an optimizer is not SGD, has dampening, or has momentum of
@@ -61,15 +62,16 @@ class OptimizerView:
         optimizers: Sequence[Optimizer],
         feedback: ErrorFeedback,
         target_of: Callable[[str], float] = lambda name: 1.0,
-        second_step_of: Callable[[str], int] = lambda name: 0,
+        memory: Optional[Memory] = None,
     ) -> None:
         self._adam: Optional[AdamSteps] = None
         self._optimizers = optimizers
         self._feedback = feedback
         self.know(parameters)
-        if feedback.adam is not None:
+        # Where everything is sent, nothing is kept that could be an update.
+        if feedback.adam is not None and isinstance(memory, AdamMemory):
             corrected = list(filter(is_correctable, optimizers))
-            self._adam = AdamSteps(corrected, self._names, feedback.adam, target_of, second_step_of)
+            self._adam = AdamSteps(corrected, self._names, feedback.adam, target_of, memory)
         self._taken: dict[tuple[int, int], _Taken] = {}
         self._handles: list[Any] = []
         if feedback.momentum is not None:

@@ -166,7 +166,7 @@ class Pipeline:
                 if dense_means is not None:
                     deltas = layer_deltas(dense_means, accumulated, counts)
                     self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
-                self.memory.to_gradients([local.name for local in group], accumulated)
+                self.memory.to_gradients([local.name for local in group], accumulated, group_means)
                 if self.context.loss_scale is not None:
                     torch._foreach_mul_(accumulated, self.context.loss_scale)
                 for local, tensor in zip(group, accumulated):
@@ -200,6 +200,7 @@ class Pipeline:
         # The host waits for the device in such a step only, one in ten or fewer.
         if not local or not bool(finite):
             return
+        self.recorder.current.marks.is_typical = False
         for group, _, _, arrival in step:
             are_used = [True] * len(group) if arrival.used is None else arrival.used.tolist()
             names = [each.name for each, is_used in zip(group, are_used) if is_used and each.name in local]

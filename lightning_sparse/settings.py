@@ -136,6 +136,11 @@ class Settings:
                 " schedule='merged'"
             )
 
+    def is_settling(self, steps: int) -> bool:
+        """Return whether corrected optimizers that have made so many steps are still in their warm-up."""
+        correction = self.feedback.adam
+        return correction is not None and steps < (correction.dense_steps or 0) + (correction.fall_steps or 0)
+
     def density_at(self, epoch: int, steps: int = 0) -> float:
         """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
 

@@ -171,8 +171,8 @@ class SparseDDPStrategy(Steerable, ResumableDDPStrategy):
         self._begin_switching(self._settings.schedule)
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
-        target_of, second_step_of = self._engine.target_density, self._engine.second_step
-        view = OptimizerView(parameters, self.optimizers, self._settings.feedback, target_of, second_step_of)
+        target_of, memory = self._engine.target_density, self._engine.memory
+        view = OptimizerView(parameters, self.optimizers, self._settings.feedback, target_of, memory)
         self._optimizer_view = view
         if view.takes_momentum:
             self._say(TAKES_MOMENTUM)

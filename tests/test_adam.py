@@ -38,17 +38,18 @@ def corrected_steps(
     arguments: dict[str, Any],
     steps: int,
     poisoned: Optional[int] = None,
+    correction: AdamCorrection = CORRECTION,
 ) -> Iterator[tuple[DistributedDataParallel, Any, torch.optim.Optimizer, Tensors]]:
     """Train with a corrected optimizer, without a Trainer; yield before the first step, and after every step.
 
     The gradient of step ``poisoned`` is not finite on rank 1; that step of the optimizer is left out.
     """
     torch.manual_seed(0)
-    with sparse_ddp(Edges(), correction=CORRECTION, **settings) as (ddp, engine):
+    with sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
-        feedback = ErrorFeedback(adam=CORRECTION)
-        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.second_step)
+        feedback = ErrorFeedback(adam=correction)
+        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
@@ -245,6 +246,21 @@ def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
     for schedule in ("layerwise", "merged"):
         for found in pair.run(train_under, compressor, schedule):
             assert_same_state(found, expected)
+
+
+def first_planned_step(rank: int, dense_steps: int) -> int:
+    """Return the first step after which a plan is followed."""
+    correction = AdamCorrection(dense_steps=dense_steps, fall_steps=0, refresh_steps=1000)
+    settings = {"compressor": "topk", "schedule": "merged"}
+    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, 150, correction=correction)
+    engine = next(training)[1]
+    planned = [step for step, _ in enumerate(training) if engine.plan is not None]
+    return planned[0]
+
+
+def test_a_plan_is_not_made_of_steps_that_send_everything(pair: Pool) -> None:
+    [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 25))
+    assert late - early == 20
 
 
 def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tuple[Tensors, Tensors]:

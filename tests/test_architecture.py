@@ -12,9 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"selection", "named", "doors", "mirror", "functional", "layout", "metrics", "trained", "origin"},
     {"end_to_end", "feedback"},
+    {"compressors", "memory", "wire", "collectives", "schedule", "observe"},
     {"adam"},
-    {"compressors", "memory", "wire", "collectives", "schedule", "observe", "optimizers"},
-    {"merging", "density", "settings", "timeline", "rules"},
+    {"merging", "density", "settings", "timeline", "rules", "optimizers"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},

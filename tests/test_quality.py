@@ -45,7 +45,7 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
         optimizer = build_optimizer(ddp.parameters(), is_adam)
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
-        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.second_step)
+        view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         for step in range(STEPS):
             coming = view.coming_step()
             engine.begin_backward(None, coming.hyperparameters, 0, False, coming.whole, coming.steps)

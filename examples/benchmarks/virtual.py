@@ -19,7 +19,6 @@ from lightning_sparse.collectives import Collectives
 from lightning_sparse.density import Densities
 from lightning_sparse.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.layout import layout_of
-from lightning_sparse.memory import AdamMemory
 from lightning_sparse.observe import Recorder
 from lightning_sparse.optimizers import OptimizerView
 from lightning_sparse.pipeline import LocalGradient, Pipeline, StepContext
@@ -130,15 +129,11 @@ class VirtualRank:
         memory = settings.memory_for({torch.float32}, ranks)
         self._pipeline = Pipeline(compressor, memory, wire, self._collectives, self.recorder, self._densities.of)
 
-        def second_step_of(name: str) -> int:
-            assert isinstance(memory, AdamMemory)
-            return memory.second_step(name)
-
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
 
         parameters = dict(self.network.named_parameters())
-        self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, second_step_of)
+        self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""

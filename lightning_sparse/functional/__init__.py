@@ -1,6 +1,6 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
-from lightning_sparse.functional.adam import AdamScalars, cached_batches, denominators, precondition
+from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
 from lightning_sparse.functional.copying import add_rows, copy_elements, read_as
 from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.fingerprint import fingerprint
@@ -17,12 +17,13 @@ __all__ = [
     "NORMS",
     "AdamScalars",
     "IndexCodec",
+    "accumulate_updates",
     "add_rows",
+    "apply_updates",
     "batched_top_k_indices",
     "bucket_views",
-    "cached_batches",
     "copy_elements",
-    "denominators",
+    "denominator",
     "fingerprint",
     "index_codec",
     "indices_reaching",
@@ -32,12 +33,12 @@ __all__ = [
     "magnitude_quantile",
     "pack_codes",
     "packed_nbytes",
-    "precondition",
     "quantize",
     "read_as",
     "round_to",
     "shift_by_sign",
     "sign_totals",
+    "to_gradients",
     "top_k_indices",
     "unpack_codes",
 ]

@@ -12,9 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters
-from lightning_sparse.functional import AdamScalars, cached_batches, denominators, precondition
+from lightning_sparse.functional import AdamScalars, accumulate_updates, denominator, to_gradients
 from lightning_sparse.memory.base import MemoryState, in_widened
 from lightning_sparse.memory.residual import ResidualMemory, cloned
+from lightning_sparse.selection import Selection
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
@@ -47,6 +48,7 @@ class AdamMemory(ResidualMemory):
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
         self._second_steps: dict[str, int] = {}  # that their second moments are of
         self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
+        self._arrived: dict[str, Optional[Tensor]] = {}  # where, in this step
         self._update_norms: dict[str, Tensor] = {}
 
     def clip_to(self, clipping: Clipping) -> None:
@@ -57,6 +59,13 @@ class AdamMemory(ResidualMemory):
     def second_step(self, name: str) -> int:
         """Return the optimizer step that the second moment of a corrected parameter is of."""
         return self._second_steps[name]
+
+    def take_arrived(self, name: str) -> Optional[Tensor]:
+        """Return where the gradient of a corrected parameter was written in this step, and forget it.
+
+        int64 ``[ranks, count]``, the same element once for each rank that sent it; ``None`` if it arrived whole.
+        """
+        return self._arrived.pop(name, None)
 
     @override
     def compensate(
@@ -71,9 +80,10 @@ class AdamMemory(ResidualMemory):
         }
         for name in names:
             self._follow(name, moments.get(name))
+        rest = [name for name in names if name not in moments]
+        self._accumulate(rest, [inputs[name] for name in rest], hyperparameters)
         if moments:
-            self._make_updates(inputs, moments)
-        self._accumulate(names, accumulated, hyperparameters)
+            self._accumulate_updates(inputs, moments, hyperparameters)
         return accumulated
 
     def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
@@ -113,19 +123,26 @@ class AdamMemory(ResidualMemory):
             self._return_to_gradients(name, self._moments.pop(name, None))
 
     def _denominator(self, name: str, moments: AdamMoments) -> Tensor:
-        return denominators(in_widened([moments.preconditioner]), [moments.scalars(self._second_steps[name])])[0]
+        return denominator(in_widened([moments.preconditioner])[0], moments.scalars(self._second_steps[name]))
 
-    def _make_updates(self, inputs: Mapping[str, Tensor], moments: Mapping[str, AdamMoments]) -> None:
-        """Turn gradients into updates, in place."""
+    def _accumulate_updates(
+        self,
+        inputs: Mapping[str, Tensor],
+        moments: Mapping[str, AdamMoments],
+        hyperparameters: Mapping[str, Hyperparameters],
+    ) -> None:
+        """Turn gradients into updates and add what waits, in place."""
         gradients = [inputs[name] for name in moments]
         self._clip_as_mean(gradients)
         for gradient, each in zip(gradients, moments.values()):
             if each.decay:
                 gradient.add_(each.parameter, alpha=each.decay)
         self._local.update((name, inputs[name].clone()) for name in moments if self._is_due(name))
-        precondition(gradients, self._preconditioners(moments), self._scalars(moments), self._ranks)
+        waiting = self._waiting(list(moments), gradients, hyperparameters)
+        accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
-            self._update_norms.update(zip(moments, torch._foreach_norm(gradients)))
+            updates = torch._foreach_sub(gradients, waiting)
+            self._update_norms.update(zip(moments, torch._foreach_norm(updates)))
 
     def _preconditioners(self, moments: Mapping[str, AdamMoments]) -> list[Tensor]:
         return in_widened([each.preconditioner for each in moments.values()])
@@ -150,12 +167,18 @@ class AdamMemory(ResidualMemory):
         torch._foreach_mul_(gradients, self._clip_factor)
 
     @override
-    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor]) -> None:
+    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
         moments = {name: self._moments[name] for name in names if name in self._moments}
-        means = [update for name, update in zip(names, updates) if name in moments]
-        scalars = self._scalars(moments)
-        for rows, (pieces, seconds) in cached_batches(means, self._preconditioners(moments)):
-            torch._foreach_mul_(pieces, denominators(seconds, [scalars[row] for row in rows]))
+        if not moments:
+            return
+        corrected = [position for position, name in enumerate(names) if name in moments]
+        self._arrived.update((names[position], means[position].indices) for position in corrected)
+        to_gradients(
+            [updates[position] for position in corrected],
+            [self._arrived[names[position]] for position in corrected],
+            self._preconditioners(moments),
+            self._scalars(moments),
+        )
 
     def _is_due(self, name: str) -> bool:
         step = self._moments[name].step

@@ -58,12 +58,13 @@ class Memory(ABC):
             accepted: bool ``[len(names)]``; where false, the memory of that parameter stays as it is.
         """
 
-    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor]) -> None:
+    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
         """Turn means of what was accumulated into gradients, in place, where that is something else.
 
         Args:
             names: parameter names.
             updates: for each the mean over ranks of what was sent, flat.
+            means: for each what arrived, which is where its mean is not zero.
         """
         return
 

@@ -66,13 +66,18 @@ class ResidualMemory(Memory):
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
         """Add what waits to the gradients, in place."""
+        if names:
+            torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters))
+
+    def _waiting(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        """Return what is added to the gradients: what waits, in terms of the present learning rate."""
         residuals = kept_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
-            torch._foreach_add_(gradients, residuals)
-            return
+            return residuals
         ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
-        for tensor, residual, ratio in zip(gradients, residuals, ratios.unbind()):
-            tensor.addcmul_(residual, ratio)
+        return list(torch._foreach_mul(residuals, ratios.unbind()))
 
     def _rate_ratios(self, names: Sequence[str], rates: list[float], like: Tensor) -> Tensor:
         present = torch.tensor(rates, dtype=like.dtype).to(like.device, non_blocking=True)

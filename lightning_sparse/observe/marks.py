@@ -51,9 +51,12 @@ class StepMarks:
         spans: stages that belong to no group.
         backward_end: when the last gradient was ready.
         end: when the last exchange had been written back.
+        is_typical: whether it is one of many that send as much, and not one of a warm-up, or one in which a mean
+            gradient is learned from beside.
     """
 
     def __init__(self) -> None:
+        self.is_typical = True
         self.backward_start: Optional[Mark] = None
         self.ready: dict[str, Optional[Mark]] = {}
         self.groups: list[GroupMarks] = []

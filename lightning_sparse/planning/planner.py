@@ -82,8 +82,8 @@ class StepPlanner:
     def end_step(self, marks: StepMarks) -> None:
         """Look at a step that has ended; on every rank, between two steps."""
         order = tuple(marks.ready)
-        if not order:
-            return  # every gradient was sparse_coo: nothing is merged
+        if not order or not marks.is_typical:
+            return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
         if order == self._order:
             self._course.send(marks)
         elif self._foreign_steps:

@@ -1,0 +1,68 @@
+"""Adam's arithmetic: piece by piece, or at the few places where something arrived, it is the formula's."""
+
+from typing import Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.functional import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
+from tests.devices import DEVICE
+
+SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
+NUMELS = [5, 100_003]  # more than a piece
+
+
+def normal(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(DEVICE)
+
+
+def places(numel: int) -> Tensor:
+    """Where two ranks sent something; some places twice."""
+    return torch.stack([torch.arange(0, numel, 97), torch.arange(0, numel, 97).roll(1)]).sort(dim=1).values.to(DEVICE)
+
+
+def arrived(numel: int) -> Tensor:
+    gradient = torch.zeros(numel, device=DEVICE)
+    chosen = places(numel)[0]
+    gradient[chosen] = normal(len(chosen), 3)
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", NUMELS)
+def test_updates_are_the_formulas(numel: int, dtype: torch.dtype) -> None:
+    gradient, waiting, second = (normal(numel, seed, dtype) for seed in range(3))
+    second.square_()
+    root = (second / 0.4 + 4 * 0.05 * gradient.square() / 3).sqrt()
+    expected = waiting + gradient / (root + 1e-8)
+    accumulate_updates([gradient], [waiting], [second], [SCALARS], 3)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_few_places_are_as_good_as_all(numel: int) -> None:
+    second = normal(numel, 1).square_()
+    found, expected = arrived(numel), arrived(numel)
+    to_gradients([found], [places(numel)], [second], [SCALARS])
+    to_gradients([expected], [None], [second], [SCALARS])
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, arrived(numel) * denominator(second, SCALARS))
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["as it arrived", "written elsewhere since"])
+@pytest.mark.parametrize("shrinkage", [1.0, 0.99])
+@pytest.mark.parametrize("numel", NUMELS)
+def test_a_step_applies_all_of_a_gradient(numel: int, shrinkage: float, is_changed: bool) -> None:
+    second, gradient = normal(numel, 1).square_(), arrived(numel)
+    if is_changed:
+        gradient[1] = 1e-3  # where nothing arrived
+    unchanged = gradient.clone()
+    found: dict[Optional[str], Tensor] = {}
+    for where, indices in (("few", places(numel)), ("all", None)):
+        found[where] = normal(numel, 0)
+        apply_updates([found[where]], [gradient], [indices], [second], [SCALARS], 0.1, shrinkage)
+        assert torch.equal(gradient, unchanged)
+    assert torch.equal(found["few"], found["all"])
+    expected = shrinkage * normal(numel, 0) - 0.1 * gradient / ((second / 0.4).sqrt() + 1e-8)
+    torch.testing.assert_close(found["all"], expected)
