@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collectives import Collectives
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.density import Densities
 from lightning_sparse.feedback import Clipping, Hyperparameters
 from lightning_sparse.hook import GradientStream
@@ -38,6 +39,12 @@ class Engine:
         timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
         say: called on rank 0 with lines for the user.
 
+    Attributes:
+        densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
+        memory: what is kept.
+        pipeline: what every group goes through.
+        recorder: the facts of the steps.
+
     Raises:
         RuntimeError: if the backend lacks a collective that the compressor needs.
     """
@@ -52,7 +59,7 @@ class Engine:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
         self._settings = settings
-        self._recorder = Recorder(device)
+        self.recorder = Recorder(device)
         self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
         compressor = settings.compressor
         self.densities = Densities(compressor, settings.density_at(0))
@@ -64,11 +71,12 @@ class Engine:
         self._layout = layout_of(ddp.module, rank, ranks, device)
         self._numels = dict(zip(self._layout.names, self._layout.numels))
         self._learned: Optional[Mapping[str, Any]] = None
+        self._samples_deltas = False
         compressor.begin(self._layout)
         # Those of frozen parameters, too: they may be unfrozen.
         self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
         self.pipeline = Pipeline(
-            compressor, self.memory, wire, self._collectives, self._recorder, density_of=self.densities.of
+            compressor, self.memory, wire, self._collectives, self.recorder, density_of=self.densities.of
         )
         self._worker = ExchangeWorker(device)
         diverges, every = compressor.replicas_diverge, compressor.param_sync_every
@@ -83,7 +91,7 @@ class Engine:
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         after_step = (lambda marks: None) if self._planner is None else self._planner.end_step
-        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self._recorder, after_step)
+        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self.recorder, after_step)
 
     def detach(self) -> None:
         """Let go of the wrapped model, between two steps; what is kept stays."""
@@ -120,9 +128,27 @@ class Engine:
         if isinstance(self.memory, AdamMemory):
             self._worker.run(self.memory.leave)
 
+    @property
+    def compressor(self) -> Compressor:
+        """What chooses what is sent."""
+        return self.pipeline.compressor
+
+    @property
+    def corrects_adam(self) -> bool:
+        """Whether the updates of Adam or AdamW are made before selection."""
+        return isinstance(self.memory, AdamMemory)
+
     def target_density(self, name: str) -> float:
         """Return the density of a parameter when warm-up is over, as the user asked for it."""
-        return self._settings.compressor.density_of(name, self._settings.density)
+        return self.compressor.density_of(name, self._settings.density)
+
+    def target_densities(self) -> dict[str, float]:
+        """Return those of all parameters whose gradients are exchanged, by name."""
+        return {name: self.target_density(name) for name in self.parameter_names}
+
+    def present_densities(self) -> dict[str, float]:
+        """Return the density of each parameter in the next step, by name."""
+        return {name: self.densities.of(name) for name in self.parameter_names}
 
     def clip(self, clipping: Clipping) -> None:
         """Clip gradients before compression from the next step on, where the optimizer is corrected; on all ranks."""
@@ -145,7 +171,7 @@ class Engine:
         return StepPlanner(
             schedule,
             self._collectives,
-            self._recorder,
+            self.recorder,
             self._numels,
             self.densities,
             self._settings.adapts_density,
@@ -158,7 +184,6 @@ class Engine:
         loss_scale: Optional[Tensor] = None,
         hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
         epoch: int = 0,
-        samples_deltas: bool = False,
         whole: AbstractSet[str] = frozenset(),
         steps: int = 0,
     ) -> None:
@@ -168,18 +193,19 @@ class Engine:
             loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
             hyperparameters: what the optimizer does, by parameter name.
             epoch: from 0.
-            samples_deltas: whether to compute :meth:`layer_deltas` in this step; the same on all ranks.
             whole: names of the parameters whose gradients are sent whole, whatever the compressor; as on all ranks.
             steps: that corrected optimizers have made.
         """
         self._learned = None
-        self._recorder.begin_backward()
-        self._recorder.current.marks.is_typical = not self._settings.is_settling(steps)
-        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, samples_deltas)
+        correction = self._settings.feedback.adam
+        self.recorder.begin_backward()
+        self.recorder.current.marks.is_typical = correction is None or not correction.is_settling(steps)
+        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
         self.densities.density = self._settings.density_at(epoch, steps)
 
     def end_step(self) -> None:
         """Take note that the optimizer has made a step; average the replicas where that is due."""
+        self._samples_deltas = False
         if self._averager is not None and self._averager.count_step():
             self.synchronize_replicas()
 
@@ -187,8 +213,8 @@ class Engine:
         """Average parameters and buffers over ranks, where the method lets them drift apart; all ranks must call."""
         if self._averager is not None:
             self._worker.run(self._averager.make_one)
-            if self._recorder.last is not None:
-                self._recorder.last.wire_bytes += self._averager.sent_bytes
+            if self.recorder.last is not None:
+                self.recorder.last.wire_bytes += self._averager.sent_bytes
 
     @property
     def plan(self) -> Optional[Plan]:
@@ -198,7 +224,7 @@ class Engine:
     @property
     def last_marks(self) -> Optional[StepMarks]:
         """When the stages of the last step that ended happened; ``None`` before the first."""
-        return None if self._recorder.last is None else self._recorder.last.marks
+        return None if self.recorder.last is None else self.recorder.last.marks
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
@@ -206,18 +232,25 @@ class Engine:
 
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
-        if self._recorder.last is None:
+        if self.recorder.last is None:
             return {}
-        stats = {**self._recorder.last.as_stats(), "total_wire_bytes": float(self._recorder.total_wire_bytes)}
+        stats = {**self.recorder.last.as_stats(), "total_wire_bytes": float(self.recorder.total_wire_bytes)}
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
     def plain_stats(self) -> dict[str, float]:
         """Return the facts of a step that was left to plain DDP, as far as they are known."""
-        return dense_stats(self._layout.numel, self._recorder.total_wire_bytes)
+        return dense_stats(self._layout.numel, self.recorder.total_wire_bytes)
+
+    def sample_layer_deltas(self) -> None:
+        """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
+        self._samples_deltas = True
 
     def layer_deltas(self) -> dict[str, Tensor]:
-        """Return the last step's ``delta`` of every layer; empty if it was not sampled."""
-        return {} if self._recorder.last is None else dict(self._recorder.last.deltas)
+        """Return, by parameter name, ``delta`` of LAGS' assumption in the last step; empty if it was not asked for.
+
+        See :class:`~lightning_sparse.metrics.LayerDelta`, which averages them over steps.
+        """
+        return {} if self.recorder.last is None else dict(self.recorder.last.deltas)
 
     def settle(self) -> None:
         """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.
@@ -254,10 +287,10 @@ class Engine:
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self._worker.run(load)
 
-    def take_up_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
+    def restore_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
         """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
         is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
-        return is_ours and self._planner is not None and self._planner.take_up(state)
+        return is_ours and self._planner is not None and self._planner.restore(state)
 
     def close(self) -> bool:
         """End the worker and give the process group back; safe to call twice.

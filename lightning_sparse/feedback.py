@@ -1,5 +1,6 @@
 """What a compressor asks of the memory: plain settings, so that the two need not know each other."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
 
@@ -184,5 +185,31 @@ class AdamCorrection:
         fall = min(10_000, total // 10) if self.fall_steps is None else self.fall_steps
         return AdamCorrection(dense, fall, self.refresh_steps)
 
+    def density_after(self, steps: int, target: float) -> float:
+        """Return the density of the coming step: 1 at first, then falling geometrically, in stairs, to its target.
+
+        Args:
+            steps: already made.
+            target: density at the end.
+
+        Example::
+
+            >>> correction = AdamCorrection(dense_steps=10, fall_steps=100)
+            >>> [round(correction.density_after(steps, 0.01), 3) for steps in (0, 10, 60, 109, 110)]
+            [1.0, 1.0, 0.112, 0.012, 0.01]
+        """
+        dense, fall = self.dense_steps or 0, self.fall_steps or 0
+        if steps < dense:
+            return 1.0
+        if steps >= dense + fall or target >= 1:
+            return target
+        stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
+        return float(target ** (int((steps - dense) / fall * stairs) / stairs))
+
+    def is_settling(self, steps: int) -> bool:
+        """Return whether more is sent than later, in the step that comes after so many."""
+        return steps < (self.dense_steps or 0) + (self.fall_steps or 0)
+
 
 _UNKNOWN_STEPS = 10_000  # a training of unknown length warms up as one of this
+_STAIR = 1.25  # a density that falls a little in every step would be planned for in every step

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 _ORIGINAL, _MIRRORED = "lightning_sparse", "lightning_sparse.lightning"
 # Only what knows Lightning; of everything else there is one.
-NOUNS = ("callbacks", "checkpoints", "strategy", "switchable")
+NOUNS = ("callbacks", "strategy")
 _PATTERN = "|".join(NOUNS)
 _RENAMED = (
     (re.compile(r"\bpytorch_lightning\b"), "lightning.pytorch"),

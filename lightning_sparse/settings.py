@@ -4,7 +4,6 @@ from typing import Optional, Union
 
 import torch
 
-from lightning_sparse.adam import falling_density
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.feedback import FROM_OPTIMIZER, NOT_CLIPPED, AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.memory import Memory, NoMemory, build_memory
@@ -121,6 +120,33 @@ class Settings:
         self.feedback = correction._replace(follows_learning_rate=own.follows_learning_rate)
         self._asked_feedback = self.feedback
 
+    def steer_density(self, hides_communication: bool = False) -> None:
+        """Have rules raise densities, in each fit that follows.
+
+        Args:
+            hides_communication: whether the plan is to send more where that costs no time.
+
+        Raises:
+            ValueError: if the compressor has no density for each parameter, or the schedule no plan to adapt to.
+        """
+        name = type(self.compressor).__name__
+        if not self.compressor.has_density_by_parameter:
+            raise ValueError(
+                f"{name} does not send a density of each parameter that rules could raise: use compressor='topk',"
+                " 'lags' or 'dgc', or OMGS(per_tensor=True)"
+            )
+        if isinstance(self.schedule, Auto):
+            raise ValueError(
+                "schedule='auto' decides itself how much is sent, and leaves steps to DDP: use schedule='merged', such"
+                " as strategy='sparse_lags'"
+            )
+        if hides_communication and not isinstance(self.schedule, Merged):
+            raise ValueError(
+                f"schedule={type(self.schedule).__name__!r} follows no plan that could tell which exchange hides behind"
+                " backward: use schedule='merged'"
+            )
+        self.hides_communication = hides_communication
+
     def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
         name = type(self.compressor).__name__
         if self.compressor.adapts_density and not isinstance(self.schedule, Merged):
@@ -136,11 +162,6 @@ class Settings:
                 " schedule='merged'"
             )
 
-    def is_settling(self, steps: int) -> bool:
-        """Return whether corrected optimizers that have made so many steps are still in their warm-up."""
-        correction = self.feedback.adam
-        return correction is not None and steps < (correction.dense_steps or 0) + (correction.fall_steps or 0)
-
     def density_at(self, epoch: int, steps: int = 0) -> float:
         """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
 
@@ -152,7 +173,7 @@ class Settings:
             steps: that corrected optimizers have made, whose own warm-up may ask for more.
         """
         correction = self.feedback.adam
-        least = 0.0 if correction is None else falling_density(correction, steps, self.density)
+        least = 0.0 if correction is None else correction.density_after(steps, self.density)
         if epoch >= self.warmup_epochs:
             return max(least, self.density)
         return max(least, float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))

@@ -14,14 +14,13 @@ import torch
 
 import lightning_sparse.planning.planner as planner_module
 import lightning_sparse.planning.ways as ways_module
-import lightning_sparse.switching as switching_module
+import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.checkpoints import AtomicCheckpointIO
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.pipeline import Pipeline
-from lightning_sparse.switchable import SwitchableDDPStrategy
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from tests.resuming import Numbered, differences, fit_numbered
 
 TIMEOUT = 4.0  # seconds that an exchange waits for its peers
@@ -62,7 +61,7 @@ POINTS = {
     "planning": Point("lightning_sparse.planning.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then, whose error is DDP's own.
     "changing wrappers": Point(
-        SwitchableDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, r"waited in vain|Connection|timed? ?out"
+        SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, r"waited in vain|Connection|timed? ?out"
     ),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
@@ -112,7 +111,7 @@ def impatient() -> Iterator[None]:
         for module, values in (
             (ways_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
-            (switching_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
+            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

@@ -12,7 +12,7 @@ from pytorch_lightning import Trainer
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.checkpoints import strategy as checkpoints_strategy
+from lightning_sparse.strategy.checkpoints import checkpointer
 from tests.trainers import Small, make_trainer, weights
 
 BATCHES = 6  # an epoch
@@ -84,7 +84,7 @@ def kept_at_end(trainer: Trainer) -> dict[str, Any]:
 def heard() -> Any:
     """Return a list that fills with the lines that the strategy says."""
     lines: list[str] = []
-    with mock.patch.object(checkpoints_strategy, "rank_zero_info", lines.append):
+    with mock.patch.object(checkpointer, "rank_zero_info", lines.append):
         yield lines
 
 

@@ -70,8 +70,8 @@ class Watching(Callback):
         self.plans += strategy.exchange_plan() is not self._plan
         self._plan = strategy.exchange_plan()
         if step % max(100, self.steps // _OFTEN) == 0:
-            strategy._engine.settle()
-            strategy._engine.plan_anew()
+            strategy.engine.settle()
+            strategy.engine.plan_anew()
         if step in (self.steps // 10, self.steps // 2, self.steps):
             self.seen.append(usage_now(step))
 

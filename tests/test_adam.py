@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.feedback import ErrorFeedback
-from lightning_sparse.optimizers import OptimizerView
+from lightning_sparse.strategy.optimizers import OptimizerView
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.devices import DEVICE
 from tests.pool import Pool
@@ -54,7 +54,7 @@ def corrected_steps(
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
             coming = view.coming_step()
-            engine.begin_backward(None, coming.hyperparameters, 0, False, coming.whole, coming.steps)
+            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.steps)
             is_poisoned = step == poisoned
             factor = float("nan") if is_poisoned and rank == 1 else 1.0
             backpropagate(ddp, engine, ddp(batch(rank, step)) * factor)

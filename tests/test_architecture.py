@@ -10,20 +10,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
-    {"selection", "named", "doors", "mirror", "functional", "layout", "metrics", "trained", "origin"},
+    {"selection", "named", "mirror", "functional", "layout", "metrics", "origin"},
     {"end_to_end", "feedback"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe"},
-    {"adam"},
-    {"merging", "density", "settings", "timeline", "rules", "optimizers"},
+    {"merging", "density", "settings", "timeline", "rules"},
     {"pipeline", "replicas", "planning"},
     {"hook"},
     {"engine"},
-    {"switching"},
-    {"switchable"},
-    {"registry", "checkpoints"},
-    {"prediction", "observable"},
-    {"steering"},
-    {"strategy"},
+    {"registry"},
+    {"strategy", "prediction"},
     {"testing"},
     {"callbacks"},
     {"lightning"},
@@ -34,9 +29,7 @@ LAYERS = [
     {"__main__"},
 ]
 KNOWS_LIGHTNING = {
-    "switchable",
     "strategy",
-    "checkpoints",
     "callbacks",
     "cli",
     "parser",

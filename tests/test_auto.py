@@ -64,7 +64,7 @@ class Priced(Small):
             self.wrappers.append(weakref.ref(strategy.model))
         cost = self.plain_cost if strategy.is_plain else self.engine_cost
         self.seconds += _ALL_ELSE + cost(self.global_step)
-        residuals = strategy._engine.state_dict()["memory"]["residual"].values()
+        residuals = strategy.engine.state_dict()["memory"]["residual"].values()
         self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
         return super().training_step(batch, batch_index)
 

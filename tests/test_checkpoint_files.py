@@ -20,7 +20,7 @@ from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchChec
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.checkpoints import AtomicCheckpointIO, CheckpointError, ResumableDDPStrategy
+from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError
 from tests.pool import Pool
 from tests.resuming import Numbered, differences, files_in, fit_numbered
 
@@ -197,7 +197,7 @@ def dies(rank: int, path: str, point: str, notes: str) -> None:
 
     def die(model: Saves) -> None:
         if point == "cleaning":
-            ResumableDDPStrategy._remove_saves = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
+            Checkpointer._remove_saves = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
         else:
             torch.save = write_half(torch.save, point)
         model.trainer.save_checkpoint(path)
@@ -446,7 +446,7 @@ class Old(CheckpointIO):
 
 
 def test_a_plugin_that_cannot_read_safely_is_refused(saved: Path) -> None:
-    from lightning_sparse.checkpoints.shards import read_header, read_shard
+    from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
 
     save = read_header(torch.load(saved / "model.ckpt", weights_only=True), "model.ckpt")
     assert save is not None

@@ -177,7 +177,7 @@ class GoesBack(Numbered):
 
     def kept(self) -> Any:
         """Copy what is kept."""
-        state = self.trainer.strategy._engine.state_dict()["memory"]
+        state = self.trainer.strategy.engine.state_dict()["memory"]
         return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in state.items()}
 
 
@@ -197,7 +197,7 @@ class Starting(Numbered):
 
     def on_train_start(self) -> None:
         """Take a note."""
-        engine = getattr(self.trainer.strategy, "_engine", None)
+        engine = getattr(self.trainer.strategy, "engine", None)
         self.weights_at_start = weights(self)
         self.at_start = {} if engine is None else engine.state_dict()
         memory = self.at_start.get("memory", {})

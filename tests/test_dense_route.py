@@ -137,7 +137,8 @@ def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, floa
     """Exchange one step; return its statistics and deltas."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        engine.begin_backward(samples_deltas=True)
+        engine.sample_layer_deltas()
+        engine.begin_backward()
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
         return engine.compression_stats(), engine.layer_deltas()
 

@@ -21,7 +21,9 @@ def sample(rank: int, density: float) -> list[tuple[dict[str, Tensor], dict[str,
         gradients = watch_gradients(ddp.module)
         residuals = {name: torch.zeros_like(gradient).flatten() for name, gradient in gradients.items()}
         for step in range(3):
-            engine.begin_backward(samples_deltas=step > 0)
+            if step:
+                engine.sample_layer_deltas()
+            engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             accumulated = {name: residuals[name] + gradient.flatten() for name, gradient in gradients.items()}
             applied = {name: parameter.grad.flatten().clone() for name, parameter in ddp.module.named_parameters()}
@@ -57,14 +59,14 @@ class Sampled(Small):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Ask."""
         if self.asks and batch_idx % 4 == 0:
-            self.trainer.strategy.sample_layer_deltas()
+            self.trainer.strategy.engine.sample_layer_deltas()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the answer."""
         if self.asks and batch_idx % 4 == 0:
-            self.deltas.update(self.trainer.strategy.layer_deltas())
+            self.deltas.update(self.trainer.strategy.engine.layer_deltas())
         elif self.asks:
-            assert self.trainer.strategy.layer_deltas() == {}
+            assert self.trainer.strategy.engine.layer_deltas() == {}
 
 
 def fit_sampled(rank: int, asks: bool) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -30,7 +30,7 @@ class Overflowing(Small):
         """Return the parameters, what the exchange keeps, and the loss scale."""
         return {
             "parameters": torch.cat([parameter.detach().flatten().clone() for parameter in self.parameters()]),
-            "kept": copy.deepcopy(self.trainer.strategy._engine.state_dict()),
+            "kept": copy.deepcopy(self.trainer.strategy.engine.state_dict()),
             "scale": self.trainer.precision_plugin.scaler.get_scale(),
         }
 

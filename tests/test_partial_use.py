@@ -18,7 +18,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.rules import ErrorBudget
-from lightning_sparse.trained import TrainedParameters
+from lightning_sparse.strategy.trained import TrainedParameters
 from tests.pool import Pool
 from tests.resuming import Numbered, fit_numbered, resume_exactly
 from tests.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
@@ -75,7 +75,7 @@ class Observed(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Take a copy."""
         self.weights.append(weights(pl_module))
-        engine = getattr(trainer.strategy, "_engine", None)
+        engine = getattr(trainer.strategy, "engine", None)
         if engine is not None:
             kept = engine.memory.state_dict().get("residual", {})
             self.residuals.append({name: tensor.clone() for name, tensor in kept.items()})

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning import Callback
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.checkpoints import CheckpointError
+from lightning_sparse.strategy.checkpoints import CheckpointError
 from tests.pool import Pool
 from tests.resuming import Numbered, fit_numbered, heard
 from tests.test_auto import SETTLED, Priced, much, nothing

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.optimizers import OptimizerView
 from lightning_sparse.settings import Settings
+from lightning_sparse.strategy.optimizers import OptimizerView
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.devices import DEVICE
 from tests.pool import Pool
@@ -48,7 +48,7 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
         view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         for step in range(STEPS):
             coming = view.coming_step()
-            engine.begin_backward(None, coming.hyperparameters, 0, False, coming.whole, coming.steps)
+            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.steps)
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             optimizer.step()
         view.close()

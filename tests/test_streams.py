@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 import lightning_sparse.engine as engine_module
-import lightning_sparse.switchable as switchable_module
+import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.schedule import ExchangeWorker
@@ -152,7 +152,7 @@ def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(played, name))
     monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cuda", 0))
-    monkeypatch.setattr(switchable_module, "DistributedDataParallel", wrap)
+    monkeypatch.setattr(wrapping_module, "DistributedDataParallel", wrap)
     caller, strategy, model = played.current_stream(), SparseDDPStrategy(), nn.Linear(2, 2)
     for written, arrived in (("parameters written", "broadcast 1"), ("step written", "broadcast 2")):
         caller.done.add(written)

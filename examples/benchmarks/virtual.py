@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.adam import is_correctable
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.density import Densities
 from lightning_sparse.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.layout import layout_of
 from lightning_sparse.observe import Recorder
-from lightning_sparse.optimizers import OptimizerView
 from lightning_sparse.pipeline import LocalGradient, Pipeline, StepContext
 from lightning_sparse.settings import Settings
+from lightning_sparse.strategy.adam_steps import is_correctable
+from lightning_sparse.strategy.optimizers import OptimizerView
 from lightning_sparse.wire import build_wire
 
 _DEVICE = torch.device("cpu")

@@ -69,7 +69,8 @@ class PlanWatch(Callback):
         """Look."""
         if isinstance(trainer.strategy, SparseDDPStrategy):
             self._plan = None if trainer.strategy.is_plain else trainer.strategy.exchange_plan()
-            marks = trainer.strategy.last_step()
+            assert trainer.strategy.engine is not None
+            marks = trainer.strategy.engine.last_marks
             assert marks is not None
             self._seconds.append(Clock.seconds(marks.backward_start, marks.end))
 

@@ -6,7 +6,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, log_scalars, sparse_strategy
+from lightning_sparse.engine import Engine
 from lightning_sparse.metrics import LayerDelta
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -46,11 +47,11 @@ class AssumptionMonitor(StepObserver):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.metric = None
         self._exceeding = set()
-        compressor = sparse_strategy(trainer).compressor
-        if compressor is not None and compressor.default_density is None:
+        engine = sparse_strategy(trainer).engine
+        if engine is not None and engine.compressor.default_density is None:
             raise ValueError(
-                f"AssumptionMonitor measures what a selection leaves over, and {type(compressor).__name__} selects"
-                " nothing: remove the callback, or choose a sparsifier such as compressor='lags'"
+                f"AssumptionMonitor measures what a selection leaves over, and {type(engine.compressor).__name__}"
+                " selects nothing: remove the callback, or choose a sparsifier such as compressor='lags'"
             )
 
     @override
@@ -58,12 +59,12 @@ class AssumptionMonitor(StepObserver):
         return (step + 1) % self.every_n_steps == 0
 
     @override
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
-        strategy.sample_layer_deltas()
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.sample_layer_deltas()
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        deltas = strategy.layer_deltas()
+        deltas = engine_of(strategy).layer_deltas()
         if not deltas:
             return  # every gradient was sparse_coo: nothing was selected
         if self.metric is None:

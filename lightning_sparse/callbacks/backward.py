@@ -11,9 +11,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_sparse.adam import is_correctable
 from lightning_sparse.observe import Clock, Mark
 from lightning_sparse.prediction import BackwardProfile
+from lightning_sparse.strategy.adam_steps import is_correctable
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
 _LEAST_STEPS = 3

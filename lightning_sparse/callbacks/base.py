@@ -6,8 +6,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.doors import door_of, where_to_import
+from lightning_sparse.engine import Engine
 from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.lightning_names import door_of, where_to_import
 
 
 class StepObserver(Callback):
@@ -30,7 +31,7 @@ class StepObserver(Callback):
         """Decide, on every rank alike, whether to look at a step."""
         raise NotImplementedError
 
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
         """Ask for what is to be seen of the step."""
         return
 
@@ -59,8 +60,9 @@ class StepObserver(Callback):
         if not self._looks:
             self._steps_before = trainer.global_step
             self._looks = self.looks_at(trainer, step_of(trainer))
-            if self._looks:
-                self.before_step(trainer, sparse_strategy(trainer))
+            engine = sparse_strategy(trainer).engine
+            if self._looks and engine is not None:
+                self.before_step(trainer, engine)
 
     @override
     def on_train_batch_end(
@@ -73,7 +75,7 @@ class StepObserver(Callback):
         if self._looks and trainer.global_step > self._steps_before:
             self._looks = False
             strategy = sparse_strategy(trainer)
-            if strategy.compressor is not None:
+            if strategy.engine is not None:
                 self.after_step(trainer, pl_module, strategy, step_of(trainer))
 
 
@@ -98,6 +100,12 @@ def sparse_strategy(trainer: Trainer) -> SparseDDPStrategy:
     """Return the Trainer's strategy."""
     assert isinstance(trainer.strategy, SparseDDPStrategy)
     return trainer.strategy
+
+
+def engine_of(strategy: SparseDDPStrategy) -> Engine:
+    """Return the engine of a strategy that exchanges something."""
+    assert strategy.engine is not None
+    return strategy.engine
 
 
 def step_of(trainer: Trainer) -> int:

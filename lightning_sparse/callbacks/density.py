@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import (
     StrategyChanger,
     checked_interval,
+    engine_of,
     log_scalars,
     say,
     sparse_strategy,
@@ -18,7 +19,8 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.board import log_text
 from lightning_sparse.callbacks.gathering import gather_rows
 from lightning_sparse.callbacks.monitor import CompressionMonitor
-from lightning_sparse.density import is_other_density
+from lightning_sparse.density import RULES, is_other_density
+from lightning_sparse.engine import Engine
 from lightning_sparse.rules import Measurement, Moment, Rule
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -76,7 +78,7 @@ class AdaptiveDensity(StrategyChanger):
             raise ValueError(f"{' and '.join(alike)} would both set densities: give one AdaptiveDensity all the rules")
         if stage == "fit":
             hides = any(rule.hides_communication for rule in self.rules)
-            sparse_strategy(trainer).begin_steering_density(hides)
+            sparse_strategy(trainer).settings.steer_density(hides)
             self._forget()
             for rule in self.rules:
                 rule.begin()
@@ -98,15 +100,16 @@ class AdaptiveDensity(StrategyChanger):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked = sparse_strategy(trainer).asked_densities()
+        engine = sparse_strategy(trainer).engine
+        self._asked = {} if engine is None else engine.target_densities()
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
         return any(rule.measures for rule in self.rules) and (step + 1) % self.every_n_steps == 0
 
     @override
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
-        strategy.sample_parameters(counts=False)
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.recorder.ask_for_samples(counts=False)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -116,7 +119,7 @@ class AdaptiveDensity(StrategyChanger):
             return
         is_other_epoch = self._decided_at is None or self._decided_at[1] != epoch
         # What is frozen now may be unfrozen again, and rules have not forgotten it.
-        self._asked = {**self._asked, **sparse_strategy(trainer).asked_densities()}
+        self._asked = {**self._asked, **engine_of(sparse_strategy(trainer)).target_densities()}
         if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
             self._decide(trainer, self._moment(trainer))
         elif step % self.every_n_steps == 0:  # a plan may have changed
@@ -125,7 +128,7 @@ class AdaptiveDensity(StrategyChanger):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        samples = strategy.parameter_samples()
+        samples = engine_of(strategy).recorder.last_samples
         assert samples is not None
         norms = samples.norms_by_parameter()
         names = [name for name in self._asked if name in norms]
@@ -142,7 +145,7 @@ class AdaptiveDensity(StrategyChanger):
         self._has_measured = True
 
     def _moment(self, trainer: Trainer) -> Moment:
-        present = sparse_strategy(trainer).densities()
+        present = engine_of(sparse_strategy(trainer)).present_densities()
         return Moment(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
 
     def _decide(self, trainer: Trainer, moment: Moment) -> None:
@@ -154,11 +157,13 @@ class AdaptiveDensity(StrategyChanger):
                 bounded = min(density, self.max_density)
                 if bounded > max(wishes.get(name, 0.0), self._asked[name]):
                     wishes[name], winners[name] = bounded, rule
-        sparse_strategy(trainer).wish_densities(wishes, self.max_density)
+        densities = engine_of(sparse_strategy(trainer)).densities
+        densities.ceiling = self.max_density
+        densities.wish(RULES, wishes)
         self._report(trainer, winners, moment)
 
     def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
-        present = sparse_strategy(trainer).densities()
+        present = engine_of(sparse_strategy(trainer)).present_densities()
         before = self._reported or self._asked
         if not any(is_other_density(before.get(name, self._asked[name]), density) for name, density in present.items()):
             return
@@ -182,7 +187,7 @@ class AdaptiveDensity(StrategyChanger):
 
     @override
     def give_back(self, strategy: SparseDDPStrategy) -> None:
-        strategy.end_steering_density()
+        strategy.settings.hides_communication = False
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:

@@ -6,8 +6,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StrategyChanger, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import StrategyChanger, engine_of, log_scalars, sparse_strategy
 from lightning_sparse.callbacks.gathering import gather_rows, reduce_rows
+from lightning_sparse.callbacks.statistics import memory_statistics
+from lightning_sparse.engine import Engine
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -72,7 +74,7 @@ class MomentumCorrection(StrategyChanger):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         correction = self._correction
-        if sparse_strategy(trainer).compressor is not None:
+        if sparse_strategy(trainer).engine is not None:
             return
         if correction.momentum != FROM_OPTIMIZER or correction.clip_norm is not None:
             rank_zero_warn(
@@ -87,12 +89,12 @@ class MomentumCorrection(StrategyChanger):
         return bool(trainer.loggers) and every > 0 and (step + 1) % every == 0
 
     @override
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
-        strategy.watch_memory()
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.memory.is_watched = True
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        mine = strategy.memory_statistics()
+        mine = memory_statistics(engine_of(strategy))
         means = reduce_rows(list(mine), gather_rows(strategy, list(mine.values())))
         log_scalars(trainer, {f"sparse/{name}": value for name, value in means.items()}, step)
 

@@ -7,7 +7,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars
 from lightning_sparse.callbacks.board import log_layout, log_magnitudes, log_picture, log_text, shows_pictures
 from lightning_sparse.callbacks.gathering import sum_over_ranks
 from lightning_sparse.callbacks.history import History
@@ -15,6 +15,7 @@ from lightning_sparse.callbacks.pictures import draw_density, draw_time, figure_
 from lightning_sparse.callbacks.plan_page import plan_page
 from lightning_sparse.callbacks.statistics import over_ranks, parameters_over_ranks, step_statistics
 from lightning_sparse.callbacks.throughput import Throughput
+from lightning_sparse.engine import Engine
 from lightning_sparse.observe import ParameterSamples
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -88,10 +89,10 @@ class CompressionMonitor(StepObserver):
         return every > 0 and (step + 1) % every == 0
 
     @override
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
-        strategy.sample_parameters(counts=self._counts, histograms=self.histograms)
-        if strategy.corrects_adam:
-            strategy.watch_memory()
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.recorder.ask_for_samples(counts=self._counts, histograms=self.histograms)
+        if engine.corrects_adam:
+            engine.memory.is_watched = True
 
     @override
     def on_train_batch_end(
@@ -110,7 +111,8 @@ class CompressionMonitor(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        samples, marks = strategy.parameter_samples(), strategy.last_step()
+        engine = engine_of(strategy)
+        samples, marks = engine.recorder.last_samples, engine.last_marks
         if samples is None or marks is None:
             return  # what exchanges was built anew since the step was asked for
         mine = {**step_statistics(strategy, marks, samples), **self._throughput.statistics(step)}
@@ -128,7 +130,7 @@ class CompressionMonitor(StepObserver):
         if self.progress_bar:
             shown = {"compression": stats["compression_ratio"], "exposed_ms": 1e3 * stats["exposed_seconds"]}
             pl_module.log_dict(shown, prog_bar=True, logger=False)
-        self._log_plan(trainer, list(stats), step)
+        self._log_plan(trainer, engine, list(stats), step)
         self._throughput.restart(step)
 
     @override
@@ -171,17 +173,16 @@ class CompressionMonitor(StepObserver):
                 for name, row in zip(names, counts.tolist()):
                     log_magnitudes(trainer, f"sparse/{kind}_magnitude/{name}", row, step)
 
-    def _log_plan(self, trainer: Trainer, shown: list[str], step: int) -> None:
-        strategy = sparse_strategy(trainer)
-        plan = strategy.exchange_plan()
+    def _log_plan(self, trainer: Trainer, engine: Engine, shown: list[str], step: int) -> None:
+        plan = engine.plan
         if self._has_page and plan is self._plan:
             return
         if not self._has_page:
             log_layout(trainer, shown)
         self._plan, self._has_page = plan, True
-        marks, compressor = strategy.last_step(), strategy.compressor
-        if marks is not None and compressor is not None:
-            log_text(trainer, "sparse/plan", plan_page(type(compressor).__name__, plan, marks), step)
+        if engine.last_marks is not None:
+            name = type(engine.compressor).__name__
+            log_text(trainer, "sparse/plan", plan_page(name, plan, engine.last_marks), step)
 
 
 def _warn_of_loggers(trainer: Trainer, argument: str) -> None:

@@ -47,12 +47,12 @@ class ReplicaSentinel(StepObserver):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        compressor = sparse_strategy(trainer).compressor
-        if compressor is not None and compressor.replicas_diverge:
+        engine = sparse_strategy(trainer).engine
+        if engine is not None and engine.compressor.replicas_diverge:
             raise ValueError(
-                f"ReplicaSentinel would find what {type(compressor).__name__} does by design: it lets replicas drift"
-                " apart between two averages. Remove the callback; replica_divergence in compression_stats() says how"
-                " far apart they were"
+                f"ReplicaSentinel would find what {type(engine.compressor).__name__} does by design: it lets replicas"
+                " drift apart between two averages. Remove the callback; replica_divergence in compression_stats() says"
+                " how far apart they were"
             )
 
     @override

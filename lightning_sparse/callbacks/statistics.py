@@ -3,9 +3,24 @@
 import math
 from collections.abc import Mapping
 
+from lightning_sparse.callbacks.base import engine_of
 from lightning_sparse.callbacks.gathering import gather_rows, reduce_rows
+from lightning_sparse.engine import Engine
 from lightning_sparse.observe import Clock, ParameterSamples, StepMarks
 from lightning_sparse.strategy import SparseDDPStrategy
+
+
+def memory_statistics(engine: Engine) -> dict[str, float]:
+    """Return what the memory did in the last step, if it was watched; on a GPU this waits for it.
+
+    Returns:
+        ``local_clip_factor``, by which this rank's gradient was multiplied, where it is clipped;
+        ``momentum_norm``, of the momentum that is accumulated before compression, and ``masked_fraction``, of its
+        elements that were set to zero, where it is; ``update_error``, the norm of the updates that wait over that
+        of this rank's updates of the step, and ``second_moment_age``, in steps, where Adam is corrected.
+    """
+    engine.memory.is_watched = False
+    return {name: float(statistic) for name, statistic in engine.memory.statistics().items()}
 
 
 def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: ParameterSamples) -> dict[str, float]:
@@ -14,9 +29,10 @@ def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: Para
     if marks.backward_start is not None and marks.backward_end is not None:
         backward = Clock.seconds(marks.backward_start, marks.backward_end)
     gradient_norm, residual_norm = samples.norms()
+    engine = engine_of(strategy)
     return {
         **strategy.compression_stats(),
-        **(strategy.memory_statistics() if strategy.corrects_adam else {}),
+        **(memory_statistics(engine) if engine.corrects_adam else {}),
         "backward_seconds": backward,
         "commit_seconds": marks.seconds("commit"),
         "gradient_square": gradient_norm**2,

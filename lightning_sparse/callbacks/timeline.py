@@ -9,10 +9,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, say
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say
 from lightning_sparse.callbacks.board import log_picture
 from lightning_sparse.callbacks.gathering import clock_offsets, gather_objects
 from lightning_sparse.callbacks.pictures import draw_step, figure_class
+from lightning_sparse.engine import Engine
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.timeline import RecordedStep, Slice, step_slices, trace
 
@@ -83,13 +84,14 @@ class OverlapTimeline(StepObserver):
         return step in self.steps if self.steps is not None else step > 0 and step % self.every_n_steps == 0
 
     @override
-    def before_step(self, trainer: Trainer, strategy: SparseDDPStrategy) -> None:
-        strategy.watch_gradients(True)
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.recorder.is_watched = True
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        strategy.watch_gradients(False)
-        slices = _slices(pl_module, strategy)
+        engine = engine_of(strategy)
+        engine.recorder.is_watched = False
+        slices = _slices(pl_module, engine)
         offsets = clock_offsets(strategy)
         ranks = [[Slice(*row) for row in rows] for rows in gather_objects(strategy, slices)]
         aligned = [
@@ -120,12 +122,12 @@ class OverlapTimeline(StepObserver):
             log_picture(trainer, "sparse/overlap", figure, self._recorded[-1].step)
 
 
-def _slices(pl_module: LightningModule, strategy: SparseDDPStrategy) -> list[Slice]:
-    marks, reference = strategy.last_step(), strategy.clock_reference()
-    if marks is None or reference is None or not marks.ready:
+def _slices(pl_module: LightningModule, engine: Engine) -> list[Slice]:
+    marks = engine.last_marks
+    if marks is None or not marks.ready:
         return []
     numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
-    return step_slices(marks, *reference, numels)
+    return step_slices(marks, *engine.recorder.clock.reference(), numels)
 
 
 def _checked_steps(steps: Any) -> frozenset[int]:

@@ -10,7 +10,7 @@ serves the first; importing this package registers the strategy names with the s
 
     Trainer(strategy="sparse_topk", callbacks=[CompressionMonitor()])
 
-``lightning_sparse.lightning.callbacks``, ``.checkpoints`` and ``.strategy`` are the modules of the same names in
+``lightning_sparse.lightning.callbacks`` and ``.strategy`` are the modules of the same names in
 ``lightning_sparse``; compressors, schedules and rules know no Lightning and serve both.
 
 Raises:

@@ -85,6 +85,19 @@ class Recorder:
         self.last, self.current = self.current, StepFacts()
         return self.last
 
+    def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
+        """Ask for :attr:`last_samples` of the next step. No rank has to do as the others do.
+
+        For their norms, that step reads every gradient and every residual once more.
+
+        Args:
+            counts: take note of how many elements of each parameter are sent.
+            histograms: count the magnitudes of what is sent and kept; that reads them some more times.
+        """
+        if self.samples is not None:  # somebody else has asked for the same step
+            counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
+        self.samples = ParameterSamples(counts, histograms)
+
     def close_samples(self) -> None:
         """Take note that all has been noted of the step that was asked for."""
         self.last_samples, self.samples = self.samples, None

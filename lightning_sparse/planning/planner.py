@@ -101,7 +101,7 @@ class StepPlanner:
         self._remembered = None
         self._begin()
 
-    def take_up(self, state: Mapping[str, Any]) -> bool:
+    def restore(self, state: Mapping[str, Any]) -> bool:
         """Follow a plan of a run before, as :func:`~lightning_sparse.planning.plain` wrote it; on every rank.
 
         It is followed from when gradients come in its order on, and watched as if it had been made here.

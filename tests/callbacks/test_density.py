@@ -33,16 +33,16 @@ class Densities(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
         """Look at a step when its gradients have been exchanged."""
         strategy = trainer.strategy
-        self.densities.append(strategy.densities())
+        self.densities.append(strategy.engine.present_densities())
         self.sent.append(strategy.compression_stats()["density"])
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
         """Ask for what the rule asks for, with more of it."""
-        trainer.strategy.sample_parameters(counts=True)
+        trainer.strategy.engine.recorder.ask_for_samples()
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         """Take note of the error of one layer."""
-        samples = trainer.strategy.parameter_samples()
+        samples = trainer.strategy.engine.recorder.last_samples
         if samples is not None:
             gradient, residual = samples.norms_by_parameter()[WEIGHT]
             self.errors.append(residual / gradient)
@@ -117,7 +117,7 @@ def hide(rank: int, max_density: float) -> tuple[bool, list[dict[str, float]], f
 
     class Look(Callback):
         def on_train_start(self, trainer: Trainer, *arguments: Any) -> None:
-            could.append(trainer.strategy._engine._planner._adapts_density)
+            could.append(trainer.strategy.engine._planner._adapts_density)
 
         def on_train_end(self, trainer: Trainer, *arguments: Any) -> None:
             planned.append(max(trainer.strategy.exchange_plan().densities, default=0.0))

@@ -176,7 +176,7 @@ def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[l
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-            momenta = torch.cat(list(trainer.strategy._engine.memory.state_dict()["momentum"].values()))
+            momenta = torch.cat(list(trainer.strategy.engine.memory.state_dict()["momentum"].values()))
             norms.append(float(momenta.norm()))
             zeros.append(float((momenta == 0).float().mean()))
 

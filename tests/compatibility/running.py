@@ -144,7 +144,7 @@ class TakingTurns:
 @contextmanager
 def changing_hands() -> Iterator[None]:
     """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
-    with patch("lightning_sparse.switchable.Switch", TakingTurns):
+    with patch("lightning_sparse.strategy.strategy.BackendChoice", TakingTurns):
         yield
 
 

@@ -172,7 +172,8 @@ def sample(rank: int) -> tuple[Tensors, Tensors, dict[str, Tensor], dict[str, fl
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
         gradients = watch_gradients(ddp.module)
-        engine.begin_backward(samples_deltas=True)
+        engine.sample_layer_deltas()
+        engine.begin_backward()
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
         applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
         return gradients, applied, engine.layer_deltas(), engine.compression_stats()

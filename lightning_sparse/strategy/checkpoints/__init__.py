@@ -6,8 +6,18 @@ Lightning's file, replaced in one piece, names them; only then are those of the 
 therefore leaves the old checkpoint or the new one.
 """
 
-from lightning_sparse.checkpoints.files import AtomicCheckpointIO
-from lightning_sparse.checkpoints.shards import CheckpointError
-from lightning_sparse.checkpoints.strategy import ResumableDDPStrategy
+from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
+from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
+from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore_engine
+from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save, on_host
 
-__all__ = ["AtomicCheckpointIO", "CheckpointError", "ResumableDDPStrategy"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "CheckpointError",
+    "Checkpointer",
+    "PathLike",
+    "Save",
+    "fitted_gradients",
+    "on_host",
+    "restore_engine",
+]

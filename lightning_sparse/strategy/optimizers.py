@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.adam import AdamSteps, ComingStep, is_correctable
 from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
 from lightning_sparse.memory import AdamMemory, Memory
+from lightning_sparse.strategy.adam_steps import AdamSteps, ComingStep, is_correctable
 
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"

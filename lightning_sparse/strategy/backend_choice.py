@@ -27,7 +27,7 @@ _MAX_PATIENCE = 16  # times the interval, where looking again has changed nothin
 Steps = Generator[None, float, None]
 
 
-class Switch:
+class BackendChoice:
     """Choose between the engine and plain DDP.
 
     Args:
@@ -54,7 +54,7 @@ class Switch:
         self._course = self._run()
         next(self._course)
 
-    def take_up(self, chosen: bool) -> None:
+    def restore(self, chosen: bool) -> None:
         """Stay with what a run before has chosen, until a step no longer takes what it did; on every rank."""
         self.wants_plain = chosen
         self._course = self._run(chosen)

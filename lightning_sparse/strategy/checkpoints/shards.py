@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor
 
-from lightning_sparse.checkpoints.files import PathLike, followed, saves_beside, shard_path
+from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
 _VERSION = 1

@@ -5,7 +5,6 @@ before the exchange.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,6 @@ from lightning_sparse.feedback import AdamCorrection, AdamMoments, Hyperparamete
 from lightning_sparse.functional import apply_updates
 from lightning_sparse.memory import AdamMemory
 from lightning_sparse.memory.base import in_widened
-
-_STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
 
 
 class ComingStep(NamedTuple):
@@ -53,29 +50,6 @@ def is_correctable(optimizer: Optimizer) -> bool:
     own_step = inspect.unwrap(type(optimizer).step)
     is_theirs = own_step in (inspect.unwrap(Adam.step), inspect.unwrap(AdamW.step))
     return is_theirs and not any(group["differentiable"] for group in optimizer.param_groups)
-
-
-def falling_density(correction: AdamCorrection, steps: int, target: float) -> float:
-    """Return the density of the coming step: 1 at first, then falling geometrically, in stairs, to its target.
-
-    Args:
-        correction: resolved.
-        steps: already made.
-        target: density at the end.
-
-    Example::
-
-        >>> correction = AdamCorrection(dense_steps=10, fall_steps=100)
-        >>> [round(falling_density(correction, steps, 0.01), 3) for steps in (0, 10, 60, 109, 110)]
-        [1.0, 1.0, 0.112, 0.012, 0.01]
-    """
-    dense, fall = correction.dense_steps or 0, correction.fall_steps or 0
-    if steps < dense:
-        return 1.0
-    if steps >= dense + fall or target >= 1:
-        return target
-    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
-    return float(target ** (int((steps - dense) / fall * stairs) / stairs))
 
 
 class AdamSteps:

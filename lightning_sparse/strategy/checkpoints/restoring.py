@@ -6,17 +6,17 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.checkpoints.shards import CURE, CheckpointError, Save
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.memory import widened
+from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 _RATES = "learning_rate"
 # Kinds that are a few numbers for each parameter, and how many.
 _NUMBERS = {_RATES: 1, "second_moment_step": 1, "squared_norms": 2}
 
 
-def take_up(
+def restore_engine(
     engine: Engine,
     compressor: Compressor,
     state: Mapping[str, Any],
@@ -59,7 +59,7 @@ def take_up(
         usable["averager"] = state["averager"]
     try:
         engine.load_state_dict(usable)
-        if "plan" in state and not engine.take_up_plan(state["plan"], save.ranks):
+        if "plan" in state and not engine.restore_plan(state["plan"], save.ranks):
             unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise CheckpointError(

@@ -1,0 +1,210 @@
+"""Write what each rank keeps beside Lightning's checkpoint, read it again, and delete both together."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Optional
+from uuid import uuid4
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.plugins import AsyncCheckpointIO
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
+from lightning_sparse.strategy.checkpoints.restoring import remarks
+from lightning_sparse.strategy.checkpoints.shards import (
+    KEY,
+    AbsentError,
+    CheckpointError,
+    Save,
+    read_header,
+    read_state,
+)
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        path: of Lightning's file.
+        save: that its ranks' parts belong to; ``None`` where there is none, or none is wanted.
+    """
+
+    path: str
+    save: Optional[Save]
+
+
+class Checkpointer:
+    """The ranks' parts of checkpoints.
+
+    Args:
+        strategy: whose ranks they are, and whose plugin writes files.
+        resumes: whether a run that is resumed from a checkpoint goes on with what the ranks had kept.
+
+    Attributes:
+        loaded: the checkpoint that was read, until it is restored from.
+    """
+
+    def __init__(self, strategy: DDPStrategy, resumes: bool) -> None:
+        self.loaded: Optional[Loaded] = None
+        self._strategy = strategy
+        self._resumes = resumes
+        self._written: dict[str, str] = {}
+        self._superseded: dict[str, set[str]] = {}
+
+    def save(
+        self,
+        kept: Optional[dict[str, Any]],
+        compressor: str,
+        checkpoint: dict[str, Any],
+        filepath: PathLike,
+        storage_options: Optional[Any],
+        write_file: Callable[..., None],
+    ) -> None:
+        """Write the parts of all ranks, then Lightning's file, then delete what was there before.
+
+        Args:
+            kept: this rank's part; ``None`` where nothing is kept.
+            compressor: class name of what it belongs to.
+            checkpoint: Lightning's.
+            filepath: of Lightning's file.
+            storage_options: for the plugin.
+            write_file: writes Lightning's file, given the other three; does nothing on ranks above 0.
+        """
+        if kept is None:
+            write_file(checkpoint, filepath, storage_options)
+            self._written[str(filepath)] = ""
+            if self._is_asynchronous:
+                self._superseded[str(filepath)] = set(saves_beside(filepath))
+            elif self._strategy.is_global_zero and saves_beside(filepath):
+                self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
+            return
+        if self._is_asynchronous:
+            # Waits until the last file is written; the next one starts it again.
+            self._strategy.checkpoint_io.teardown()
+        save = Save(self._strategy.broadcast(uuid4().hex), self._strategy.world_size, compressor)
+        header = {KEY: save.as_header()}
+        path = shard_path(filepath, save.name, self._strategy.global_rank)
+        write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
+        complaint = f"{filepath} stays as it was: another rank could not write its part"
+        try:
+            self.together(partial(write_shard, {**header, **kept}, path, storage_options), complaint)
+            if superseded := self._superseded.pop(str(filepath), None):
+                self._remove_saves(filepath, superseded)
+            self.together(partial(write_file, {**checkpoint, **header}, filepath, storage_options), complaint)
+        except Exception:
+            if not self._is_asynchronous:  # such a plugin may still be writing the file that names this save
+                self._remove_saves(filepath, {save.name})
+            raise
+        self._written[str(filepath)] = save.name
+        others = set(saves_beside(filepath)) - {save.name}
+        if self._is_asynchronous:
+            self._superseded[str(filepath)] = others
+        else:
+            self._remove_saves(filepath, others)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
+
+    def remove(self, filepath: PathLike) -> None:
+        """Delete the ranks' parts of a checkpoint whose file has been deleted."""
+        save = self._written.pop(str(filepath), None)
+        with suppress(FileNotFoundError):  # on a shared file system another rank may have been faster
+            if saves_beside(filepath):
+                if self._strategy.local_rank == 0:
+                    self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
+            elif save:
+                path = shard_path(filepath, save, self._strategy.global_rank)
+                self._strategy.checkpoint_io.remove_checkpoint(path)
+
+    def _remove_saves(self, filepath: PathLike, saves: set[str]) -> None:
+        if self._strategy.local_rank == 0:
+            for save in saves.intersection(saves_beside(filepath)):
+                self._strategy.checkpoint_io.remove_checkpoint(f"{state_folder(filepath)}/{save}")
+
+    def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
+        """Take note of a checkpoint of Lightning's that was read."""
+        self.loaded = Loaded(str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None)
+
+    @property
+    def has_loaded_save(self) -> bool:
+        """Whether there is something to restore."""
+        return self.loaded is not None and self.loaded.save is not None
+
+    def restore(self, restore_shard: Callable[[dict[str, Any], Save, str], Sequence[str]]) -> None:
+        """Read this rank's part of the checkpoint that was noted, and hand it over; on all ranks or on none.
+
+        Args:
+            restore_shard: given the part, its save and the path of Lightning's file, returns in words what of it is of
+                no use.
+        """
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        path, save = loaded
+        if save is None:
+            reason = "holds nothing that a sparse strategy kept" if self._resumes else "was read without it"
+            rank_zero_info(f"{type(self._strategy).__name__}: {path} {reason}; residuals start empty.")
+            return
+        shard = self._read_together(path, save)
+        if shard is None:
+            return
+
+        def restore() -> None:
+            for line in remarks(save, self._strategy.world_size, restore_shard(shard, save, path), path):
+                rank_zero_info(f"{type(self._strategy).__name__}: {line}")
+
+        self.together(restore, f"{path}: another rank could not restore what it had kept")
+
+    def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
+        """Read on every rank, and raise on every rank if one of them cannot; ``None`` if there is nothing anywhere."""
+        shard = error = None
+        strategy = self._strategy
+        try:
+            plugin = synchronous(strategy.checkpoint_io)
+            shard = read_state(plugin, path, save, strategy.global_rank, strategy.world_size)
+        except Exception as raised:
+            error = raised
+        if strategy.reduce_boolean_decision(isinstance(error, AbsentError)):
+            rank_zero_warn(
+                f"{type(strategy).__name__}: residuals start empty, because what {save.ranks} ranks kept is not in"
+                f" {state_folder(path)}: it was left behind when the checkpoint was copied, moved or renamed. To go on"
+                " exactly, put that folder there, with its name changed like the file's."
+            )
+            return None
+        self._agree(error, f"{path}: another rank could not read what it had kept")
+        return shard
+
+    def together(self, action: Callable[[], None], complaint: str) -> None:
+        """Act on every rank, and raise on every rank if one of them cannot."""
+        error: Optional[Exception] = None
+        try:
+            action()
+        except Exception as raised:
+            error = raised
+        self._agree(error, complaint)
+
+    def _agree(self, error: Optional[Exception], complaint: str) -> None:
+        """Raise on every rank if one of them has an error: nobody is to wait for a rank that has given up."""
+        strategy = self._strategy
+        try:
+            agreed = strategy.reduce_boolean_decision(error is None)
+        except RuntimeError as lost:
+            raise CheckpointError(
+                f"{complaint}, or has died: rank {strategy.global_rank} of {strategy.world_size} waited in vain for the"
+                " others to say whether they could. Look at the other ranks' output for the first error, and start the"
+                f" job again from its last checkpoint (ckpt_path=...). The backend said: {lost}"
+            ) from (error or lost)
+        if not agreed:
+            raise error or CheckpointError(f"{complaint}, see its output.")
+
+    def close(self) -> None:
+        """Delete what the last files have superseded, now that they are written, and forget what was read."""
+        for path, saves in self._superseded.items() if self._strategy.is_global_zero else ():
+            # The file that an asynchronous plugin was writing is there now, which no other rank can know. Only what was
+            # there before it: somebody else may have saved under that name since.
+            self._remove_saves(path, saves)
+        self._superseded.clear()
+        self._written.clear()
+        self.loaded = None

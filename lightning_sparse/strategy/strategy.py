@@ -1,0 +1,517 @@
+"""The strategy: each hook of Lightning once, from the start of a fit to its end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning import Trainer
+from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.collectives import gather_apart
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine import Engine
+from lightning_sparse.feedback import AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.planning import Plan
+from lightning_sparse.registry import strategy_entries
+from lightning_sparse.schedule import Auto, Schedule
+from lightning_sparse.settings import AUTO, Settings
+from lightning_sparse.strategy.adam_steps import is_correctable
+from lightning_sparse.strategy.backend_choice import BackendChoice
+from lightning_sparse.strategy.checkpoints import (
+    AtomicCheckpointIO,
+    Checkpointer,
+    PathLike,
+    Save,
+    fitted_gradients,
+    on_host,
+    restore_engine,
+)
+from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
+from lightning_sparse.strategy.lightning_names import where_to_import
+from lightning_sparse.strategy.optimizers import (
+    TAKES_MOMENTUM,
+    OptimizerView,
+    check_correctable,
+    handled,
+    is_adaptive,
+    takes_adam,
+    warning_for,
+)
+from lightning_sparse.strategy.trained import listed
+from lightning_sparse.strategy.unfinished_step import UnfinishedStep
+
+_REFUSED_ARGUMENTS = {
+    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
+    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
+    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "model_averaging_period": "it belongs to torch's post-localSGD hook; use DDPStrategy for that",
+    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "process_group": "gradients are exchanged between all processes of the Trainer",
+}
+
+
+class SparseDDPStrategy(DDPStrategy):
+    """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
+
+    Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
+    also a stream) and a process group of their own, group after group while backward goes on. What was not sent stays
+    in a residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with
+    empty residuals, as it starts with a fresh optimizer, unless it is given a checkpoint: those hold all that is kept,
+    see :mod:`lightning_sparse.strategy.checkpoints`. Parameters may be frozen and unfrozen between two steps: the
+    model is then wrapped anew before the next ``training_step``, on all ranks.
+
+    Args:
+        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
+            ``None`` for the compressor's own default.
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"omgs"``, or an
+            object. It never changes the numbers; but ``"auto"`` does, which may send more than the density asks for.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
+            the residual.
+        warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
+            fast to wait. ``None`` for the compressor's own default.
+        resume_compression: whether ``fit(ckpt_path=...)`` takes up what the ranks had kept; ``False`` lets residuals
+            start empty.
+        optimizer_correction: how an adaptive optimizer is kept from learning from sparse gradients how large gradients
+            are: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with a warm-up of
+            its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
+            with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
+        **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
+            ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
+
+    Attributes:
+        settings: what the user chose, checked.
+        engine: what exchanges gradients; ``None`` outside of ``fit``, and on one process.
+
+    Raises:
+        ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
+            ``DDPStrategy`` that would be ignored.
+
+    Example::
+
+        >>> SparseDDPStrategy(compressor="topk", density=0.01).compression_stats()
+        {}
+    """
+
+    def __init__(
+        self,
+        compressor: Union[str, Compressor] = "topk",
+        density: Optional[float] = None,
+        schedule: Union[str, Schedule] = "merged",
+        wire: str = "float32",
+        warmup_epochs: Optional[int] = None,
+        resume_compression: bool = True,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        **ddp_kwargs: Any,
+    ) -> None:
+        for name, cure in _REFUSED_ARGUMENTS.items():
+            if ddp_kwargs.get(name) is not None:
+                raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
+        self.settings = Settings(compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
+        self.engine: Optional[Engine] = None
+        self._wrapping = DDPWrapping()
+        self._checkpointer = Checkpointer(self, resume_compression)
+        self._choice: Optional[BackendChoice] = None
+        self._optimizer_view: Optional[OptimizerView] = None
+        self._step = UnfinishedStep()
+        self._is_at_border = False
+        self._final_stats: dict[str, float] = {}
+        self._final_state: Optional[dict[str, Any]] = None
+        # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
+        given = {"gradient_as_bucket_view": True, **ddp_kwargs}
+        super().__init__(**given)
+
+    def __repr__(self) -> str:
+        # A Trainer of Lightning's other name refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {where_to_import(DDPStrategy.__module__)}>"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the last step was left to plain DDP."""
+        return self._wrapping.is_plain
+
+    def compression_stats(self) -> dict[str, float]:
+        """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
+
+        After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
+
+        Returns:
+            ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
+            ``wire_bytes`` (all bytes handed to collectives: values, indices, counts, flags, padding), ``dense_bytes``
+            (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels),
+            ``total_wire_bytes`` (those of all steps of this ``fit``), ``select_seconds`` (residual, selection and
+            encoding), ``exchange_seconds`` (in collectives),
+            ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
+            plain DDP the seconds are not known (NaN); with a method that lets
+            replicas drift apart also ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
+        """
+        if self.engine is None:
+            return dict(self._final_stats)
+        return self.engine.plain_stats() if self.is_plain else self.engine.compression_stats()
+
+    def exchange_plan(self) -> Optional[Plan]:
+        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet."""
+        return None if self.engine is None else self.engine.plan
+
+    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
+        """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
+
+        Args:
+            correction: its momentum, masking and clipping are taken over; ``None`` for what the compressor asks for.
+
+        Raises:
+            ValueError: if the compressor, or the schedule, cannot go together with it.
+            RuntimeError: if training has started.
+        """
+        if correction is not None and self.engine is not None:
+            raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
+        self.settings.correct_momentum(correction)
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        return self._wrapped(model)
+
+    def _wrapped(self, model: Module, **changes: Any) -> DistributedDataParallel:
+        _check_parameters(model)
+        if self._optimizer_view is not None:
+            self._optimizer_view.know(dict(model.named_parameters()))
+        ddp = self._wrapping.wrap(model, self.determine_ddp_device_ids(), {**self._ddp_kwargs, **changes})
+        assert isinstance(ddp, DistributedDataParallel)
+        return ddp
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
+        # depends on the optimizers, which Lightning sets up next.
+        self._final_state = None
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert isinstance(self.model, DistributedDataParallel)
+        # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
+        if dist.get_world_size(self.model.process_group) == 1 and not self._checkpointer.has_loaded_save:
+            self._say("one process, so there is nothing to exchange or compress.")
+            return
+        corrects = self._correct_adam(trainer)
+        self.engine = Engine(self.model, self.settings, self._timeout, self._say)
+        self._is_at_border = False
+        if isinstance(self.settings.schedule, Auto):
+            recheck_steps = self.settings.schedule.recheck_steps
+            self._choice = BackendChoice(self.engine, self.root_device, recheck_steps, self._say)
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        target_of, memory = self.engine.target_density, self.engine.memory
+        view = OptimizerView(parameters, self.optimizers, self.settings.feedback, target_of, memory)
+        self._optimizer_view = view
+        if view.takes_momentum:
+            self._say(TAKES_MOMENTUM)
+        if corrects:
+            self._say(takes_adam(self.settings.feedback))
+            self._clip_gradients = self.precision_plugin.clip_gradients
+            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
+        if self.settings.is_sparse:
+            for optimizer in filter(is_adaptive, self.optimizers):
+                if not (corrects and is_correctable(optimizer)):
+                    rank_zero_warn(warning_for(optimizer))
+
+    def _correct_adam(self, trainer: Trainer) -> bool:
+        """Decide whether Adam's updates are made before selection; return whether so."""
+        settings = self.settings
+        if isinstance(settings.optimizer_correction, AdamCorrection):
+            check_correctable(self.optimizers)
+        are_correctable = list(map(is_correctable, self.optimizers))
+        corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
+        if not (corrects and self.optimizers and settings.can_correct_adam):
+            settings.leave_optimizers()
+            return False
+        value = trainer.gradient_clip_val
+        clip = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
+        settings.correct_adam(clip, _total_steps(trainer))
+        return True
+
+    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
+        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
+        assert self.engine is not None
+        assert self._optimizer_view is not None
+        self.engine.clip(_clipping(clip_val, *algorithm, **named_algorithm))
+        with self._optimizer_view.without_corrected():
+            if all(parameter.grad is None for parameter in handled(optimizer)):
+                return  # torch clips no list without a member
+            self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._step.put_back(self.optimizers)
+        self._note_use()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
+        is_plain = self._choice.wants_plain if self._choice is not None and self._is_at_border else self.is_plain
+        trained = self._wrapping.trained
+        if trained.have_changed(self.optimizers):
+            self._agree_on_trained()
+            self._rewrap(is_plain)
+            self._say(f"wrapped anew, {len(self._wrapping.trained)} parameters are trained from now on.")
+        elif is_plain != self.is_plain:
+            self._rewrap(is_plain)
+        self._is_at_border = False
+        return super().training_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync():
+            yield
+        if isinstance(self.model, DistributedDataParallel):
+            # Of a wrapper that came meanwhile nobody else would take the block.
+            self.model.require_backward_grad_sync = True
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        tolerates_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+        self._wrapping.check(self.optimizers, tolerates_unused)
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
+        if self.engine is not None:
+            assert self._optimizer_view is not None
+            coming = self._optimizer_view.coming_step(self.is_plain)
+            epoch = self.lightning_module.current_epoch
+            self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.steps)
+
+    def _loss_scale(self) -> Optional[Tensor]:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        # Scaling a one gives the scale without asking the device for its value.
+        return None if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self.engine is not None:
+            self.engine.raise_error()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._step.end(optimizer)
+        if self._choice is not None:
+            self._is_at_border = True
+            self._choice.end_step()
+        if self.engine is not None:
+            self.engine.end_step()
+        return output
+
+    @override
+    def on_validation_start(self) -> None:
+        self._synchronize_replicas()
+        super().on_validation_start()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._synchronize_replicas()
+        return super().lightning_module_state_dict()
+
+    @override
+    def on_train_end(self) -> None:
+        self._synchronize_replicas()
+        super().on_train_end()
+
+    def _synchronize_replicas(self) -> None:
+        if self.engine is not None:
+            self.engine.synchronize_replicas()
+
+    def _agree_on_trained(self) -> None:
+        """Raise, on every rank, unless all are about to train the same parameters."""
+        trained = self._wrapping.trained
+        if self._step.is_begun and (names := trained.holds_gradients()):
+            raise RuntimeError(
+                f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
+                " has heard of. Freeze after optimizer steps, such as at the start of an epoch"
+            )
+        changes = trained.changes()
+        try:
+            everywhere = gather_apart(changes, self._timeout) if self.world_size > 1 else [changes]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.global_rank}: {changes}; but not every other rank came to say so within the timeout."
+                f" {ALIKE}. The backend said: {error}"
+            ) from error
+        if len(set(everywhere)) > 1:
+            said = ". ".join(f"Rank {rank}: {theirs or 'nothing'}" for rank, theirs in enumerate(everywhere))
+            raise RuntimeError(f"ranks are about to train different parameters. {said}. {ALIKE}")
+
+    def _rewrap(self, is_plain: bool) -> None:
+        """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
+        assert isinstance(self.model, DistributedDataParallel)
+        module, synchronizes = self.model.module, self.model.require_backward_grad_sync
+        if self.engine is not None and not self.is_plain:
+            if is_plain:
+                self.engine.leave_optimizers()
+            self.engine.detach()
+        self.model = None  # two reducers would both take every gradient
+        self._wrapping.is_plain = is_plain
+        # Replicas are the same already, unless they have new parameters.
+        self.model = self._wrapped(module, init_sync=self._wrapping.trained.has_new())
+        self.model.require_backward_grad_sync = synchronizes
+        if self.engine is not None and not is_plain:
+            self.engine.attach(self.model)
+        self._note_use()
+
+    def _note_use(self) -> None:
+        if self._step.is_begun and self._ddp_kwargs.get("find_unused_parameters"):
+            assert isinstance(self.model, DistributedDataParallel)
+            note_use(self.model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if self._optimizer_view is None:
+            return state
+        return self._optimizer_view.complete(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files: Lightning's, but atomic, unless the user gives another one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, AsyncCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it was given none
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        self._checkpoint_io = plugin
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        # Lightning leaves the optimizers out where the user wants the weights only.
+        kept = self._kept() if "optimizer_states" in checkpoint else None
+        name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
+        self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
+
+    def _kept(self) -> Optional[dict[str, Any]]:
+        """Return what this rank has to save; ``None`` if nothing is compressed."""
+        engine_state = self._final_state
+        if self.engine is not None:
+            self.engine.settle()
+            engine_state = self.engine.state_dict()
+        if engine_state is None:
+            return None
+        assert self.lightning_module is not None
+        kept: dict[str, Any] = {"engine": engine_state, **self._step.state(self.lightning_module, self.optimizers)}
+        if self._choice is not None and self._choice.chosen is not None:
+            kept["is_plain"] = self._choice.chosen
+        if self.settings.compressor.replicas_diverge:
+            # Lightning's file holds those of rank 0; here they differ, as the gradients that they were fed with.
+            kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        return kept
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpointer.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **given)
+        self._checkpointer.note(checkpoint, checkpoint_path)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.engine is not None:
+            self._checkpointer.restore(self._restore)
+        self._checkpointer.loaded = None
+
+    def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
+        """Give the engine, the optimizers and the step what this rank had kept; return what they cannot use."""
+        assert self.engine is not None
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        unused = restore_engine(self.engine, self.settings.compressor, kept["engine"], save, parameters, path)
+        is_begun = bool(kept.get("is_accumulating"))
+        self._step.restore(fitted_gradients(kept.get("gradients", {}), trained, path), is_begun)
+        if self.settings.compressor.replicas_diverge:
+            for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
+        if self._choice is not None and is_ours:
+            self._choice.restore(bool(kept["is_plain"]))
+            self._is_at_border = True
+        return unused
+
+    @override
+    def teardown(self) -> None:
+        if self.engine is not None:
+            self._final_stats = self.compression_stats()
+            # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
+            self._final_state = on_host(self.engine.state_dict()) if self.engine.close() else None
+            self.engine, self._choice = None, None
+            if self._optimizer_view is not None:
+                self._optimizer_view.close()
+                self._optimizer_view = None
+            if self.settings.feedback.adam is not None:
+                del self.precision_plugin.clip_gradients
+        super().teardown()
+        self._wrapping.close()
+        self._checkpointer.close()
+        self._step.close()
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{type(self).__name__}: {line}")
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, description, arguments in strategy_entries():
+            strategy_registry.register(name, cls, description=description, **arguments)
+
+
+def _total_steps(trainer: Trainer) -> Optional[int]:
+    """Return the optimizer steps of the whole training, as Lightning estimates them; ``None`` where it cannot."""
+    if trainer.max_steps > 0:
+        return trainer.max_steps
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # batches are accumulated by a schedule
+        return None
+    return None if total == float("inf") else int(total)
+
+
+def _clipping(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
+    if not value:
+        return Clipping()
+    return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
+
+
+def _check_parameters(model: Module) -> None:
+    refused = [
+        f"{name} ({parameter.dtype})"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_floating_point()
+    ]
+    if refused:
+        raise TypeError(
+            f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
+            " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
+        )
