@@ -12,7 +12,8 @@ class LayerDelta(Metric):
     """Average ``delta`` of every layer: how much a selection leaves over, next to a random one of the same size.
 
     The convergence proof of LAGS-SGD (arXiv 1911.08727) asks for ``delta <= 1`` in every layer. Feed it with
-    :meth:`Engine.layer_deltas <lightning_sparse.engine.Engine.layer_deltas>` in those steps for which they were asked. The values are equal on all ranks, so nothing has to be reduced between them.
+    :meth:`Engine.layer_deltas <lightning_sparse.engine.Engine.layer_deltas>` in those steps for which they were asked.
+    The values are equal on all ranks, so nothing has to be reduced between them.
 
     Args:
         names: of the layers.

@@ -36,7 +36,9 @@ class DDPWrapping:
         self.is_plain = False
         self._stream: Optional[torch.cuda.Stream] = None
 
-    def wrap(self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]) -> Any:
+    def wrap(
+        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
+    ) -> DistributedDataParallel:
         """Return the wrapped model.
 
         Args:
@@ -55,7 +57,9 @@ class DDPWrapping:
         self.trained = TrainedParameters(module)
         return ddp
 
-    def _built(self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]) -> Any:
+    def _built(
+        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
+    ) -> DistributedDataParallel:
         """Wrap as Lightning does, on a stream beside that of the caller; but always on the same one, and in order."""
         if device_ids is None:
             return DistributedDataParallel(module=module, device_ids=None, **arguments)

@@ -187,9 +187,7 @@ class SparseDDPStrategy(DDPStrategy):
         _check_parameters(model)
         if self._optimizer_view is not None:
             self._optimizer_view.know(dict(model.named_parameters()))
-        ddp = self._wrapping.wrap(model, self.determine_ddp_device_ids(), {**self._ddp_kwargs, **changes})
-        assert isinstance(ddp, DistributedDataParallel)
-        return ddp
+        return self._wrapping.wrap(model, self.determine_ddp_device_ids(), {**self._ddp_kwargs, **changes})
 
     @override
     def _register_ddp_hooks(self) -> None:
