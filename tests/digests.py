@@ -1,0 +1,368 @@
+"""Write down digests of what trainings end with, and compare them: a change of structure changes not one bit.
+
+    python -m tests.digests --output old.json          # before the change
+    python -m tests.digests --output new.json          # after it
+    python -m tests.digests --compare old.json new.json
+
+Each training is digested by its parameters (SHA-256 of their bytes, in the order of the model, on every rank), by the
+tensors that the optimizer keeps, and by those that the strategy keeps, as they are found in the checkpoint. The last
+are compared as a collection without names: what is kept may move, but not change.
+
+Only what users may rely on is used: names, arguments, checkpoint files. So this file runs with any version of the
+package, also one that knows nothing of it: ``PYTHONPATH=that/version python tests/digests.py --output old.json``.
+
+Digests are those of one machine with one torch, which are written down with them: other kernels round otherwise. On the
+CPU, with one thread a rank. Not among the trainings, because what they do depends on measured times:
+``sparse_auto``, which chooses between sparse and dense steps; and ``sparse_omgs`` with its own ``schedule="merged"``,
+where the groups, and so the elements that compete, follow from the plan (``"layerwise"`` and ``"single"`` are here).
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_sparse
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import MomentumCorrection
+from lightning_sparse.compressors import LAGS
+
+COMPRESSORS = ("topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc", "qsgd", "a2sgd", "dense")
+WITHOUT_DENSITY = ("qsgd", "a2sgd", "dense")
+CLOSELY = ("topk", "lags", "exdyna", "dgc", "sdagc")  # looked at in more situations: one of each way to choose and keep
+CARRYING_MOMENTUM = ("dgc", "sdagc")  # which a callback cannot give momentum again
+SCHEDULES = ("layerwise", "single", "merged")
+WIRES = ("float32", "bfloat16", "float16")
+STEPS = 20
+LONG = 120  # steps after which a merged schedule has measured, planned, and followed its plan for a while
+BATCHES = 8  # an epoch, so that training ends, and is saved, in the midst of one
+LONG_VECTOR = 70_001  # elements: prime, and more than two bytes can count
+PATIENCE = timedelta(seconds=60)  # for a rank that never comes
+
+
+class Model(LightningModule):
+    """Layers of different sizes, prime sizes and a single element among them; batches follow from number and rank.
+
+    Args:
+        optimizer: builds it.
+        leaves_out: whether rank 1 does not use one of the layers in every other batch.
+    """
+
+    def __init__(self, optimizer: Callable[..., Any], leaves_out: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer = optimizer
+        self.leaves_out = leaves_out
+        self.network = nn.Sequential(nn.Linear(16, 67), nn.Tanh(), nn.Linear(67, 37), nn.Tanh(), nn.Linear(37, 16))
+        self.sometimes = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.long = nn.Parameter(torch.zeros(LONG_VECTOR))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Reconstruct rows that nobody else has, and follow a long vector."""
+        seed = 1_000_000 * self.global_rank + 1000 * self.current_epoch + batch_index
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(4, 16, generator=generator)
+        output = self.scale * self.network(rows)
+        if not (self.leaves_out and self.global_rank == 1 and batch_index % 2):
+            output = output + self.sometimes(rows)
+        distance = (self.long - torch.randn(LONG_VECTOR, generator=generator)).square().mean()
+        return (output - rows).square().mean() + distance
+
+    def configure_optimizers(self) -> Any:
+        """Build what was asked for."""
+        return self.optimizer(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Count batches; what is in them is made in the step."""
+        return DataLoader(range(1000), batch_size=1)  # type: ignore[arg-type]  # anything with a length will do
+
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Case(NamedTuple):
+    """One training.
+
+    Attributes:
+        name: under which its digests stand.
+        strategy: builds a strategy, or names one.
+        ranks: how many.
+        model: builds it.
+        like: name of the training that has to end with the same bits; empty where there is none.
+        saved_at: step after which a checkpoint is written, from which a second Trainer goes on; ``None`` for no such.
+        callbacks: builds them.
+        arguments: of the Trainer.
+    """
+
+    name: str
+    strategy: Callable[[], "str | Strategy"]
+    ranks: int = 2
+    model: Callable[[], Model] = partial(Model, SGD)
+    like: str = ""
+    saved_at: Optional[int] = None
+    callbacks: Callable[[], list[Callback]] = list
+    arguments: Mapping[str, Any] = {}
+
+
+def of(compressor: str, schedule: str = "layerwise", wire: str = "float32") -> Callable[[], Strategy]:
+    """Return what builds a strategy of a density that leaves much to be kept."""
+    chosen = {} if compressor in WITHOUT_DENSITY else {"density": 0.1, "warmup_epochs": 1}
+    return partial(SparseDDPStrategy, compressor=compressor, schedule=schedule, wire=wire, **chosen)
+
+
+def cases() -> Iterator[Case]:
+    """Yield all trainings."""
+    for compressor in COMPRESSORS:
+        yield from combined(compressor)
+    for compressor in CLOSELY:
+        yield from situations(compressor)
+    for schedule in SCHEDULES:
+        like = "" if schedule == "layerwise" else "lags, one layer whole, layerwise"
+        yield Case(f"lags, one layer whole, {schedule}", partial(partly_whole, schedule), like=like)
+    long = {"max_steps": LONG}
+    yield Case("lags, layerwise, 120 steps", of("lags"), arguments=long)
+    yield Case("lags, merged, 120 steps", of("lags", "merged"), arguments=long, like="lags, layerwise, 120 steps")
+
+
+def combined(compressor: str) -> Iterator[Case]:
+    """Yield every schedule with every wire, and the strategy as its name gives it."""
+    groups_decide = compressor == "omgs"
+    for wire in WIRES:
+        for schedule in SCHEDULES:
+            if groups_decide and schedule == "merged":
+                continue
+            like = "" if groups_decide or schedule == "layerwise" else f"{compressor}, layerwise, {wire}"
+            yield Case(f"{compressor}, {schedule}, {wire}", of(compressor, schedule, wire), like=like)
+    if not groups_decide:
+        yield Case(f"sparse_{compressor}", partial(str, f"sparse_{compressor}"))
+
+
+def situations(compressor: str) -> Iterator[Case]:
+    """Yield what else may happen in a training."""
+    start, whole = partial(Case, strategy=of(compressor)), f"{compressor}, layerwise, float32"
+    name = f"sparse_{compressor}_find_unused_parameters_true"
+    adam, again = partial(Model, ADAMW), f"{compressor}, AdamW"
+    twice = {"accumulate_grad_batches": 2}
+    yield start(f"{compressor}, 3 ranks", ranks=3)
+    yield start(f"{compressor}, resumed", saved_at=10, like=whole)
+    yield start(again, model=adam)
+    yield start(f"{again}, resumed", model=adam, saved_at=15, like=again)  # when updates are what is kept
+    yield start(f"{compressor}, accumulated", arguments=twice)
+    yield Case(name, partial(str, name), model=partial(Model, SGD, leaves_out=True))
+    if compressor not in CARRYING_MOMENTUM:
+        yield start(f"{compressor}, MomentumCorrection", callbacks=correction)
+
+
+def partly_whole(schedule: str) -> Strategy:
+    """Build a strategy that sends one layer whole, and so, in one message or beside it, in another format."""
+    return SparseDDPStrategy(LAGS(densities={"network.2.weight": 1.0}), density=0.1, schedule=schedule)
+
+
+def correction() -> list[Callback]:
+    """Have the momentum accumulated before selection."""
+    return [MomentumCorrection()]
+
+
+class Saving(Callback):
+    """Write a checkpoint in the midst of training.
+
+    Args:
+        step: after which.
+        path: where to.
+    """
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *batch: Any) -> None:
+        """Write it."""
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(case: Case, callbacks: list[Callback], path: Optional[str] = None) -> tuple[Trainer, Model]:
+    """Train from the start, or from a checkpoint."""
+    model = case.model()
+    arguments: dict[str, Any] = {"max_steps": STEPS, "limit_train_batches": BATCHES, **case.arguments}
+    trainer = Trainer(
+        strategy=case.strategy(),
+        accelerator="cpu",
+        devices=case.ranks,
+        max_epochs=-1,
+        callbacks=[*case.callbacks(), *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(model, ckpt_path=path)
+    return trainer, model
+
+
+def train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+    """Train on all ranks; return the digests."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    if case.saved_at is None:
+        trainer, model = fit(case, [])
+    else:
+        path = str(folder / "middle" / "saved.ckpt")
+        fit(case, [Saving(case.saved_at, path)])
+        trainer, model = fit(case, [], path)
+    end = folder / "end"
+    trainer.save_checkpoint(end / "saved.ckpt")
+    parameters = sha256()
+    for parameter in model.parameters():
+        parameters.update(content(parameter))
+    digests: list[str] = [""] * case.ranks
+    dist.all_gather_object(digests, parameters.hexdigest())  # and every rank has written its part
+    return {"parameters": digests, **kept(end)}
+
+
+def kept(folder: Path) -> dict[str, list[str]]:
+    """Return digests of what lies in the files of one save: of the optimizer, and, whatever its name, of the rest."""
+    whole = folder / "saved.ckpt"
+    beside = [torch.load(path, weights_only=True) for path in folder.rglob("*") if path.is_file() and path != whole]
+    optimizers = torch.load(whole, weights_only=True)["optimizer_states"]
+    return {"optimizer": sorted(map(digest, tensors(optimizers))), "kept": sorted(map(digest, tensors(beside)))}
+
+
+def tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (dict, list, tuple)):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from tensors(each)
+
+
+def digest(tensor: Tensor) -> str:
+    """Describe a tensor in a short line, whatever its shape."""
+    return f"{tensor.dtype} x {tensor.numel()}: {sha256(content(tensor)).hexdigest()[:16]}"
+
+
+def content(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def be_rank(rank: int, ranks: int, names: list[str], folder: str) -> None:
+    """Train one case after the other in this process; rank 0 writes the digests into the folder."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # another version may warn of something else; its tests ask whether it should
+    for logger in ("pytorch_lightning", "lightning", "lightning_fabric", "lightning_sparse"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=PATIENCE, rank=rank, world_size=ranks)
+    found: dict[str, Any] = {}
+    for case in cases():
+        if case.name in names:
+            try:
+                found[case.name] = train(rank, case, Path(folder) / str(len(found)))
+            except Exception as error:
+                raise RuntimeError(f"this training failed: {case.name}") from error
+    if rank == 0:
+        Path(folder, "digests.json").write_text(json.dumps(found))
+
+
+def recorded(chosen: list[Case]) -> dict[str, Any]:
+    """Train; return the digests by name. Processes are started once for each number of ranks."""
+    found: dict[str, Any] = {}
+    for ranks in sorted({case.ranks for case in chosen}):
+        names, start = [case.name for case in chosen if case.ranks == ranks], time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(be_rank, (ranks, names, folder), nprocs=ranks)
+            found.update(json.loads(Path(folder, "digests.json").read_text()))
+        print(f"{len(names)} trainings on {ranks} ranks took {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return, in words, how the digests of one training differ from those of another."""
+    found = ["parameters"] if old["parameters"] != new["parameters"] else []
+    for part in ("optimizer", "kept"):
+        before, after = Counter(old[part]), Counter(new[part])
+        gone, fresh = before - after, after - before
+        if gone or fresh:
+            sizes = ", ".join(sorted({line.partition(":")[0] for line in (gone | fresh)}))
+            found.append(f"{part}: {gone.total()} of {before.total()} tensors gone, {fresh.total()} new ({sizes})")
+    return found
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return, in words, where two records differ."""
+    found = [
+        f"{key}: {value}, but {new['made_with'][key]}"
+        for key, value in old["made_with"].items()
+        if value != new["made_with"][key]
+    ]
+    before, after = old["digests"], new["digests"]
+    found += [f"{name}: only in one of the two" for name in sorted(before.keys() ^ after.keys())]
+    for name in sorted(before.keys() & after.keys()):
+        found += [f"{name}: {change}" for change in changes(before[name], after[name])]
+    return found
+
+
+def broken_promises(chosen: list[Case], found: Mapping[str, Any]) -> list[str]:
+    """Return which trainings should have ended like another one, and did not: schedules and restarts change no bit."""
+    pairs = [case for case in chosen if case.like in found]
+    return [
+        f"{case.name}, next to {case.like}: {line}"
+        for case in pairs
+        for line in changes(found[case.like], found[case.name])
+    ]
+
+
+def main() -> int:
+    """Record or compare; return 1 if anything differs that should not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--output", type=Path, help="train, and write the digests into this file")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two such files")
+    parser.add_argument("--only", default="", help="train only what has this in its name, such as topk or resumed")
+    arguments = parser.parse_args()
+    if arguments.compare:
+        old, new = (json.loads(path.read_text()) for path in arguments.compare)
+        found = compare(old, new)
+        print("\n".join(found) or f"{len(old['digests'])} trainings ended with the same bits")
+        return bool(found)
+    chosen = [case for case in cases() if arguments.only in case.name]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r} is in no training's name, such as 'topk, layerwise, float32'")
+    print(f"lightning_sparse is that of {Path(lightning_sparse.__file__).parent}", file=sys.stderr)
+    digests = recorded(chosen)
+    made_with = {
+        "torch": torch.__version__,
+        "pytorch_lightning": pytorch_lightning.__version__,
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
+    arguments.output.write_text(json.dumps({"made_with": made_with, "digests": digests}, indent=1) + "\n")
+    found = broken_promises(chosen, digests)
+    print("\n".join(found) or f"{len(digests)} trainings are in {arguments.output}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
