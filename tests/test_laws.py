@@ -2,7 +2,11 @@
 
 import torch
 
-from lightning_sparse.testing.laws.edges import test_edges, test_two_of_three_ranks_are_fewer_than_the_elements
+from lightning_sparse.testing.laws.edges import (
+    test_a_model_that_is_one_edge,
+    test_edges,
+    test_two_of_three_ranks_are_fewer_than_the_elements,
+)
 from lightning_sparse.testing.laws.finiteness import (
     assert_same_state,
     test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept,
@@ -26,6 +30,7 @@ __all__ = [
     "assert_same_state",
     "balance",
     "test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept",
+    "test_a_model_that_is_one_edge",
     "test_a_parameter_is_written_where_any_rank_used_it",
     "test_density_one_equals_ddp",
     "test_edges",
