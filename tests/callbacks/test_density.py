@@ -290,7 +290,6 @@ def test_the_top_k_family_is_accepted(pair: Pool, compressor: Any) -> None:
         ({"rules": [Warmup()], "max_density": 0.0}, ValueError, "max_density=0.0 must be a fraction"),
         ({"rules": [Warmup()], "every_n_steps": 0}, ValueError, "every_n_steps=0 must be a whole number"),
     ],
-    ids=str,
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
