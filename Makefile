@@ -18,7 +18,7 @@ faults: $(READY)
 
 # Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
 soak: $(READY)
-	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.helpers.soak
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,15 +1,14 @@
 """The conformance kit holds a compressor of the user's own to the laws, and the right one fails."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_sparse.testing.laws import finiteness, mass, replicas
-from tests.pool import Pool
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import run_pytest
 
 LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
     "mass": lambda pools, name: mass.test_mass_is_conserved(pools, 2, name, "merged", "float32"),
@@ -35,13 +34,6 @@ def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
         return
     with pytest.raises(AssertionError):
         LAWS[law](pools, subject)
-
-
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run pytest as a user does, in a folder of theirs."""
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
-    return ended.returncode, ended.stdout + ended.stderr
 
 
 def as_in_contributing(folder: Path) -> str:

@@ -21,9 +21,8 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compr
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.selection import Selection
-from tests.callbacks.test_monitor import MEASURED
-from tests.test_conformance import run_pytest
-from tests.test_strategy import STATS
+from tests.helpers.commands import run_pytest
+from tests.helpers.statistics import MEASURED, STATS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

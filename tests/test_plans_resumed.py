@@ -9,10 +9,10 @@ from pytorch_lightning import Callback
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.checkpoints import CheckpointError
-from tests.pool import Pool
-from tests.resuming import Numbered, fit_numbered, heard
-from tests.test_auto import SETTLED, Priced, much, nothing
-from tests.trainers import make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.pricing import SETTLED, Priced, much, nothing
+from tests.helpers.resuming import Numbered, fit_numbered, heard
+from tests.helpers.trainers import make_trainer, weights
 
 _PLANNED = 100  # steps after which there is a plan
 

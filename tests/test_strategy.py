@@ -26,23 +26,12 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.settings import Settings
+from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
-from tests.trainers import Small, accelerator, make_trainer, weights
-
-STATS = {
-    "density",
-    "union_density",
-    "wire_bytes",
-    "total_wire_bytes",
-    "dense_bytes",
-    "compression_ratio",
-    "select_seconds",
-    "exchange_seconds",
-    "exposed_seconds",
-}
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
+from tests.helpers.statistics import STATS
+from tests.helpers.trainers import Small, accelerator, make_trainer, weights
 
 
 def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -15,9 +15,10 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
 from lightning_sparse.compressors import LAGS, OMGS
 from lightning_sparse.rules import CriticalRegime, ErrorBudget, HideCommunication, Rule, Warmup
-from tests.pool import Pool
-from tests.resuming import Numbered, differences, fit_numbered
-from tests.trainers import Small, accelerator, make_trainer, weights
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered
+from tests.helpers.trainers import Small, accelerator, make_trainer, weights
 
 WEIGHT = "network.0.weight"
 

@@ -25,12 +25,11 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.gathering import gather_rows
 from lightning_sparse.callbacks.history import History
 from lightning_sparse.callbacks.throughput import batch_size
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY
-from tests.test_strategy import STATS
-from tests.trainers import Rows, Small, accelerator, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.statistics import MEASURED, STATS
+from tests.helpers.trainers import Rows, Small, accelerator, make_trainer, weights
 
-MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "samples_per_second", "residual_to_gradient"}
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
 NAMES = [name for name, _ in Small().named_parameters()]
