@@ -12,6 +12,8 @@ from lightning_sparse.testing.pool import Pool
 from tests.helpers.pricing import SETTLED, Cost, Priced, much, nothing
 from tests.helpers.trainers import make_trainer, weights
 
+pytestmark = pytest.mark.clock
+
 
 def a_little(step: int) -> float:
     """Cost something."""

@@ -27,6 +27,8 @@ from tests.helpers.sparse_ddp import (
     sparse_ddp,
 )
 
+pytestmark = pytest.mark.clock
+
 LAYERS = 6
 STEPS = 80  # the trials take 30 steps, the contest 32
 

@@ -112,6 +112,7 @@ def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[boo
     return before, fit_priced(rank, f"{path}2", costs, SETTLED + 16, path)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
 def test_a_choice_is_not_made_again(pair: Pool, tmp_path: Path, costs: Any, is_plain: bool) -> None:
     for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):

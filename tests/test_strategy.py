@@ -378,6 +378,7 @@ def thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_sparse")]
 
 
+@pytest.mark.clock
 def test_an_exception_on_the_worker_reaches_the_user(pair: Pool) -> None:
     waiting, failed = pair.run(fit_faulty)
     assert failed[:2] == ("ZeroDivisionError", "the third step")
@@ -419,6 +420,7 @@ def fit_vanishing(rank: int, how: str) -> tuple[str, float]:
     return "nothing was raised", time.monotonic() - model.alone_since
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_rank_that_vanishes_does_not_hang_the_others(pair: Pool, how: str) -> None:
     pair.stop()

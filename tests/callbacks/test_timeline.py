@@ -18,6 +18,8 @@ from lightning_sparse.testing.pool import Pool
 from lightning_sparse.timeline import BACKWARD, QUEUE, WORKER
 from tests.helpers.trainers import Small, make_trainer, weights
 
+pytestmark = pytest.mark.clock
+
 LAYERS = 5
 PAUSE = 0.02
 
