@@ -2,14 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+WORKERS ?= 2
 
-.PHONY: demo test faults soak lint bench wheel clean
+.PHONY: demo test quick faults soak lint bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# What listens to a clock comes last and alone. A file stays with one worker, which starts its processes once.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not clock" --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m clock
 
 # The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.
 faults: $(READY)
@@ -18,7 +21,7 @@ faults: $(READY)
 
 # Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
 soak: $(READY)
-	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.helpers.soak
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,12 +18,12 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.strategy.optimizers import OptimizerView
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
-from tests.test_laws import assert_same_state
-from tests.trainers import Rows, Small, make_trainer, weights
+from tests.helpers.devices import DEVICE
+from tests.helpers.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
+from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
@@ -212,7 +212,7 @@ def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire:
     one, other = pair.run(watched_steps, compressor, wire, 9)
     for ours, theirs in zip(one, other):
         for kind in ("parameters", "seconds"):
-            assert_same_state(ours[kind], theirs[kind])
+            assert_same(ours[kind], theirs[kind])
     for step in range(DENSE + 2, len(one)):  # from the second corrected step on: all that waits is an update by then
         known = int(one[step - 1]["memory"]["second_moment_step"]["matrix"])
         for name, before in one[step - 1]["parameters"].items():
@@ -245,7 +245,7 @@ def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
     expected, _ = pair.run(train_under, compressor, "single")
     for schedule in ("layerwise", "merged"):
         for found in pair.run(train_under, compressor, schedule):
-            assert_same_state(found, expected)
+            assert_same(found, expected)
 
 
 def first_planned_step(rank: int, dense_steps: int) -> int:
@@ -310,8 +310,8 @@ def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
 def test_what_is_not_finite_moves_nothing_that_is_kept(pair: Pool, compressor: str, poisoned: int) -> None:
     for before, after, is_noticed in pair.run(poison, compressor, poisoned):
         assert is_noticed
-        assert_same_state(before[0], after[0])
-        assert_same_state(before[1], after[1])
+        assert_same(before[0], after[0])
+        assert_same(before[1], after[1])
 
 
 def build(density: float = 0.05, **arguments: Any) -> SparseDDPStrategy:
@@ -423,7 +423,7 @@ def fit_unfreezing(rank: int) -> tuple[Tensors, list[float]]:
 
 def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
     (one, densities), (other, _) = pair.run(fit_unfreezing)
-    assert_same_state(one, other)
+    assert_same(one, other)
     assert densities[3] < 0.3  # the last layer alone, corrected
     assert densities[4] > 0.4  # half of the elements join
     assert densities[5] > 0.4
@@ -469,7 +469,7 @@ def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Poo
         assert all(after < before for before, after in norms[:2])  # sent whole: as with DDP
         assert all(after == before for before, after in norms[2:])  # an update must not be taken for a gradient
         assert any(not torch.equal(ours[name], free[name]) for name in ours)
-    assert_same_state(clipped[0][1], clipped[1][1])
+    assert_same(clipped[0][1], clipped[1][1])
 
 
 def fit_scaled(rank: int, strategy: Any, fused: bool) -> Tensors:
@@ -490,7 +490,7 @@ def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
     for one, other in zip(apart, fused):
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
-    assert_same_state(fused[0], fused[1])
+    assert_same(fused[0], fused[1])
 
 
 def fit_precisely(rank: int, precision: str) -> Tensors:
@@ -512,7 +512,7 @@ def fit_precisely(rank: int, precision: str) -> Tensors:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_replicas_agree_in_every_precision(pair: Pool, precision: str) -> None:
     one, other = pair.run(fit_precisely, precision)
-    assert_same_state(one, other)
+    assert_same(one, other)
     assert all(parameter.isfinite().all() for parameter in one.values())
 
 
@@ -528,7 +528,7 @@ def step_twice(rank: int) -> tuple[float, Tensors]:
 def test_a_gradient_may_be_stepped_with_twice(pair: Pool) -> None:
     (steps, one), (_, other) = pair.run(step_twice)
     assert steps == 14
-    assert_same_state(one, other)
+    assert_same(one, other)
 
 
 class Stepless(torch.optim.Adam):

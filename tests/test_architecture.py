@@ -1,6 +1,7 @@
 """The house stays in order: imports run downward, and nothing outgrows a reader."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,11 @@ def test_imports_run_downward(path: Path) -> None:
 def test_only_the_doors_know_lightning(path: Path) -> None:
     if noun(path) not in KNOWS_LIGHTNING:
         assert not any("lightning" in name and not name.startswith("lightning_sparse") for name in imported(path))
+
+
+def test_what_tests_share_lies_beside_them() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert not any(re.match(r"tests\.(.*\.)?test_", name) for name in imported(path)), f"{path} imports a test"
 
 
 def test_functional_knows_nothing_but_torch() -> None:

@@ -1,34 +1,18 @@
 """``sparse_auto``: whichever is faster, in real processes whose steps take, by their clock, what the tests decide."""
 
-import weakref
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_sparse import SparseDDPStrategy, switching
-from tests.pool import Pool
-from tests.trainers import Rows, Small, make_trainer, weights
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.pricing import SETTLED, Cost, Priced, much, nothing
+from tests.helpers.trainers import make_trainer, weights
 
-SETTLED = 300  # steps, and three epochs, after which the first choice has been made, with room to spare
-_ALL_ELSE = 5e-3  # seconds of a step, whoever exchanges
-
-Cost = Callable[[int], float]  # step -> seconds
-
-
-def nothing(step: int) -> float:
-    """Cost nothing."""
-    return 0.0
-
-
-def much(step: int) -> float:
-    """Cost more than all else in a step."""
-    return 30e-3
+pytestmark = pytest.mark.clock
 
 
 def a_little(step: int) -> float:
@@ -39,43 +23,6 @@ def a_little(step: int) -> float:
 def much_later(step: int) -> float:
     """Cost nothing, and much after the first choice."""
     return much(step) if step >= SETTLED else 0.0
-
-
-class Priced(Small):
-    """A model with a price on each step that is left to DDP, and one on each of the engine's, for a clock to tell."""
-
-    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
-        super().__init__()
-        self.plain_cost, self.engine_cost = plain_cost, engine_cost
-        self.were_plain: list[bool] = []
-        self.wrappers: list[weakref.ref[Any]] = []
-        self.waiting: list[float] = []
-        self.seconds = 0.0
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 100 batches for two ranks."""
-        return DataLoader(Rows(800), batch_size=4)
-
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch, at a price."""
-        strategy = self.trainer.strategy
-        self.were_plain.append(strategy.is_plain)
-        if strategy.model not in [wrapper() for wrapper in self.wrappers]:
-            self.wrappers.append(weakref.ref(strategy.model))
-        cost = self.plain_cost if strategy.is_plain else self.engine_cost
-        self.seconds += _ALL_ELSE + cost(self.global_step)
-        residuals = strategy.engine.state_dict()["memory"]["residual"].values()
-        self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
-        return super().training_step(batch, batch_index)
-
-    def fit(self, trainer: Any, **arguments: Any) -> None:
-        """Fit by this clock."""
-        with mock.patch.object(switching, "perf_counter", self.clock):
-            trainer.fit(self, **arguments)
-
-    def clock(self) -> float:
-        """Return the seconds that all steps have taken."""
-        return self.seconds
 
 
 class PricedByHand(Priced):

@@ -21,8 +21,9 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError
-from tests.pool import Pool
-from tests.resuming import Numbered, differences, files_in, fit_numbered
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, files_in, fit_numbered
 
 build = partial(SparseDDPStrategy, "dgc", density=0.05)
 RANKS = ["rank_00000.pt", "rank_00001.pt"]

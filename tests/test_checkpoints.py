@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS, SDAGC
-from tests.pool import Pool
-from tests.resuming import Numbered, differences, fit_numbered, heard, kept_at_end, resume_exactly
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
-from tests.trainers import weights
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
+from tests.helpers.trainers import weights
 
 
 def build(compressor: Any, settings: dict[str, Any]) -> SparseDDPStrategy:

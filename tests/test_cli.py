@@ -1,6 +1,5 @@
 """The command line."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,9 +7,7 @@ import pytest
 
 import lightning_sparse
 from lightning_sparse.cli import main
-
-MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
-
+from tests.helpers.commands import MODEL, run
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -22,12 +19,6 @@ if __name__ == "__main__":
     if cli.trainer.is_global_zero:
         print("\\nratio", cli.trainer.strategy.compression_stats()["compression_ratio"])
 """
-
-
-def run(*arguments: str, command: tuple[str, ...] = ("-m", "lightning_sparse")) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def test_fits_with_a_strategy_name(tmp_path) -> None:
@@ -87,7 +78,7 @@ def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
         (["--config={folder}/key.yaml"], "'trainer.max_epoch' is unknown; did you mean 'trainer.max_epochs'"),
         (["--config={folder}/argument.yaml"], "'wyre' is unknown; did you mean 'wire'?"),
         (["--config={folder}/inner.yaml"], "'max_compresion' is unknown; did you mean 'max_compression'?"),
-        (["--model=tests.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
+        (["--model=tests.helpers.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
         (["--trainer.strategy=sparse_lag"], "trainer.strategy='sparse_lag' is unknown"),
         (["--trainer.strategy=sparse_lag"], "(did you mean 'sparse_lags'?)"),
         (["--nothing_like_it=3"], "unrecognized arguments: --nothing_like_it=3"),

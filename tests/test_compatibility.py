@@ -8,10 +8,10 @@ import torch
 from pytorch_lightning.callbacks import LearningRateFinder
 from torch import Tensor
 
+from lightning_sparse.testing.pool import Pool
 from tests.compatibility.page import page
 from tests.compatibility.rows import ROWS
 from tests.compatibility.running import STRATEGIES, Feature, Outcome, refusal_of, run_cell
-from tests.pool import Pool
 
 FEATURES = {feature.name: feature for feature in ROWS}
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from lightning_sparse.parser import SparseCLI
-from tests.pool import Pool
-from tests.trainers import EXPECTED_WARNINGS, accelerator
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
 
 ROOT = Path(__file__).parents[1]
 SYSTEMS = sorted((ROOT / "configs").glob("*.yaml"))

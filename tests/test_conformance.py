@@ -1,15 +1,14 @@
 """The conformance kit holds a compressor of the user's own to the laws, and the right one fails."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_sparse.testing.laws import finiteness, mass, replicas
-from tests.pool import Pool
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import run_pytest
 
 LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
     "mass": lambda pools, name: mass.test_mass_is_conserved(pools, 2, name, "merged", "float32"),
@@ -37,13 +36,6 @@ def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
         LAWS[law](pools, subject)
 
 
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run pytest as a user does, in a folder of theirs."""
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
-    return ended.returncode, ended.stdout + ended.stderr
-
-
 def as_in_contributing(folder: Path) -> str:
     """Write CONTRIBUTING's compressor to a module of the user's, beside a test of their own."""
     text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
@@ -57,7 +49,7 @@ def test_the_compressor_in_contributing_keeps_the_laws(tmp_path: Path) -> None:
     subject = as_in_contributing(tmp_path)
     kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", subject)
     # One row of each law; all of them is what CONTRIBUTING's reader runs.
-    some = "not layerwise and not single and not bfloat16 and not float16 and (not test_edges or prime)"
+    some = "not layerwise and not single and not bfloat16 and not float16"
     code, output = run_pytest(tmp_path, *kit, "-k", some)
     assert code == 0, output
     assert re.search(r"\b([6-9]|\d\d+) passed", output), output

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, make_trainer
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
 

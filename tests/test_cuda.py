@@ -13,11 +13,19 @@ from torch import Tensor
 from lightning_sparse.compressors import TopK
 from lightning_sparse.feedback import Hyperparameters
 from lightning_sparse.schedule import FixedSize, Layerwise, Schedule, Single
+from lightning_sparse.testing.laws.mass import balance
+from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
-from tests.devices import DEVICE, needs_cuda
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, SCHEDULE_NAMES, WIRES, batch, sparse_ddp, watch_gradients
-from tests.test_laws import balance
+from tests.helpers.devices import DEVICE, needs_cuda
+from tests.helpers.sparse_ddp import (
+    COMPRESSOR_NAMES,
+    DENSITY,
+    SCHEDULE_NAMES,
+    WIRES,
+    batch,
+    sparse_ddp,
+    watch_gradients,
+)
 
 pytestmark = needs_cuda
 

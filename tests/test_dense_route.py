@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import (
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import (
     SCHEDULE_NAMES,
     WIRES,
     Edges,

@@ -21,9 +21,8 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compr
 from lightning_sparse.feedback import ErrorFeedback
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.selection import Selection
-from tests.callbacks.test_monitor import MEASURED
-from tests.test_conformance import run_pytest
-from tests.test_strategy import STATS
+from tests.helpers.commands import run_pytest
+from tests.helpers.statistics import MEASURED, STATS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -204,7 +203,7 @@ def test_the_compressor_of_the_page_keeps_the_laws(tmp_path: Path) -> None:
     written(tmp_path)
     kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", "shared_random:SharedRandom")
     # A row of each law on two ranks; the page tells its reader to run all of them.
-    some = "not 3] and not layerwise and not single and not bfloat16 and not float16 and (not test_edges or prime)"
+    some = "not 3] and not layerwise and not single and not bfloat16 and not float16"
     code, output = run_pytest(tmp_path, *kit, "-k", some)
     assert code == 0, output
     assert re.search(r"\b1\d passed", output), output

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.end_to_end import Chained, EndToEnd, at_once, lay_out, runs
 from lightning_sparse.selection import Selection
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 
 def beside_each_other(numels: list[int], device: str) -> list[Tensor]:

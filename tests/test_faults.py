@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.devices import DEVICE
-from tests.faults import POINTS, SELECTIONS, TIMEOUT, Point, children_left, fit_struck, fit_whole, start_again
-from tests.pool import Pool
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.faults import POINTS, SELECTIONS, TIMEOUT, Point, children_left, fit_struck, fit_whole, start_again
 
 GROUP_TIMEOUT = 15.0  # seconds; a user's strategy gives its own to the process group
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
@@ -25,13 +25,19 @@ each_world = pytest.mark.parametrize(
     ("ranks", "victim"), WORLDS, ids=[f"rank {rank} of {ranks}" for ranks, rank in WORLDS]
 )
 # A forked process cannot use a GPU, and no exchange of a GPU's is asked for here.
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow"),
+    pytest.mark.clock,
+]
 
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[dict[int, Pool]]:
     """Pools whose processes may die: new ones start at once."""
-    settings: Any = {"preload": ["tests.faults", "tests.pool"], "group_timeout": timedelta(seconds=GROUP_TIMEOUT)}
+    settings: Any = {
+        "preload": ["tests.helpers.faults", "lightning_sparse.testing.pool"],
+        "group_timeout": timedelta(seconds=GROUP_TIMEOUT),
+    }
     pools = {ranks: Pool(ranks, **settings) for ranks in (2, 3)}
     yield pools
     for pool in pools.values():
@@ -130,7 +136,7 @@ import os, signal, sys
 import torch
 from pytorch_lightning import Trainer
 import lightning_sparse
-from tests.trainers import Small
+from tests.helpers.trainers import Small
 
 class Dies(Small):
     def training_step(self, batch, batch_index):

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from lightning_sparse.hook import GradientStream
-from tests.pool import Pool
-from tests.sparse_ddp import Edges, backpropagate, batch, sparse_ddp
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp
 
 
 def train_watched(rank: int) -> tuple[int, int, int]:

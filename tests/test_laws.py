@@ -2,11 +2,12 @@
 
 import torch
 
-from lightning_sparse.testing.laws.edges import test_edges, test_two_of_three_ranks_are_fewer_than_the_elements
-from lightning_sparse.testing.laws.finiteness import (
-    assert_same_state,
-    test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept,
+from lightning_sparse.testing.laws.edges import (
+    test_a_model_that_is_one_edge,
+    test_edges,
+    test_two_of_three_ranks_are_fewer_than_the_elements,
 )
+from lightning_sparse.testing.laws.finiteness import test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept
 from lightning_sparse.testing.laws.marks import each_schedule, each_world
 from lightning_sparse.testing.laws.mass import (
     balance,
@@ -19,13 +20,12 @@ from lightning_sparse.testing.laws.replicas import (
     test_replicas_are_identical_and_no_schedule_changes_a_bit,
     test_the_observer_changes_nothing,
 )
-from tests.devices import DEVICE, moved
-from tests.pool import Pool
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE, moved
 
 __all__ = [
-    "assert_same_state",
-    "balance",
     "test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept",
+    "test_a_model_that_is_one_edge",
     "test_a_parameter_is_written_where_any_rank_used_it",
     "test_density_one_equals_ddp",
     "test_edges",

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not IS_LONG, reason="runs in `make faults`"),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.timeout(600),
+    pytest.mark.clock,
 ]
 ROOT = Path(__file__).parent.parent
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.metrics import LayerDelta
-from tests.pool import Pool
-from tests.sparse_ddp import Edges, backpropagate, batch, sparse_ddp, watch_gradients
-from tests.trainers import Small, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp, watch_gradients
+from tests.helpers.trainers import Small, make_trainer, weights
 
 
 def sample(rank: int, density: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]]:

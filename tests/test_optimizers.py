@@ -11,25 +11,8 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer, weights
-
-
-class WithSGD(Small):
-    """A model whose SGD is told how to run."""
-
-    def __init__(self, one_cycle: bool = False, **arguments: Any) -> None:
-        super().__init__()
-        self.one_cycle = one_cycle
-        self.arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
-
-    def configure_optimizers(self) -> Any:
-        """Return SGD, with a schedule that cycles its momentum if asked."""
-        optimizer = torch.optim.SGD(self.parameters(), **self.arguments)
-        if not self.one_cycle:
-            return optimizer
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, WithAdam, WithSGD, make_trainer, weights
 
 
 def fit_both(rank: int, arguments: dict[str, Any], epochs: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -80,14 +63,6 @@ def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair: Pool, tmp_p
         assert during == 0.0
         for group in (saved, final):
             assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.01)
-
-
-class WithAdam(Small):
-    """A model trained by Adam."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam."""
-        return torch.optim.Adam(self.parameters())
 
 
 def refused(rank: int, compressor: Any, model: Any) -> str:

@@ -16,9 +16,9 @@ import lightning_sparse.engine as engine_module
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.testing.laws.replicas import Sluggish
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import residuals_like
-from tests.pool import Pool
-from tests.sparse_ddp import (
+from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
     COMPRESSOR_NAMES,
     DENSITY,

@@ -10,11 +10,11 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY
-from tests.test_laws import assert_same_state
-from tests.trainers import Small, make_trainer
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.trainers import Small, make_trainer
 
 
 class Overflowing(Small):
@@ -74,7 +74,7 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, comp
             assert after["scale"] == before["scale"] / (2 if is_skipped else 1), step
             if is_skipped:
                 # A2SGD's counter goes on: whether the scaler has skipped the step, only the device knows.
-                assert_same_state(without_counter(before["kept"]), without_counter(after["kept"]))
+                assert_same(without_counter(before["kept"]), without_counter(after["kept"]))
             assert after["parameters"].isfinite().all()
     kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
     assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)

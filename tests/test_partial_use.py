@@ -19,10 +19,11 @@ from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.rules import ErrorBudget
 from lightning_sparse.strategy.trained import TrainedParameters
-from tests.pool import Pool
-from tests.resuming import Numbered, fit_numbered, resume_exactly
-from tests.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
-from tests.trainers import weights
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
+from tests.helpers.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
+from tests.helpers.trainers import weights
 
 Tensors = dict[str, Tensor]
 FROZEN = range(4, 8)  # of twelve batches
@@ -102,8 +103,7 @@ def watch(
 
 def assert_same_weights(answers: list[tuple[list[Tensors], list[Tensors]]]) -> None:
     """Compare the replicas, after every batch, to the bit."""
-    for one, other in zip(answers[0][0], answers[1][0], strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same(answers[0][0], answers[1][0])
 
 
 def assert_close(ours: list[Tensors], expected: list[Tensors]) -> None:

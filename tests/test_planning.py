@@ -14,8 +14,8 @@ from lightning_sparse.planning import Plan
 from lightning_sparse.planning.plan import Way
 from lightning_sparse.planning.ways import best_of
 from lightning_sparse.schedule import Schedule
-from tests.pool import Pool
-from tests.sparse_ddp import (
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
     COMPRESSOR_NAMES,
     DENSITY,
@@ -26,6 +26,8 @@ from tests.sparse_ddp import (
     sgd_steps,
     sparse_ddp,
 )
+
+pytestmark = pytest.mark.clock
 
 LAYERS = 6
 STEPS = 80  # the trials take 30 steps, the contest 32

@@ -9,10 +9,10 @@ from pytorch_lightning import Callback
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategy.checkpoints import CheckpointError
-from tests.pool import Pool
-from tests.resuming import Numbered, fit_numbered, heard
-from tests.test_auto import SETTLED, Priced, much, nothing
-from tests.trainers import make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.pricing import SETTLED, Priced, much, nothing
+from tests.helpers.resuming import Numbered, fit_numbered, heard
+from tests.helpers.trainers import make_trainer, weights
 
 _PLANNED = 100  # steps after which there is a plan
 
@@ -112,6 +112,7 @@ def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[boo
     return before, fit_priced(rank, f"{path}2", costs, SETTLED + 16, path)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
 def test_a_choice_is_not_made_again(pair: Pool, tmp_path: Path, costs: Any, is_plain: bool) -> None:
     for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_sparse import AdamCorrection
 from lightning_sparse.settings import Settings
 from lightning_sparse.strategy.optimizers import OptimizerView
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
-from tests.devices import DEVICE
-from tests.pool import Pool
+from tests.helpers.devices import DEVICE
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 CORRECTION = AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)

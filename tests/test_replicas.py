@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, make_trainer
 
 
 class Watched(Small):

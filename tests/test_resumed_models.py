@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
-from tests.pool import Pool
-from tests.resuming import BATCHES, Numbered, differences, fit_numbered, resume_exactly
-from tests.sparse_ddp import DENSITY
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, resume_exactly
+from tests.helpers.sparse_ddp import DENSITY
 
 
 class OneCycle(Numbered):

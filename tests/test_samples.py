@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.observe import ParameterSamples
-from tests.pool import Pool
-from tests.sparse_ddp import (
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import (
     COMPRESSOR_NAMES,
     DENSITY,
     Edges,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from tests.pool import Pool
-from tests.soak import Usage, soak, verdict
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.soak import Usage, soak, verdict
 
 
 def test_three_hundred_steps_leave_nothing_behind(pair: Pool, tmp_path: Path) -> None:

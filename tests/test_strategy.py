@@ -26,23 +26,12 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.registry import SYSTEMS
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.settings import Settings
+from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
-from tests.trainers import Small, accelerator, make_trainer, weights
-
-STATS = {
-    "density",
-    "union_density",
-    "wire_bytes",
-    "total_wire_bytes",
-    "dense_bytes",
-    "compression_ratio",
-    "select_seconds",
-    "exchange_seconds",
-    "exposed_seconds",
-}
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
+from tests.helpers.statistics import STATS
+from tests.helpers.trainers import Small, accelerator, make_trainer, weights
 
 
 def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -389,6 +378,7 @@ def thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_sparse")]
 
 
+@pytest.mark.clock
 def test_an_exception_on_the_worker_reaches_the_user(pair: Pool) -> None:
     waiting, failed = pair.run(fit_faulty)
     assert failed[:2] == ("ZeroDivisionError", "the third step")
@@ -430,6 +420,7 @@ def fit_vanishing(rank: int, how: str) -> tuple[str, float]:
     return "nothing was raised", time.monotonic() - model.alone_since
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_rank_that_vanishes_does_not_hang_the_others(pair: Pool, how: str) -> None:
     pair.stop()

@@ -16,9 +16,9 @@ import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.schedule import ExchangeWorker
+from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
-from tests.pool import Pool
-from tests.sparse_ddp import batch, sparse_ddp
+from tests.helpers.sparse_ddp import batch, sparse_ddp
 
 
 class Stream:

@@ -13,8 +13,8 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.selection import Selection
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, make_trainer, weights
 
 NAMES = [name for name, _ in Small().named_parameters()]
 

@@ -7,8 +7,8 @@ from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor, OverlapTimeline, ReplicaSentinel
-from tests.pool import Pool
-from tests.trainers import Small, accelerator, make_trainer
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, accelerator, make_trainer
 
 CALLBACKS = {
     "AssumptionMonitor": AssumptionMonitor,

@@ -15,9 +15,10 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
 from lightning_sparse.compressors import LAGS, OMGS
 from lightning_sparse.rules import CriticalRegime, ErrorBudget, HideCommunication, Rule, Warmup
-from tests.pool import Pool
-from tests.resuming import Numbered, differences, fit_numbered
-from tests.trainers import Small, accelerator, make_trainer, weights
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered
+from tests.helpers.trainers import Small, accelerator, make_trainer, weights
 
 WEIGHT = "network.0.weight"
 
@@ -290,7 +291,6 @@ def test_the_top_k_family_is_accepted(pair: Pool, compressor: Any) -> None:
         ({"rules": [Warmup()], "max_density": 0.0}, ValueError, "max_density=0.0 must be a fraction"),
         ({"rules": [Warmup()], "every_n_steps": 0}, ValueError, "every_n_steps=0 must be a whole number"),
     ],
-    ids=str,
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

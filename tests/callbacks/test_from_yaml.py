@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.test_cli import MODEL, run
+from tests.helpers.commands import MODEL, run
 
 CONFIG = """
 trainer:

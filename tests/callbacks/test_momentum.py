@@ -13,9 +13,8 @@ from torch import Tensor
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
 from lightning_sparse.compressors import DGC, LAGS, OMGS
-from tests.pool import Pool
-from tests.test_optimizers import WithAdam, WithSGD
-from tests.trainers import Small, accelerator, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "taken over": ({}, {}),

@@ -25,12 +25,11 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.gathering import gather_rows
 from lightning_sparse.callbacks.history import History
 from lightning_sparse.callbacks.throughput import batch_size
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY
-from tests.test_strategy import STATS
-from tests.trainers import Rows, Small, accelerator, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.statistics import MEASURED, STATS
+from tests.helpers.trainers import Rows, Small, accelerator, make_trainer, weights
 
-MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "samples_per_second", "residual_to_gradient"}
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
 NAMES = [name for name, _ in Small().named_parameters()]
@@ -105,6 +104,7 @@ def fit_with_slow_pictures(rank: int, seconds: float, directory: str) -> None:
         fit_monitored(rank, TensorBoardLogger, directory, {"pictures": True}, max_epochs=2)
 
 
+@pytest.mark.clock
 def test_pictures_are_left_out_of_the_time_of_a_step(pair: Pool, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = 4.0
@@ -457,6 +457,7 @@ class LongValidation(Small):
         return DataLoader(Rows(32), batch_size=4)
 
 
+@pytest.mark.clock
 def test_validation_does_not_count_as_training(pair: Pool, tmp_path: Path) -> None:
     arguments = {"num_sanity_val_steps": 0, "max_epochs": 2}
     pair.run(fit_monitored_long, str(tmp_path), arguments)

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, make_trainer
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 STEPS = 16

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.callbacks.sentinel import ReplicaError
-from tests.pool import Pool
-from tests.sparse_ddp import AGREEING_NAMES, DENSITY
-from tests.trainers import Small, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY
+from tests.helpers.trainers import Small, make_trainer, weights
 
 
 class Tampered(Small):

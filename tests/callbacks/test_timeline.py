@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.timeline import BACKWARD, QUEUE, WORKER
-from tests.pool import Pool
-from tests.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import Small, make_trainer, weights
+
+pytestmark = pytest.mark.clock
 
 LAYERS = 5
 PAUSE = 0.02

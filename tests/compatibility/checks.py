@@ -11,7 +11,7 @@ from pytorch_lightning.tuner import Tuner
 
 from tests.compatibility.modules import COMPILER, Plain
 from tests.compatibility.running import Outcome
-from tests.trainers import weights
+from tests.helpers.trainers import weights
 
 CLIP = 0.01
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from tests.trainers import Rows, Small
+from tests.helpers.trainers import Rows, Small
 
 COMPILER = "aot_eager"  # needs no C++ compiler
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse import SparseDDPStrategy
 from tests.compatibility.modules import Plain
-from tests.devices import DEVICE
-from tests.trainers import make_trainer, weights
+from tests.helpers.devices import DEVICE
+from tests.helpers.trainers import make_trainer, weights
 
 # The densities are such that a small model's few elements are neither all sent nor none.
 STRATEGIES: dict[str, Optional[dict[str, Any]]] = {

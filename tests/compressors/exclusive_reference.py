@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tests.devices import DEVICE
+from tests.helpers.devices import DEVICE
 
 
 class Reference:

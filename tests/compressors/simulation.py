@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.selection import Selection
-from tests.devices import DEVICE
+from tests.helpers.devices import DEVICE
 
 
 class Simulation:

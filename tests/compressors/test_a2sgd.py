@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import A2SGD
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import SCHEDULE_NAMES, Edges, backpropagate, batch, sgd_steps, sparse_ddp
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import SCHEDULE_NAMES, Edges, backpropagate, batch, sgd_steps, sparse_ddp
 
 
 def flat_parameters(model: nn.Module) -> Tensor:

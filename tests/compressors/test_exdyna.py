@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sparse.compressors import Agreement, ExDyna, MiCRO
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.schedule import FixedSize
+from lightning_sparse.testing.pool import Pool
 from tests.compressors.exclusive_reference import Reference
 from tests.compressors.simulation import Simulation
-from tests.devices import DEVICE, moved
-from tests.pool import Pool
-from tests.sparse_ddp import backpropagate, sgd_steps, sparse_ddp
+from tests.helpers.devices import DEVICE, moved
+from tests.helpers.sparse_ddp import backpropagate, sgd_steps, sparse_ddp
 
 METHODS = {"exdyna": ExDyna, "micro": MiCRO}
 each_method = pytest.mark.parametrize("method", METHODS)

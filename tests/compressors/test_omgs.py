@@ -10,11 +10,20 @@ from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.merging import GroupSelector, Workspace
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.selection import Selection
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.wire import Arrival
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp, watch_gradients
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import (
+    WIRES,
+    Edges,
+    backpropagate,
+    batch,
+    parameters_of,
+    sgd_steps,
+    sparse_ddp,
+    watch_gradients,
+)
 
 DENSITY = 0.05
 LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]

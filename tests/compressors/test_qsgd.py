@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_sparse.compressors import QSGD
 from lightning_sparse.layout import ModelLayout
 from lightning_sparse.selection import Selection
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.wire import WIRE_FORMATS
-from tests.devices import DEVICE, moved
-from tests.pool import Pool
-from tests.sparse_ddp import backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
+from tests.helpers.devices import DEVICE, moved
+from tests.helpers.sparse_ddp import backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
 
 SEED = 5
 BUCKET_SIZE = 50

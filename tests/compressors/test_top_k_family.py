@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import DGC, LAGS
+from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
-from tests.devices import DEVICE
-from tests.pool import Pool
-from tests.sparse_ddp import backpropagate, sparse_ddp
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import backpropagate, sparse_ddp
 
 DENSITY = 0.05
 

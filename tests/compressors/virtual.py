@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.feedback import Hyperparameters
-from tests.devices import DEVICE, moved
-from tests.pool import Pool
-from tests.sparse_ddp import backpropagate, batch, sparse_ddp
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE, moved
+from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp
 
 Tensors = dict[str, Tensor]
 Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradients and the learning rate -> mean gradient

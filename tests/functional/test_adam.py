@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.functional import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
-from tests.devices import DEVICE
+from tests.helpers.devices import DEVICE
 
 SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
 NUMELS = [5, 100_003]  # more than a piece

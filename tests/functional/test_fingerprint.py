@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.functional import fingerprint
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.functional import indices_reaching, indices_reaching_each, magnitude_histogram, magnitude_quantile
-from tests.devices import devices, moved
+from tests.helpers.devices import devices, moved
 
 
 @devices

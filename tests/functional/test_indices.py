@@ -5,7 +5,7 @@ import torch
 
 from lightning_sparse.functional import index_codec
 from lightning_sparse.functional.indices import _CODECS
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 
 @devices

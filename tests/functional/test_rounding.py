@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse.functional import round_to
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 
 @devices

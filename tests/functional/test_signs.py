@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.functional import shift_by_sign, sign_totals
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 SIZES = [1, 997, (1 << 18) + 3]
 

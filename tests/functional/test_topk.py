@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.functional import batched_top_k_indices, top_k_indices
-from tests.devices import devices
+from tests.helpers.devices import devices
 
 
 def normal(numel: int) -> Tensor:

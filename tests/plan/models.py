@@ -7,7 +7,7 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.trainers import Rows
+from tests.helpers.trainers import Rows
 
 
 class Plain(LightningModule):

@@ -8,8 +8,8 @@ from pytorch_lightning import Trainer
 
 from lightning_sparse.plan import profile_model
 from lightning_sparse.prediction import BackwardProfile
+from tests.helpers.trainers import EXPECTED_WARNINGS
 from tests.plan.models import Data, Plain
-from tests.trainers import EXPECTED_WARNINGS
 
 # Lightning's own parser calls what jsonargparse has renamed.
 pytestmark = [

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_sparse.collectives import Collectives
 from lightning_sparse.prediction import Network, measure_network
-from tests.pool import Pool
+from lightning_sparse.testing.pool import Pool
 
 
 class SlowCollectives:

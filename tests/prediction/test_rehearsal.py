@@ -13,7 +13,7 @@ from lightning_sparse.prediction.rehearsal import (
     fitted_sizes,
     measure_selection,
 )
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 
 SIZES = fitted_sizes(torch.device("cpu"))
 

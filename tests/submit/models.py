@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from tests.trainers import Small
+from tests.helpers.trainers import Small
 
 
 class Slow(Small):

@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.submit.cluster import REQUIRED, Cluster, missing
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).parents[2]
 NODES = 4
 EXAMPLE = "several_nodes.sbatch"

@@ -9,9 +9,9 @@ from torch import nn
 from lightning_sparse.pipeline import LocalGradient
 from lightning_sparse.prediction import EngineSystem, SettingsOf
 from lightning_sparse.prediction.rehearsal import rehearsed_pipeline
+from lightning_sparse.testing.pool import Pool
 from lightning_sparse.wire import Transfer
-from tests.pool import Pool
-from tests.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients
 FIXED = [name for name in COMPRESSOR_NAMES if name not in VARYING]

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse.selection import Selection
 from lightning_sparse.wire import Arrival
 from lightning_sparse.wire.union import UnionFormat
-from tests.devices import DEVICE, devices, moved
+from tests.helpers.devices import DEVICE, devices, moved
 
 NUMELS = (5, 70_000, 3)
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.testing.devices import DEVICE
+from lightning_sparse.testing.devices import DEVICE, moved
 from lightning_sparse.testing.laws.marks import each_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for, keeps, subject_of
 from lightning_sparse.testing.wrapping import backpropagate, residuals_like, sparse_ddp
+
+Tensors = dict[str, Tensor]
 
 EDGE_GRADIENTS = {
     "one element": torch.tensor([2.0]),
@@ -26,51 +28,81 @@ EDGE_GRADIENTS = {
 
 
 class Given(nn.Module):
-    """A parameter whose gradient is whatever it is multiplied by."""
+    """Parameters whose gradients are whatever they are multiplied by."""
 
-    def __init__(self, gradient: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, gradients: Tensors) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(gradient.numel(), dtype=dtype))
+        weights = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+        self.weights = nn.ParameterDict(weights)
 
-    def forward(self, gradient: Tensor) -> Tensor:
-        """Return a loss whose gradient is ``gradient``."""
-        return (self.weight * gradient).sum()
+    def forward(self, gradients: Tensors) -> Tensor:
+        """Return a loss with the gradients ``gradients``."""
+        return torch.stack([(self.weights[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
 
 
-def exchange_given(rank: int, settings: dict[str, Any], gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Exchange the same gradient from all ranks; return what was applied and what waits here."""
-    gradient = gradient.to(DEVICE, dtype)
-    with sparse_ddp(Given(gradient, dtype), **settings) as (ddp, engine):
-        backpropagate(ddp, engine, ddp(gradient))
-        residual = residuals_like(engine, {"weight": gradient})["weight"]
-        return ddp.module.weight.grad.clone(), residual
+def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """Exchange the same gradients from all ranks; return what was applied of each, and what waits of it here."""
+    gradients = moved(gradients, DEVICE)
+    with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(gradients))
+        residuals = residuals_like(engine, {f"weights.{name}": gradient for name, gradient in gradients.items()})
+        applied = {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}
+        return {name: (applied[name], residuals[f"weights.{name}"]) for name in gradients}
+
+
+def assert_applied_and_kept(gradient: Tensor, answers: list[tuple[Tensor, Tensor]], compressor: str, edge: str) -> None:
+    """Hold what every rank has applied of one gradient, and what waits of it there, to the gradient."""
+    for applied, _ in answers:
+        assert torch.equal(applied, answers[0][0]), f"{edge}: ranks differ"
+        assert applied.dtype == gradient.dtype, f"{edge}: of another type, {applied.dtype}"
+        assert applied.isfinite().all(), f"{edge}: not finite, {applied}"
+        assert not applied[gradient == 0].any(), f"{edge}: something has come of zeros, {applied}"
+    if keeps(subject_of(compressor)):
+        mass = answers[0][0].double() + sum(residual.double() for _, residual in answers) / len(answers)
+        rtol = max(torch.finfo(gradient.dtype).eps, 1e-6)
+        torch.testing.assert_close(
+            mass, gradient.double(), rtol=rtol, atol=1e-8, msg=lambda told: f"{edge}: mass is not conserved. {told}"
+        )
+
+
+def edges_of(dtype: torch.dtype) -> Tensors:
+    limit = torch.finfo(dtype).max
+    return {edge: gradient.double().clamp(-limit, limit).to(dtype) for edge, gradient in EDGE_GRADIENTS.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("edge", EDGE_GRADIENTS)
 @each_wire
 @holds_for(any_compressor)
-def test_edges(pair: Pool, compressor: str, wire: str, edge: str, dtype: torch.dtype) -> None:
-    limit = torch.finfo(dtype).max
-    gradient = EDGE_GRADIENTS[edge].double().clamp(-limit, limit).to(dtype)
-    settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire}
-    answers = pair.run(exchange_given, settings, gradient, dtype)
-    kept = sum(residual.double() for _, residual in answers) / len(answers)
-    for applied, _ in answers:
-        assert torch.equal(applied, answers[0][0])
-        assert applied.dtype == dtype
-        assert applied.isfinite().all()
-        assert not applied[gradient == 0].any()
-        eps = torch.finfo(dtype).eps
-        if keeps(subject_of(compressor)):
-            torch.testing.assert_close(applied.double() + kept, gradient.double(), rtol=max(eps, 1e-6), atol=1e-8)
+def test_edges(pair: Pool, compressor: str, wire: str, dtype: torch.dtype) -> None:
+    gradients = edges_of(dtype)
+    # Each travels alone: who selects across a group would take the largest of its elements, and none of most edges.
+    settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire, "schedule": "layerwise"}
+    answers = pair.run(exchange_given, settings, gradients)
+    for edge, gradient in gradients.items():
+        assert_applied_and_kept(gradient, [answer[edge] for answer in answers], compressor, edge)
+
+
+def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """Exchange each gradient as that of a model of its own."""
+    return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
+
+
+@holds_for(any_compressor)
+def test_a_model_that_is_one_edge(pair: Pool, compressor: str) -> None:
+    """Some look at the whole model: for a threshold, or to give every rank its part of it."""
+    gradients = edges_of(torch.float32)
+    settings = {"compressor": compressor, "density": density_for(compressor)}
+    answers = pair.run(exchange_one_by_one, settings, gradients)
+    for edge, gradient in gradients.items():
+        assert_applied_and_kept(gradient, [answer[edge] for answer in answers], compressor, edge)
 
 
 @each_wire
 @holds_for(keeps)
 def test_two_of_three_ranks_are_fewer_than_the_elements(pools: dict[int, Pool], compressor: str, wire: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire}
-    for gradient in (torch.tensor([1.0, -2.0]), torch.tensor([5.0])):
-        answers = pools[3].run(exchange_given, settings, gradient, torch.float32)
-        kept = sum(residual.double() for _, residual in answers) / 3
-        torch.testing.assert_close(answers[0][0].double() + kept, gradient.double(), rtol=1e-6, atol=1e-7)
+    gradients = {"two elements": torch.tensor([1.0, -2.0]), "one element": torch.tensor([5.0])}
+    answers = pools[3].run(exchange_one_by_one, settings, gradients)
+    for edge, gradient in gradients.items():
+        kept = sum(answer[edge][1].double() for answer in answers) / 3
+        torch.testing.assert_close(answers[0][edge][0].double() + kept, gradient.double(), rtol=1e-6, atol=1e-7)

@@ -5,24 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, sparse_ddp
-
-
-def assert_same_state(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_state(one[key], other[key])
-    elif isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    else:
-        assert one == other
 
 
 def train_with_gap(rank: int, settings: dict[str, Any], poisoned: float, gap_rank: int) -> tuple[Any, ...]:
@@ -50,6 +38,6 @@ def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(
 ) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
     for before, after, gradients, recovered in pair.run(train_with_gap, settings, poisoned, 1):
-        assert_same_state(before, after)
+        assert_same(before, after)
         assert not gradients["prime"].isfinite().all()
         assert recovered

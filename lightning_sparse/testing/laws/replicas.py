@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse.engine as engine_module
 from lightning_sparse.schedule import ExchangeWorker, FixedSize, Schedule
 from lightning_sparse.testing.devices import DEVICE
+from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import (
@@ -93,12 +94,6 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
     return history
 
 
-def assert_same_bits(one: Tensors, other: Tensors) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-
-
 @each_world
 @each_wire
 @holds_for(any_compressor)
@@ -114,13 +109,11 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
         histories = pools[ranks].run(train_sluggishly, settings, 4, False)
         if agrees(subject_of(compressor)):
             for history in histories[1:]:
-                for ours, first in zip(history, histories[0]):
-                    assert_same_bits(ours, first)
-        outcomes.append([parameters for history in histories for parameters in history])
+                assert_same(history, histories[0])
+        outcomes.append(histories)
     grouping_free = is_grouping_free(subject_of(compressor))
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
-        for one, other in zip(outcome, expected):
-            assert_same_bits(one, other)
+        assert_same(outcome, expected)
 
 
 @each_schedule
@@ -129,4 +122,4 @@ def test_the_observer_changes_nothing(pair: Pool, compressor: str, schedule: str
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
     runs = [pair.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
     for observed, unobserved in zip(*runs):
-        assert_same_bits(observed[-1], unobserved[-1])
+        assert_same(observed[-1], unobserved[-1])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategy.checkpoints import checkpointer
-from tests.trainers import Small, make_trainer, weights
+from lightning_sparse.testing.equality import differences
+from tests.helpers.trainers import Small, make_trainer, weights
 
 BATCHES = 6  # an epoch
 _EXPECTED_WARNINGS = (
@@ -86,19 +87,6 @@ def heard() -> Any:
     lines: list[str] = []
     with mock.patch.object(checkpointer, "rank_zero_info", lines.append):
         yield lines
-
-
-def differences(one: Any, other: Any, place: str = "") -> list[str]:
-    """Return where two nested containers differ, to the bit."""
-    if type(one) is not type(other):
-        return [place]
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return [f"{place}: {sorted(map(str, one))} {sorted(map(str, other))}"]
-        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
-    if isinstance(one, Tensor):
-        return [] if torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) else [place]
-    return [] if one == other else [place]
 
 
 def resume_exactly(

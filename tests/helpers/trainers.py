@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from tests.devices import DEVICE
+from tests.helpers.devices import DEVICE
 
 # Lightning's own with this torch, and what is true of tests: few workers, few batches, several ranks on one data set.
 EXPECTED_WARNINGS = (
@@ -92,6 +92,31 @@ class Small(LightningModule):
         return DataLoader(Rows(16), batch_size=4)
 
     test_dataloader = val_dataloader
+
+
+class WithSGD(Small):
+    """A model whose SGD is told how to run."""
+
+    def __init__(self, one_cycle: bool = False, **arguments: Any) -> None:
+        super().__init__()
+        self.one_cycle = one_cycle
+        self.arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD, with a schedule that cycles its momentum if asked."""
+        optimizer = torch.optim.SGD(self.parameters(), **self.arguments)
+        if not self.one_cycle:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class WithAdam(Small):
+    """A model trained by Adam."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters())
 
 
 def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:

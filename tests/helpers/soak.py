@@ -1,6 +1,6 @@
 """Train for long, with everything that a long job does, and see whether anything grows.
 
-    python -m tests.soak --steps 20000
+    python -m tests.helpers.soak --steps 20000
 
 Two ranks, with a monitor and its logger, new plans, validations and checkpoints. Prints what it saw as a line of JSON,
 and ends with an error if memory, files or threads have grown, or replicas have come apart. On the CPU, whose memory is
@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from tests.pool import Pool
-from tests.trainers import Rows, Small, make_trainer, weights
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 _ROWS = 8000  # 1000 batches an epoch for two ranks
 _OFTEN = 20  # times in a run: new plans, validations and checkpoints

@@ -21,7 +21,8 @@ from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.hook import GradientStream
 from lightning_sparse.pipeline import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
-from tests.resuming import Numbered, differences, fit_numbered
+from lightning_sparse.testing.equality import differences
+from tests.helpers.resuming import Numbered, fit_numbered
 
 TIMEOUT = 4.0  # seconds that an exchange waits for its peers
 SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from which on the fault may strike

@@ -1,0 +1,16 @@
+"""The numbers that a user is told, by name."""
+
+# What a strategy's ``compression_stats`` returns, whatever it sends.
+STATS = {
+    "density",
+    "union_density",
+    "wire_bytes",
+    "total_wire_bytes",
+    "dense_bytes",
+    "compression_ratio",
+    "select_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+}
+# What the monitor logs beside them.
+MEASURED = {"backward_seconds", "commit_seconds", "step_seconds", "samples_per_second", "residual_to_gradient"}
