@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compressors, rules, schedule
 from lightning_sparse.feedback import ErrorFeedback
-from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.registry import systems
 from lightning_sparse.selection import Selection
 from tests.callbacks.test_monitor import MEASURED
+from tests.packages import install
 from tests.test_conformance import run_pytest
 from tests.test_strategy import STATS
 
@@ -79,7 +80,7 @@ def arguments_of(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_every_system_is_described(system: Any) -> None:
     for page in (DOCS / "systems" / "README.md", ROOT / "README.md"):
         assert any(f"`{system.name}`" in line for line in page.read_text().splitlines() if line.startswith("|")), page
@@ -235,6 +236,19 @@ def test_the_compressor_of_the_page_is_known_by_its_name(tmp_path: Path) -> None
     (tmp_path / "use.py").write_text(use)
     done = subprocess.run(
         [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_of_the_page_brings_its_compressor(tmp_path: Path) -> None:
+    (toml,) = blocks(DOCS / "writing-a-compressor.md", "toml")
+    (group,) = re.findall(r'entry-points\."(.+)"', toml)
+    (entry,) = re.findall(r'(\w+) = "(.+)"', toml)
+    written(tmp_path)
+    install(tmp_path, "shared_random", dict([entry]), (tmp_path / "shared_random.py").read_text(), group)
+    use = "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)"
+    done = subprocess.run(
+        [sys.executable, "-c", use], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
 
