@@ -11,9 +11,10 @@ from importlib.metadata import version
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
-from lightning_sparse.feedback import AdamCorrection
+from lightning_sparse.feedback import AdamCorrection, ErrorFeedback
+from lightning_sparse.layout import ModelLayout
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.selection import Selection
+from lightning_sparse.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.strategy import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
@@ -25,8 +26,12 @@ if "lightning.pytorch" in sys.modules:  # whose user means that Trainer
 __all__ = [
     "AdamCorrection",
     "Compressor",
+    "ErrorFeedback",
+    "ModelLayout",
+    "Quantization",
     "Schedule",
     "Selection",
+    "SelectionSize",
     "SparseDDPStrategy",
     "available_compressors",
     "register_compressor",

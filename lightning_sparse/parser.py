@@ -17,7 +17,7 @@ import lightning_sparse  # noqa: F401  # registers the strategy names
 from lightning_sparse.callbacks import RequeueAtStepEnd
 from lightning_sparse.named import unknown_name
 from lightning_sparse.origin import HEADER, newer_files
-from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.registry import systems
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")
@@ -68,7 +68,7 @@ class SparseCLI(LightningCLI):
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         strategy = config.trainer.strategy
         if isinstance(strategy, str) and strategy.startswith("sparse") and strategy not in StrategyRegistry:
-            parser.error(unknown_name("trainer.strategy", strategy, [system.name for system in SYSTEMS]))
+            parser.error(unknown_name("trainer.strategy", strategy, [system.name for system in systems()]))
 
 
 def near_names(message: str, parser: ArgumentParser) -> str:

@@ -1,7 +1,20 @@
-"""The table of names that ``Trainer(strategy=...)`` understands: one row for a system, and how each can be launched."""
+"""The names that ``Trainer(strategy=...)`` understands: one for each compressor, and how each can be launched."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.schedule import Auto
+
+_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {"start_method": "popen"}),
+    ("_spawn", {"start_method": "spawn"}),
+    ("_fork", {"start_method": "fork"}),
+    ("_find_unused_parameters_true", {"start_method": "popen", "find_unused_parameters": True}),
+    ("_spawn_find_unused_parameters_true", {"start_method": "spawn", "find_unused_parameters": True}),
+    ("_fork_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
+)
 
 
 class System(NamedTuple):
@@ -17,43 +30,43 @@ class System(NamedTuple):
     description: str
     arguments: dict[str, Any]
 
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Return every strategy name of the system with its arguments, one for each way to launch it.
 
-SYSTEMS = (
-    System(
-        "sparse_auto",
-        "whole, in part, or plain DDP: measures, then decides",
-        {"compressor": "lags", "schedule": "auto"},
-    ),
-    System("sparse_lags", "LAGS-SGD: the largest magnitudes of each layer at its own density", {"compressor": "lags"}),
-    System("sparse_omgs", "OMGS-SGD: the largest magnitudes of layers that travel together", {"compressor": "omgs"}),
-    System("sparse_a2sgd", "A2SGD: two numbers a step, parameters averaged now and then", {"compressor": "a2sgd"}),
-    System("sparse_sdagc", "SDAGC (reconstruction): what exceeds a layer's deviation", {"compressor": "sdagc"}),
-    System("sparse_exdyna", "ExDyna: exclusive partitions of balanced load, one threshold", {"compressor": "exdyna"}),
-    System("sparse_topk", "the largest magnitudes of each parameter, with error feedback", {"compressor": "topk"}),
-    System("sparse_dgc", "Deep Gradient Compression: momentum before selection, warm-up", {"compressor": "dgc"}),
-    System("sparse_micro", "MiCRO: exclusive partitions of equal size, one threshold", {"compressor": "micro"}),
-    System("sparse_qsgd", "QSGD: every element as a few random bits, right on average", {"compressor": "qsgd"}),
-    System("sparse_dense", "everything is sent: DDP on this engine, for comparison", {"compressor": "dense"}),
-)
+        Example::
 
-_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("", {"start_method": "popen"}),
-    ("_spawn", {"start_method": "spawn"}),
-    ("_fork", {"start_method": "fork"}),
-    ("_find_unused_parameters_true", {"start_method": "popen", "find_unused_parameters": True}),
-    ("_spawn_find_unused_parameters_true", {"start_method": "spawn", "find_unused_parameters": True}),
-    ("_fork_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
+            >>> list(AUTO.variants())[:2]
+            ['sparse_auto', 'sparse_auto_spawn']
+        """
+        return {self.name + suffix: {**self.arguments, **launch} for suffix, launch in _VARIANTS}
+
+
+# The only name that is not a compressor's.
+AUTO = System(
+    "sparse_auto", inspect.cleandoc(Auto.__doc__ or "").partition("\n")[0], {"compressor": "lags", "schedule": "auto"}
 )
 
 
-def strategy_entries() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield name, description and arguments of every strategy name.
+def systems() -> list[System]:
+    """Return the systems that there are now.
 
     Example::
 
-        >>> next(strategy_entries())[0]
-        'sparse_auto'
+        >>> [system.name for system in systems()][:3]
+        ['sparse_auto', 'sparse_lags', 'sparse_omgs']
     """
-    for system in SYSTEMS:
-        for suffix, launch in _VARIANTS:
-            yield system.name + suffix, system.description, {**system.arguments, **launch}
+    return [AUTO, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
+
+
+def announce_systems(tell: Callable[[System], None]) -> None:
+    """Tell of every system: of those there are now, and of each whose compressor is registered later.
+
+    Args:
+        tell: may refuse one with a ``ValueError``.
+    """
+    tell(AUTO)
+    COMPRESSORS.announce(lambda name, description: tell(_system_of(name, description)))
+
+
+def _system_of(name: str, description: str) -> System:
+    return System(f"sparse_{name}", description, {"compressor": name})

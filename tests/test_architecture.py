@@ -11,6 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each row may import from the rows above it and from its own folder, never from its neighbours in the row.
 LAYERS = [
+    {"installed"},
     {"selection", "named", "mirror", "functional", "layout", "metrics", "origin"},
     {"end_to_end", "feedback"},
     {"compressors", "memory", "wire", "collectives", "schedule", "observe"},

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparse.testing.pool import Pool
 from tests.digests import broken_promises, cases, compare, digest, main, train
-from tests.pool import Pool
 
 SHORT = ["topk, layerwise, float32", "topk, single, float32", "topk, layerwise, bfloat16", "topk, resumed"]
 CHOSEN = [case for case in cases() if case.name in SHORT]

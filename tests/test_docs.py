@@ -17,11 +17,19 @@ from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compressors, rules, schedule
-from lightning_sparse.feedback import ErrorFeedback
-from lightning_sparse.registry import SYSTEMS
-from lightning_sparse.selection import Selection
+from lightning_sparse import (
+    AdamCorrection,
+    ErrorFeedback,
+    Selection,
+    SparseDDPStrategy,
+    callbacks,
+    compressors,
+    rules,
+    schedule,
+)
+from lightning_sparse.registry import systems
 from tests.helpers.commands import run_pytest
+from tests.helpers.packages import install
 from tests.helpers.statistics import MEASURED, STATS
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +86,7 @@ def arguments_of(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_every_system_is_described(system: Any) -> None:
     for page in (DOCS / "systems" / "README.md", ROOT / "README.md"):
         assert any(f"`{system.name}`" in line for line in page.read_text().splitlines() if line.startswith("|")), page
@@ -193,20 +201,22 @@ def test_what_is_said_to_be_refused_is_refused(row: list[str]) -> None:
 
 
 def written(folder: Path) -> list[str]:
-    """Write the module that the page on compressors shows; return the code that uses it."""
-    _, complete, *uses = blocks(DOCS / "writing-a-compressor.md", "python")
+    """Write the modules that the page on compressors shows; return the code that uses them."""
+    _, complete, unbiased, *uses = blocks(DOCS / "writing-a-compressor.md", "python")
     (folder / "shared_random.py").write_text(complete)
+    (folder / "ternary.py").write_text(unbiased)
     return uses
 
 
-def test_the_compressor_of_the_page_keeps_the_laws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("subject", ["shared_random:SharedRandom", "ternary:Ternary"])
+def test_the_compressors_of_the_page_keep_the_laws(tmp_path: Path, subject: str) -> None:
     written(tmp_path)
-    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", "shared_random:SharedRandom")
+    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", subject)
     # A row of each law on two ranks; the page tells its reader to run all of them.
     some = "not 3] and not layerwise and not single and not bfloat16 and not float16"
     code, output = run_pytest(tmp_path, *kit, "-k", some)
     assert code == 0, output
-    assert re.search(r"\b1\d passed", output), output
+    assert re.search(r"\b(8|9|1\d) passed", output), output
 
 
 @pytest.mark.parametrize(
@@ -234,6 +244,19 @@ def test_the_compressor_of_the_page_is_known_by_its_name(tmp_path: Path) -> None
     (tmp_path / "use.py").write_text(use)
     done = subprocess.run(
         [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_of_the_page_brings_its_compressor(tmp_path: Path) -> None:
+    (toml,) = blocks(DOCS / "writing-a-compressor.md", "toml")
+    (group,) = re.findall(r'entry-points\."(.+)"', toml)
+    (entry,) = re.findall(r'(\w+) = "(.+)"', toml)
+    written(tmp_path)
+    install(tmp_path, "shared_random", dict([entry]), (tmp_path / "shared_random.py").read_text(), group)
+    use = "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)"
+    done = subprocess.run(
+        [sys.executable, "-c", use], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
 

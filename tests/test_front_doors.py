@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning
 
 from lightning_sparse import SparseDDPStrategy
+from tests.helpers.packages import install
 
 FIT = """
 import lightning.pytorch
@@ -61,6 +62,43 @@ except TypeError as error:
     print(error)
 """
 
+NAMED = """
+import sys
+import lightning_sparse
+from lightning_sparse.compressors import TopK
+
+class Mine(TopK):
+    pass
+
+lightning_sparse.register_compressor("before", Mine)
+import lightning_sparse.lightning
+lightning_sparse.register_compressor("after", Mine)
+
+import lightning.pytorch as other
+import pytorch_lightning as first
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    quiet = dict(accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2, limit_val_batches=0, logger=False,
+                 enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    strategies = {first: lightning_sparse.SparseDDPStrategy, other: lightning_sparse.lightning.SparseDDPStrategy}
+    for name in ("sparse_before", "sparse_after", "sparse_installed"):
+        for suffix in ("", "_spawn", "_fork", "_find_unused_parameters_true"):
+            for door, strategy in strategies.items():
+                entry = door.strategies.StrategyRegistry[name + suffix]
+                assert entry["strategy"] is strategy
+    assert "installed_package" not in sys.modules
+    for door, strategy in strategies.items():
+        trainer = door.Trainer(strategy="sparse_after_find_unused_parameters_true", **quiet)
+        assert type(trainer.strategy) is strategy
+    trainer = other.Trainer(strategy="sparse_installed_spawn", **quiet)
+    assert "installed_package" in sys.modules
+    model = BoringModel()
+    weight = model.layer.weight.detach().clone()
+    trainer.fit(model)
+    assert not weight.equal(model.layer.weight)
+"""
+
 
 @pytest.fixture(scope="module")
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -97,6 +135,13 @@ def test_strategies_callbacks_and_checkpoints_work_behind_the_other_name(unified
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted 8") == 2  # both ranks
     assert "AdaptiveDensity: step 0: 2 parameters at 0.5 (Warmup" in done.stderr
+
+
+def test_compressors_have_their_strategies_behind_both_doors(unified: Path) -> None:
+    code = "from lightning_sparse.compressors import TopK\n\nclass Theirs(TopK): ...\n"
+    install(unified, "installed_package", {"installed": "installed_package:Theirs"}, code)
+    done = run(unified, NAMED)
+    assert done.returncode == 0, done.stderr
 
 
 def test_mixing_the_names_says_what_to_import(unified: Path) -> None:

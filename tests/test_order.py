@@ -14,7 +14,7 @@ import torch
 
 import lightning_sparse.engine as engine_module
 from lightning_sparse.collectives import Collectives
-from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.registry import systems
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import residuals_like
@@ -33,7 +33,7 @@ from tests.helpers.sparse_ddp import (
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 STEPS = -(-2000 // len(COMPRESSOR_NAMES)) if IS_LONG else 8
 # The systems are combinations of these.
-assert {system.arguments["compressor"] for system in SYSTEMS} <= set(COMPRESSOR_NAMES)
+assert {system.arguments["compressor"] for system in systems()} <= set(COMPRESSOR_NAMES)
 
 
 class Nap:

@@ -23,7 +23,7 @@ import lightning_sparse.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import TopK
-from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.registry import systems
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.settings import Settings
 from lightning_sparse.testing.pool import Pool
@@ -66,7 +66,7 @@ def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["layerwise", "merged", "single"])
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Pool, system: Any, schedule: str) -> None:
     settings = {**system.arguments, "schedule": schedule}
     (first, stats), (second, _) = pair.run(fit_with, settings, Small, {"max_epochs": 2})
@@ -76,7 +76,7 @@ def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Po
 
 
 @pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_find_unused_parameters_true"])
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_every_name_is_registered_with_a_description(system: Any, suffix: str) -> None:
     entry = StrategyRegistry[system.name + suffix]
     assert entry["description"] == system.description

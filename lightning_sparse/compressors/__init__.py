@@ -13,26 +13,30 @@ from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.named import NamedTable
 
+# The rows of this table are all that strategy names and the command ``plan`` know of compressors, in this order.
 COMPRESSORS: NamedTable[Compressor] = NamedTable(
     "compressor",
     Compressor,
     {
-        "a2sgd": A2SGD,
-        "dense": Dense,
-        "dgc": DGC,
-        "exdyna": ExDyna,
         "lags": LAGS,
-        "micro": MiCRO,
         "omgs": OMGS,
-        "qsgd": QSGD,
+        "a2sgd": A2SGD,
         "sdagc": SDAGC,
+        "exdyna": ExDyna,
         "topk": TopK,
+        "dgc": DGC,
+        "micro": MiCRO,
+        "qsgd": QSGD,
+        "dense": Dense,
     },
+    group="lightning_sparse.compressors",
 )
 
 
 def available_compressors() -> dict[str, str]:
     """Return the names that ``compressor=`` understands, and for each one line that says what it sends.
+
+    Of one that another installed package brings, the line says which package.
 
     Example::
 
@@ -43,14 +47,18 @@ def available_compressors() -> dict[str, str]:
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:
-    """Give a compressor of your own a name that ``compressor=`` understands.
+    """Give a compressor of your own a name that ``compressor=`` understands, and its strategies theirs.
+
+    ``register_compressor("mine", Mine)`` makes ``Trainer(strategy="sparse_mine")`` work, too, and the same with
+    ``_spawn`` and the other suffixes. A package that is installed need not be imported for that, if it names its class
+    in the group ``lightning_sparse.compressors`` of its entry points.
 
     Args:
         name: new name.
         compressor: class that is built without arguments.
 
     Raises:
-        ValueError: if the name is taken.
+        ValueError: if the name, or one of its strategies, is taken.
         TypeError: if the class is not a :class:`Compressor`.
     """
     COMPRESSORS.register(name, compressor)

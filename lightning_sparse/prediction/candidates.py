@@ -20,7 +20,7 @@ from lightning_sparse.prediction.rehearsal import (
     fitted_sizes,
     measure_selection,
 )
-from lightning_sparse.registry import SYSTEMS
+from lightning_sparse.registry import AUTO, systems
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.schedule.cost import CostModel, fit
 from lightning_sparse.schedule.network import Network
@@ -195,7 +195,7 @@ def measure_candidates(
         device: where gradients are; ``None`` for where the profile was measured.
 
     Returns:
-        DDP first, then DDP with bf16 gradients, then :data:`~lightning_sparse.registry.SYSTEMS` at each density.
+        DDP first, then DDP with bf16 gradients, then :func:`~lightning_sparse.registry.systems` at each density.
 
     Raises:
         ValueError: for a profile that nothing can be predicted from, or a density out of range.
@@ -219,14 +219,13 @@ def measure_candidates(
 
 
 def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
-    for system in SYSTEMS:
-        if system.arguments.get("schedule") == "auto":
+    for system in systems():
+        if system == AUTO:
             continue  # it takes whichever of the others is faster
         compressor = system.arguments["compressor"]
-        wire = system.arguments.get("wire", "float32")
         has_density = COMPRESSORS.resolve(compressor).default_density is not None
         for density in densities if has_density else (None,):
-            yield system.name, SettingsOf(compressor, density, wire)
+            yield system.name, SettingsOf(compressor, density)
 
 
 def _cast_cost(device: torch.device) -> SelectionCost:

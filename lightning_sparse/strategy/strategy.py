@@ -23,7 +23,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.feedback import AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.planning import Plan
-from lightning_sparse.registry import strategy_entries
+from lightning_sparse.registry import System, announce_systems
 from lightning_sparse.schedule import Auto, Schedule
 from lightning_sparse.settings import AUTO, Settings
 from lightning_sparse.strategy.adam_steps import is_correctable
@@ -481,8 +481,15 @@ class SparseDDPStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, description, arguments in strategy_entries():
-            strategy_registry.register(name, cls, description=description, **arguments)
+        def register(system: System) -> None:
+            variants, compressor = system.variants(), system.arguments["compressor"]
+            taken = [name for name in variants if name in strategy_registry]
+            if taken:
+                raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
+            for name, arguments in variants.items():
+                strategy_registry.register(name, cls, description=system.description, **arguments)
+
+        announce_systems(register)
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:
