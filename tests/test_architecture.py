@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ KNOWS_LIGHTNING = {
 }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return what a file is made of."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def noun(path: Path) -> str:
     """Return the noun that a file belongs to: its folder, or its own name."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -50,7 +57,7 @@ def noun(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """Return the dotted names of the modules that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -102,7 +109,7 @@ def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> N
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_outgrows_a_reader(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             assert not body or node.end_lineno - body[0].lineno < 40, f"{node.name} is too long"

@@ -149,9 +149,9 @@ def measured(pool: Pool, compressor: Any, density: Optional[float]) -> dict[str,
 
 
 @pytest.mark.parametrize("compressor", ["topk", "lags", "dgc", "omgs"])
-def test_density_one_costs_what_dense_costs(pools: dict[int, Pool], compressor: str) -> None:
-    stats = measured(pools[4], compressor, 1.0)
-    assert stats["wire_bytes"] == measured(pools[4], "dense", None)["wire_bytes"]
+def test_density_one_costs_what_dense_costs(forked: dict[int, Pool], compressor: str) -> None:
+    stats = measured(forked[4], compressor, 1.0)
+    assert stats["wire_bytes"] == measured(forked[4], "dense", None)["wire_bytes"]
     assert stats["density"] == stats["union_density"] == 1.0
 
 

@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,18 @@ import pytest
 
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
-from tests.helpers.faults import POINTS, SELECTIONS, TIMEOUT, Point, children_left, fit_struck, fit_whole, start_again
+from tests.helpers.faults import (
+    GROUP_TIMEOUT,
+    POINTS,
+    SELECTIONS,
+    TIMEOUT,
+    Point,
+    children_left,
+    fit_struck,
+    fit_whole,
+    start_again,
+)
 
-GROUP_TIMEOUT = 15.0  # seconds; a user's strategy gives its own to the process group
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 WORLDS = [(2, 0), (2, 1), (3, 1)] if IS_LONG else [(2, 1)]
 each_world = pytest.mark.parametrize(
@@ -32,35 +39,22 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def mortals() -> Iterator[dict[int, Pool]]:
-    """Pools whose processes may die: new ones start at once."""
-    settings: Any = {
-        "preload": ["tests.helpers.faults", "lightning_sparse.testing.pool"],
-        "group_timeout": timedelta(seconds=GROUP_TIMEOUT),
-    }
-    pools = {ranks: Pool(ranks, **settings) for ranks in (2, 3)}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
-
-
-@pytest.fixture(scope="module")
-def histories(mortals: dict[int, Pool]) -> dict[tuple[int, str], Any]:
+def histories(forked: dict[int, Pool]) -> dict[tuple[int, str], Any]:
     """What fits without a fault come to, by number of ranks and compressor; filled as needed."""
     return {}
 
 
-def never_stopped(mortals: dict[int, Pool], histories: Any, ranks: int, compressor: str) -> Any:
+def never_stopped(forked: dict[int, Pool], histories: Any, ranks: int, compressor: str) -> Any:
     """Return the weights after each batch of a fit without a fault."""
     if (ranks, compressor) not in histories:
-        histories[ranks, compressor] = mortals[ranks].run(fit_whole, compressor)[0]
+        histories[ranks, compressor] = forked[ranks].run(fit_whole, compressor)[0]
     return histories[ranks, compressor]
 
 
-def assert_goes_on(mortals: dict[int, Pool], histories: Any, ranks: int, point: Point, path: str) -> None:
+def assert_goes_on(forked: dict[int, Pool], histories: Any, ranks: int, point: Point, path: str) -> None:
     """Start again from the checkpoint, and compare with a fit that never stopped."""
-    expected = never_stopped(mortals, histories, ranks, point.settings[0])
-    for seen, found in mortals[ranks].run(start_again, point, path, expected):
+    expected = never_stopped(forked, histories, ranks, point.settings[0])
+    for seen, found in forked[ranks].run(start_again, point, path, expected):
         assert seen == list(range(5, 13))
         assert found == []
 
@@ -68,10 +62,10 @@ def assert_goes_on(mortals: dict[int, Pool], histories: Any, ranks: int, point: 
 @each_world
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_the_checkpoint(
-    mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+    forked: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
-    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "dies", path)
+    answers = forked[ranks].answers(fit_struck, POINTS[point], victim, "dies", path)
     assert answers[victim][0] == "the process died"
     for rank, (failure, answer) in enumerate(answers):
         if rank != victim:
@@ -82,18 +76,18 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
             assert re.search(POINTS[point].message, message, re.DOTALL), message
             assert seconds < TIMEOUT + 20
     assert children_left() is None
-    assert_goes_on(mortals, histories, ranks, POINTS[point], path)
+    assert_goes_on(forked, histories, ranks, POINTS[point], path)
 
 
 @each_world
 @pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
-    mortals: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+    forked: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     # What Lightning itself waits for, a rank that stopped in commit, has the process group's timeout.
-    longest = TIMEOUT + (GROUP_TIMEOUT if point == "commit" else 0)
-    answers = mortals[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=longest)
+    longest = TIMEOUT + (GROUP_TIMEOUT.total_seconds() if point == "commit" else 0)
+    answers = forked[ranks].answers(fit_struck, POINTS[point], victim, "stops", path, patience=longest)
     for rank, (failure, answer) in enumerate(answers):
         if rank == victim:
             assert "no answer" in failure
@@ -102,32 +96,32 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
             assert kind == "ExchangeError"
             assert re.search(POINTS[point].message, message, re.DOTALL), message
             assert TIMEOUT - 1 < seconds < longest + 20
-    assert_goes_on(mortals, histories, ranks, POINTS[point], path)
+    assert_goes_on(forked, histories, ranks, POINTS[point], path)
 
 
 @each_world
 @pytest.mark.parametrize("compressor", SELECTIONS if IS_LONG else ["topk"])
 def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
-    mortals: dict[int, Pool], histories: Any, tmp_path: Path, compressor: str, ranks: int, victim: int
+    forked: dict[int, Pool], histories: Any, tmp_path: Path, compressor: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     point = Point(SELECTIONS[compressor], "select", 0, (compressor, "merged"))
-    answers = mortals[ranks].run(fit_struck, point, victim, "memory", path)
+    answers = forked[ranks].run(fit_struck, point, victim, "memory", path)
     for rank, (kind, message, seconds) in enumerate(answers):
         assert kind == ("OutOfMemoryError" if rank == victim else "ExchangeError")
         assert ("Tried to allocate" if rank == victim else "Look at the other ranks' output") in message
         assert seconds < TIMEOUT + 20
     # As a scheduler does: with new processes.
-    mortals[ranks].stop()
-    assert_goes_on(mortals, histories, ranks, point, path)
+    forked[ranks].stop()
+    assert_goes_on(forked, histories, ranks, point, path)
 
 
-def test_out_of_memory_in_an_exchange_is_not_told_as_the_death_of_another_rank(mortals: dict[int, Pool]) -> None:
+def test_out_of_memory_in_an_exchange_is_not_told_as_the_death_of_another_rank(forked: dict[int, Pool]) -> None:
     from lightning_sparse.collectives import Collectives
 
     point = Point(Collectives, "run", 0)
-    kinds = [kind for kind, _, _ in mortals[2].run(fit_struck, point, 1, "memory", os.devnull + "-unused")]
-    mortals[2].stop()
+    kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, "memory", os.devnull + "-unused")]
+    forked[2].stop()
     assert kinds == ["ExchangeError", "OutOfMemoryError"]
 
 

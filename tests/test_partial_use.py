@@ -310,11 +310,11 @@ def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
         )
 
 
-def test_a_rank_that_freezes_alone_does_not_wait_for_ever(pair: Pool) -> None:
-    waiting, freezing = pair.run(fail, OnOneRank)
+def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:
+    waiting, freezing = forked[2].run(fail, OnOneRank)
     assert freezing.startswith("rank 1: frozen: 'backbone.weight', 'backbone.bias'; but not every other rank came to")
     assert "waited in vain" in waiting
-    pair.stop()  # gloo's groups are out of step now
+    forked[2].stop()  # gloo's groups are out of step now
 
 
 class Inside(Parts):
@@ -463,8 +463,8 @@ def freeze_alone(rank: int) -> list[Tensors]:
     return watch(rank, Freezing, settings_of("topk"))[0]
 
 
-def test_one_process_freezes_and_unfreezes_too(pools: dict[int, Pool]) -> None:
-    (history,) = pools[1].run(freeze_alone)
+def test_one_process_freezes_and_unfreezes_too(forked: dict[int, Pool]) -> None:
+    (history,) = forked[1].run(freeze_alone)
     assert torch.equal(history[7]["backbone.weight"], history[3]["backbone.weight"])
     assert not torch.equal(history[8]["backbone.weight"], history[7]["backbone.weight"])
 

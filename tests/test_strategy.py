@@ -315,22 +315,22 @@ def check_mute_backend(rank: int) -> str:
     return "was not refused"
 
 
-def test_a_backend_without_the_collective_is_refused(pair: Pool) -> None:
-    for message in pair.run(check_mute_backend):
+def test_a_backend_without_the_collective_is_refused(forked: dict[int, Pool]) -> None:
+    for message in forked[2].run(check_mute_backend):
         assert message.startswith(
             "process_group_backend='mute' cannot run all_to_all on cpu, which this compressor needs"
         )
-    pair.stop()
+    forked[2].stop()
 
 
 def test_one_process_trains_and_says_that_nothing_is_compressed(
-    pools: dict[int, Pool], caplog: pytest.LogCaptureFixture
+    forked: dict[int, Pool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ((ours, stats),) = pools[1].run(fit_with, {"density": 0.01})
-    ((ddp, _),) = pools[1].run(fit_ddp)
+    ((ours, stats),) = forked[1].run(fit_with, {"density": 0.01})
+    ((ddp, _),) = forked[1].run(fit_ddp)
     assert all(torch.equal(ours[name], ddp[name]) for name in ddp)
     assert stats == {}
-    ((message,),) = pools[1].run(messages_of_a_fit)
+    ((message,),) = forked[1].run(messages_of_a_fit)
     assert "one process, so there is nothing to exchange or compress" in message
 
 
@@ -379,15 +379,15 @@ def thread_names() -> list[str]:
 
 
 @pytest.mark.clock
-def test_an_exception_on_the_worker_reaches_the_user(pair: Pool) -> None:
-    waiting, failed = pair.run(fit_faulty)
+def test_an_exception_on_the_worker_reaches_the_user(forked: dict[int, Pool]) -> None:
+    waiting, failed = forked[2].run(fit_faulty)
     assert failed[:2] == ("ZeroDivisionError", "the third step")
     assert waiting[0] == "ExchangeError"
     assert "all_gather" in waiting[1]
     assert "network.0.weight" in waiting[1]
     assert max(failed[2], waiting[2]) < 15
     assert failed[3] == waiting[3] == []
-    pair.stop()
+    forked[2].stop()
 
 
 class Vanishing(Small):
@@ -422,10 +422,10 @@ def fit_vanishing(rank: int, how: str) -> tuple[str, float]:
 
 @pytest.mark.clock
 @pytest.mark.parametrize("how", ["dies", "stops"])
-def test_a_rank_that_vanishes_does_not_hang_the_others(pair: Pool, how: str) -> None:
-    pair.stop()
-    (_, (message, seconds)), _ = pair.answers(fit_vanishing, how)
-    pair.stop()
+def test_a_rank_that_vanishes_does_not_hang_the_others(forked: dict[int, Pool], how: str) -> None:
+    forked[2].stop()
+    (_, (message, seconds)), _ = forked[2].answers(fit_vanishing, how)
+    forked[2].stop()
     assert "rank 0 of 2 waited in vain in all_gather of the group of 4 parameters" in message
     assert seconds < 11
 

@@ -303,7 +303,7 @@ def test_another_strategy_is_refused() -> None:
         trainer.fit(Small())
 
 
-def test_one_process_has_nothing_to_decide(pools: dict[int, Pool]) -> None:
-    assert pools[1].run(refused, {}, [AdaptiveDensity([Warmup(), ErrorBudget(1.0)], every_n_steps=1)]) == [
+def test_one_process_has_nothing_to_decide(forked: dict[int, Pool]) -> None:
+    assert forked[1].run(refused, {}, [AdaptiveDensity([Warmup(), ErrorBudget(1.0)], every_n_steps=1)]) == [
         "was not refused"
     ]

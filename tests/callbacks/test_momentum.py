@@ -215,5 +215,5 @@ def fit_alone(rank: int) -> list[float]:
     return [group["momentum"] for group in trainer.optimizers[0].param_groups]
 
 
-def test_one_process_leaves_momentum_to_the_optimizer(pools: dict[int, Pool]) -> None:
-    assert pools[1].run(fit_alone) == [[0.9]]
+def test_one_process_leaves_momentum_to_the_optimizer(forked: dict[int, Pool]) -> None:
+    assert forked[1].run(fit_alone) == [[0.9]]

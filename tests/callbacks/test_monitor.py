@@ -410,8 +410,8 @@ def test_pictures_without_matplotlib_are_refused_with_the_cure(monkeypatch: pyte
     CompressionMonitor()
 
 
-def test_one_process_has_nothing_to_log(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[1].run(fit_monitored, CSVLogger, str(tmp_path))
+def test_one_process_has_nothing_to_log(forked: dict[int, Pool], tmp_path: Path) -> None:
+    forked[1].run(fit_monitored, CSVLogger, str(tmp_path))
     assert "sparse/" not in (tmp_path / "metrics.csv").read_text()
 
 

@@ -170,10 +170,10 @@ def union_densities(rank: int, compressor: str, steps: int) -> list[float]:
     return unions
 
 
-def test_what_travels_does_not_grow_with_the_number_of_ranks(pools: dict[int, Pool]) -> None:
+def test_what_travels_does_not_grow_with_the_number_of_ranks(forked: dict[int, Pool]) -> None:
     means = {}
     for compressor in ("exdyna", "micro", "topk"):
-        unions = pools[4].run(union_densities, compressor, 100)[0]
+        unions = forked[4].run(union_densities, compressor, 100)[0]
         means[compressor] = sum(unions[-50:]) / 50
     assert means["exdyna"] == pytest.approx(0.01, rel=0.15)
     assert means["micro"] == pytest.approx(0.01, rel=0.15)

@@ -25,6 +25,7 @@ from lightning_sparse.testing.equality import differences
 from tests.helpers.resuming import Numbered, fit_numbered
 
 TIMEOUT = 4.0  # seconds that an exchange waits for its peers
+GROUP_TIMEOUT = timedelta(seconds=15)  # of the process group, to which a user's strategy gives its own
 SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from which on the fault may strike
 
 

@@ -50,6 +50,6 @@ def test_real_ranks_conclude_the_same(pair: Pool) -> None:
         assert 0 <= network.latency < 1
 
 
-def test_one_rank_is_refused(pools: dict[int, Pool]) -> None:
-    failure, _ = pools[1].answers(measured)[0]
+def test_one_rank_is_refused(forked: dict[int, Pool]) -> None:
+    failure, _ = forked[1].answers(measured)[0]
     assert "workers=1 must be a whole number of processes, at least 2" in failure
