@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.strategy.optimizers import OptimizerView
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool

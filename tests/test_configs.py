@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_sparse.parser import SparseCLI
+from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
 

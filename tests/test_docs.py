@@ -27,7 +27,7 @@ from lightning_sparse import (
     rules,
     schedule,
 )
-from lightning_sparse.registry import systems
+from lightning_sparse.strategy.names import systems
 from tests.helpers.commands import run_pytest
 from tests.helpers.packages import install
 from tests.helpers.statistics import MEASURED, STATS

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.end_to_end import Chained, EndToEnd, at_once, lay_out, runs
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.end_to_end import Chained, EndToEnd, at_once, lay_out, runs
+from lightning_sparse.compressors.selection import Selection
 from tests.helpers.devices import devices
 
 

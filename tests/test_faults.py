@@ -117,7 +117,7 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
 
 
 def test_out_of_memory_in_an_exchange_is_not_told_as_the_death_of_another_rank(forked: dict[int, Pool]) -> None:
-    from lightning_sparse.collectives import Collectives
+    from lightning_sparse.engine.collectives import Collectives
 
     point = Point(Collectives, "run", 0)
     kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, "memory", os.devnull + "-unused")]

@@ -19,7 +19,7 @@ import lightning_sparse.lightning
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_sparse.callbacks import CompressionMonitor as ForTheOther
 from lightning_sparse.lightning.callbacks import AdaptiveDensity, CompressionMonitor, MomentumCorrection
-from lightning_sparse.rules import Warmup
+from lightning_sparse.callbacks import Warmup
 
 if __name__ == "__main__":
     quiet = dict(accelerator="cpu", devices=2, max_epochs=2, limit_train_batches=4, limit_val_batches=1,

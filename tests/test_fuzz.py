@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
+from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.engine.wire import WIRE_DTYPES, WireFormat, build_wire
 from lightning_sparse.functional import (
     NORMS,
     batched_top_k_indices,
@@ -38,10 +40,8 @@ from lightning_sparse.functional import (
     unpack_codes,
 )
 from lightning_sparse.schedule import plan_groups
-from lightning_sparse.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import KEY, Save, read_header, read_shard
-from lightning_sparse.wire import WIRE_DTYPES, WireFormat, build_wire
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from lightning_sparse.hook import GradientStream
+from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp
 

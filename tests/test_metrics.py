@@ -7,7 +7,7 @@ from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.metrics import LayerDelta
+from lightning_sparse.callbacks import LayerDelta
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp, watch_gradients
 from tests.helpers.trainers import Small, make_trainer, weights

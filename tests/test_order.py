@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-import lightning_sparse.engine as engine_module
-from lightning_sparse.collectives import Collectives
-from lightning_sparse.registry import systems
+import lightning_sparse.engine.engine as engine_module
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import residuals_like

@@ -15,9 +15,8 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.rules import ErrorBudget
 from lightning_sparse.strategy.trained import TrainedParameters
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine import Engine
-from lightning_sparse.planning import Plan
-from lightning_sparse.planning.plan import Way
-from lightning_sparse.planning.ways import best_of
-from lightning_sparse.schedule import Schedule
+from lightning_sparse.schedule import Plan, Schedule
+from lightning_sparse.schedule.plan import Way
+from lightning_sparse.schedule.ways import best_of
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,

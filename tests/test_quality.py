@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.settings import Settings
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.optimizers import OptimizerView
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp

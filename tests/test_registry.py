@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_sparse import Compressor, SparseDDPStrategy, available_compressors, register_compressor
 from lightning_sparse.compressors import COMPRESSORS, TopK
-from lightning_sparse.named import NamedTable
-from lightning_sparse.registry import systems
+from lightning_sparse.registry import NamedTable
+from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.packages import GROUP, install
 from tests.helpers.trainers import Small, make_trainer, weights

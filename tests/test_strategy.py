@@ -19,13 +19,13 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 
-import lightning_sparse.collectives
+import lightning_sparse.engine.collectives
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.collectives import Collectives, ExchangeError
 from lightning_sparse.compressors import TopK
-from lightning_sparse.registry import systems
+from lightning_sparse.engine.collectives import Collectives, ExchangeError
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.settings import Settings
+from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
 from tests.helpers.devices import DEVICE
@@ -183,14 +183,14 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
         handed.append(tensor.numel() * tensor.element_size())
         return original(self, name, tensor, *out)
 
-    lightning_sparse.collectives.Collectives.run = watched
+    lightning_sparse.engine.collectives.Collectives.run = watched
     try:
         with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
             handed.clear()
             backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
             return float(sum(handed)), engine.compression_stats()["wire_bytes"]
     finally:
-        lightning_sparse.collectives.Collectives.run = original
+        lightning_sparse.engine.collectives.Collectives.run = original
 
 
 @pytest.mark.parametrize("find_unused_parameters", [True, False])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_sparse.observe import GroupMarks, Span, StepMarks
-from lightning_sparse.timeline import (
+from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe.timeline import (
     BACKWARD,
     QUEUE,
     WORKER,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_sparse import Selection
 from lightning_sparse.compressors import ExDyna, TopK
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.observe import Clock
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.engine.observe import Clock
 
 _TENSORS = 12
 _WARM_UP = 5

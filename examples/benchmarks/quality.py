@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from virtual import VirtualRanks
 
-from lightning_sparse.settings import AUTO, Settings
+from lightning_sparse.engine.settings import AUTO, Settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize, encoded, random_windows, warmed_up_cosine, window_loss

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.memory import ResidualMemory
-from lightning_sparse.observe import Clock
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.observe import Clock
 
 _NAME = "parameter"
 _ROW = 512  # elements of an embedding row

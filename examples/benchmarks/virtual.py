@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.collectives import Collectives
-from lightning_sparse.density import Densities
-from lightning_sparse.feedback import NOT_CLIPPED, Clipping
-from lightning_sparse.layout import layout_of
-from lightning_sparse.observe import Recorder
-from lightning_sparse.pipeline import LocalGradient, Pipeline, StepContext
-from lightning_sparse.settings import Settings
+from lightning_sparse.compressors.density.table import Densities
+from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
+from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.wire import build_wire
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.optimizers import OptimizerView
-from lightning_sparse.wire import build_wire
 
 _DEVICE = torch.device("cpu")
 

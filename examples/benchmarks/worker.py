@@ -18,8 +18,8 @@ from rows import ROWS, Row
 from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.observe import Clock
-from lightning_sparse.planning import Plan
+from lightning_sparse.engine.observe import Clock
+from lightning_sparse.schedule import Plan
 
 _TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
 

@@ -1,19 +1,37 @@
-"""Callbacks: they show what the engine did, and steer it."""
+"""Callbacks: they show what the engine did, and steer it; and the rules that :class:`AdaptiveDensity` follows."""
 
-from lightning_sparse.callbacks.assumption import AssumptionMonitor
-from lightning_sparse.callbacks.density import AdaptiveDensity
-from lightning_sparse.callbacks.momentum import MomentumCorrection
-from lightning_sparse.callbacks.monitor import CompressionMonitor
+from lightning_sparse.callbacks.adaptive_density import AdaptiveDensity
+from lightning_sparse.callbacks.assumption_monitor import AssumptionMonitor
+from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
+from lightning_sparse.callbacks.layer_delta import LayerDelta
+from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
+from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
+from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
 from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
-from lightning_sparse.callbacks.sentinel import ReplicaSentinel
-from lightning_sparse.callbacks.timeline import OverlapTimeline
+from lightning_sparse.compressors.density import (
+    CriticalRegime,
+    ErrorBudget,
+    HideCommunication,
+    Measurement,
+    Moment,
+    Rule,
+    Warmup,
+)
 
 __all__ = [
     "AdaptiveDensity",
     "AssumptionMonitor",
     "CompressionMonitor",
+    "CriticalRegime",
+    "ErrorBudget",
+    "HideCommunication",
+    "LayerDelta",
+    "Measurement",
+    "Moment",
     "MomentumCorrection",
     "OverlapTimeline",
     "ReplicaSentinel",
     "RequeueAtStepEnd",
+    "Rule",
+    "Warmup",
 ]

@@ -11,7 +11,7 @@ from lightning_sparse.compressors.omgs import OMGS
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.named import NamedTable
+from lightning_sparse.registry import NamedTable
 
 # The rows of this table are all that strategy names and the command ``plan`` know of compressors, in this order.
 COMPRESSORS: NamedTable[Compressor] = NamedTable(

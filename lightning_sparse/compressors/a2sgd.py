@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Agreement, Compressor
-from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import round_to, shift_by_sign, sign_totals
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Selection
 
 
 class A2SGD(Compressor):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Optional
 
 from torch import Tensor
 
-from lightning_sparse.feedback import ErrorFeedback
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection, SelectionSize
 
 Agreement = Generator[Tensor, Tensor, Sequence[Selection]]
 
@@ -30,7 +30,7 @@ class Compressor(ABC):
         default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
         has_density_by_parameter: whether it sends of every parameter just what that parameter's density asks for, so
             that rules may raise it.
-        wire_format: name of the way its selections travel, see :mod:`lightning_sparse.wire`.
+        wire_format: name of the way its selections travel, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: name of the way in which a parameter travels while its density is 1: it is then sent whole,
             and :meth:`select` does not get to see it. A selection without indices travels the same way, so whether
             there are any must be the same on all ranks. ``None`` for a method that also selects at a density of 1.
@@ -107,7 +107,7 @@ class Compressor(ABC):
 
         Args:
             names: parameter names, in the order in which they were exchanged.
-            means: for each what arrived, see :class:`~lightning_sparse.wire.Arrival`.
+            means: for each what arrived, see :class:`~lightning_sparse.engine.wire.Arrival`.
             finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
 
         Returns:

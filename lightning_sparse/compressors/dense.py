@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.selection import Selection
 
 
 class Dense(Compressor):

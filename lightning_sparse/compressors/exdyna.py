@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.exclusive import ExclusiveSelection
-from lightning_sparse.compressors.partitions import (
+from lightning_sparse.compressors.exclusive.partitions import (
     Partitions,
     balanced_cuts,
     even_cuts,
@@ -19,7 +19,7 @@ from lightning_sparse.compressors.partitions import (
     shifted_cuts,
     spread_edges,
 )
-from lightning_sparse.layout import ModelLayout
+from lightning_sparse.compressors.layout import ModelLayout
 
 _LOAD_MEMORY = 0.95  # of a block's load, a step; a step alone selects too few elements to tell blocks apart
 _STEPS_BETWEEN_CUTS = 16

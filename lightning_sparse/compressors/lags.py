@@ -9,10 +9,10 @@ from typing import ClassVar, Optional
 
 from typing_extensions import override
 
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.feedback import ErrorFeedback
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.named import one_of
+from lightning_sparse.registry import one_of
 
 
 class LAGS(TopK):
@@ -29,7 +29,7 @@ class LAGS(TopK):
         adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
             and never less than the strategy's density, its warm-up's or ``1 / max_compression``. What hides is measured
             in the first steps, so two runs no longer give the same bits; off by default for that reason. Needs
-            ``schedule="merged"``. See :func:`~lightning_sparse.schedule.hiding.hidden_densities`.
+            ``schedule="merged"``. See :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
 
     Raises:
         ValueError: for an unknown ``error_feedback``, or a density outside ``[1 / max_compression, 1]``; at the start

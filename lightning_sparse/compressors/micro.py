@@ -7,8 +7,8 @@ HiPC 2023 (arXiv 2310.00967).
 from typing_extensions import override
 
 from lightning_sparse.compressors.exclusive import ExclusiveSelection
-from lightning_sparse.compressors.partitions import Partitions, even_cuts
-from lightning_sparse.layout import ModelLayout
+from lightning_sparse.compressors.exclusive.partitions import Partitions, even_cuts
+from lightning_sparse.compressors.layout import ModelLayout
 
 
 class MiCRO(ExclusiveSelection):

@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Agreement, Compressor
-from lightning_sparse.feedback import ErrorFeedback
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.functional import NORMS, quantize, round_to
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Quantization, Selection, SelectionSize
 
 
 class QSGD(Compressor):

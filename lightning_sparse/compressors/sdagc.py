@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Agreement
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.named import one_of
-from lightning_sparse.selection import Selection, SelectionSize
+from lightning_sparse.registry import one_of
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates

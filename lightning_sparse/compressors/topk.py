@@ -15,9 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.end_to_end import EndToEnd
+from lightning_sparse.compressors.end_to_end import EndToEnd
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import batched_top_k_indices
-from lightning_sparse.selection import Selection
 
 
 class TopK(Compressor):

@@ -21,7 +21,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_sparse.mirror import Mirror
+from lightning_sparse.lightning.mirror import Mirror
 
 try:
     import_module("lightning.pytorch")

@@ -1,10 +1,10 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
-from lightning_sparse.named import NamedTable
+from lightning_sparse.registry import NamedTable
 from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
-from lightning_sparse.schedule.overlap import ExchangeWorker
-from lightning_sparse.schedule.planned import Auto, Greedy, Merged
-from lightning_sparse.schedule.planner import plan_groups
+from lightning_sparse.schedule.merge.exact import plan_groups
+from lightning_sparse.schedule.merged import Auto, Greedy, Merged
+from lightning_sparse.schedule.plan import Plan, Way
 
 SCHEDULES: NamedTable[Schedule] = NamedTable(
     "schedule",
@@ -16,12 +16,13 @@ __all__ = [
     "SCHEDULES",
     "Auto",
     "ClosingAfter",
-    "ExchangeWorker",
     "FixedSize",
     "Greedy",
     "Layerwise",
     "Merged",
+    "Plan",
     "Schedule",
     "Single",
+    "Way",
     "plan_groups",
 ]

@@ -1,6 +1,6 @@
 """The optimizer's part of a step whose updates were made before selection: apply what arrived, and weight decay.
 
-The rule stands at :class:`~lightning_sparse.feedback.AdamCorrection`; :mod:`lightning_sparse.memory.adam` is the part
+The rule stands at :class:`~lightning_sparse.AdamCorrection`; :mod:`lightning_sparse.engine.memory.adam` is the part
 before the exchange.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_sparse.feedback import AdamCorrection, AdamMoments, Hyperparameters
+from lightning_sparse.compressors.feedback import AdamCorrection, AdamMoments, Hyperparameters
+from lightning_sparse.engine.memory import AdamMemory
+from lightning_sparse.engine.memory.base import in_widened
 from lightning_sparse.functional import apply_updates
-from lightning_sparse.memory import AdamMemory
-from lightning_sparse.memory.base import in_widened
 
 
 class ComingStep(NamedTuple):

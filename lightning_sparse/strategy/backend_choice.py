@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.planning import Plan
+from lightning_sparse.schedule import Plan
 
 _SETTLING_STEPS = 2  # after a change: DDP rebuilds its buckets
 _TIMED_STEPS = 6

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
-from lightning_sparse.memory import AdamMemory, Memory
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+from lightning_sparse.engine.memory import AdamMemory, Memory
 from lightning_sparse.strategy.adam_steps import AdamSteps, ComingStep, is_correctable
 
 TAKES_MOMENTUM = (

@@ -18,14 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.collectives import gather_apart
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.feedback import AdamCorrection, Clipping, ErrorFeedback
-from lightning_sparse.planning import Plan
-from lightning_sparse.registry import System, announce_systems
-from lightning_sparse.schedule import Auto, Schedule
-from lightning_sparse.settings import AUTO, Settings
+from lightning_sparse.engine.collectives import gather_apart
+from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
@@ -39,6 +37,7 @@ from lightning_sparse.strategy.checkpoints import (
 )
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.lightning_names import where_to_import
+from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.optimizers import (
     TAKES_MOMENTUM,
     OptimizerView,

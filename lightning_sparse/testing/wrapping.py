@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine import Engine
-from lightning_sparse.feedback import AdamCorrection
-from lightning_sparse.hook import bucket_cap_mb
+from lightning_sparse.engine.ddp_hook import bucket_cap_mb
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.settings import Settings
 from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.subjects import built
 

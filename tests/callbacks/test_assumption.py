@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer, weights
 

@@ -12,9 +12,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor
+from lightning_sparse.callbacks import (
+    AdaptiveDensity,
+    CompressionMonitor,
+    CriticalRegime,
+    ErrorBudget,
+    HideCommunication,
+    Rule,
+    Warmup,
+)
 from lightning_sparse.compressors import LAGS, OMGS
-from lightning_sparse.rules import CriticalRegime, ErrorBudget, HideCommunication, Rule, Warmup
 from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered

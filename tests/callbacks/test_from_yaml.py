@@ -23,13 +23,13 @@ trainer:
       init_args:
         max_density: 0.5
         rules:
-          - class_path: lightning_sparse.rules.Warmup
+          - class_path: lightning_sparse.callbacks.Warmup
             init_args: {{length: 2, unit: step, densities: [0.9, 0.25]}}
-          - class_path: lightning_sparse.rules.ErrorBudget
+          - class_path: lightning_sparse.callbacks.ErrorBudget
             init_args: {{budget: 1000.0}}
-          - class_path: lightning_sparse.rules.CriticalRegime
+          - class_path: lightning_sparse.callbacks.CriticalRegime
             init_args: {{density: 0.02}}
-          - class_path: lightning_sparse.rules.HideCommunication
+          - class_path: lightning_sparse.callbacks.HideCommunication
 """
 
 

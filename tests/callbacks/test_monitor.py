@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.callbacks.gathering import gather_rows
-from lightning_sparse.callbacks.history import History
-from lightning_sparse.callbacks.throughput import batch_size
+from lightning_sparse.callbacks.reporting.gathering import gather_rows
+from lightning_sparse.callbacks.reporting.history import History
+from lightning_sparse.callbacks.reporting.throughput import batch_size
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 from tests.helpers.statistics import MEASURED, STATS
@@ -100,7 +100,7 @@ def test_scalars_reach_any_logger(pair: Pool, tmp_path: Path) -> None:
 def fit_with_slow_pictures(rank: int, seconds: float, directory: str) -> None:
     """Fit two epochs, with pictures that take ``seconds`` to draw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.callbacks.monitor.draw_time", lambda *drawn: time.sleep(seconds))
+        patch.setattr("lightning_sparse.callbacks.compression_monitor.draw_time", lambda *drawn: time.sleep(seconds))
         fit_monitored(rank, TensorBoardLogger, directory, {"pictures": True}, max_epochs=2)
 
 

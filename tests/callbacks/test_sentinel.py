@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.callbacks.sentinel import ReplicaError
+from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY
 from tests.helpers.trainers import Small, make_trainer, weights

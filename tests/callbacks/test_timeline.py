@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
+from lightning_sparse.engine.observe.timeline import BACKWARD, QUEUE, WORKER
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.timeline import BACKWARD, QUEUE, WORKER
 from tests.helpers.trainers import Small, make_trainer, weights
 
 pytestmark = pytest.mark.clock

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection
 from tests.helpers.devices import DEVICE
 
 

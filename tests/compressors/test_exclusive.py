@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import ExDyna, MiCRO
-from lightning_sparse.compressors.partitions import (
+from lightning_sparse.compressors.exclusive.partitions import (
     Partitions,
     balanced_cuts,
     even_cuts,
@@ -18,7 +18,7 @@ from lightning_sparse.compressors.partitions import (
     shifted_cuts,
     spread_edges,
 )
-from lightning_sparse.compressors.threshold import THRESHOLD_RULES
+from lightning_sparse.compressors.exclusive.threshold import THRESHOLD_RULES
 from tests.compressors.simulation import Simulation
 
 BUILDS = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import Agreement, ExDyna, MiCRO
-from lightning_sparse.layout import ModelLayout
+from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.exclusive_reference import Reference

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import DGC, OMGS, Compressor
-from lightning_sparse.merging import GroupSelector, Workspace
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.selecting import GroupSelector, Workspace
+from lightning_sparse.engine.wire import Arrival
 from lightning_sparse.schedule import FixedSize, Schedule
-from lightning_sparse.selection import Selection
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.wire import Arrival
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import QSGD
-from lightning_sparse.layout import ModelLayout
-from lightning_sparse.selection import Selection
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.wire import WIRE_FORMATS
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.wire import WIRE_FORMATS
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import SDAGC, element_count
-from lightning_sparse.layout import ModelLayout
+from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
 from tests.helpers.devices import DEVICE

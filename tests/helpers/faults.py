@@ -12,14 +12,14 @@ from unittest import mock
 
 import torch
 
-import lightning_sparse.planning.planner as planner_module
-import lightning_sparse.planning.ways as ways_module
+import lightning_sparse.engine.planner as planner_module
+import lightning_sparse.schedule.ways as ways_module
 import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.collectives import Collectives
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
-from lightning_sparse.hook import GradientStream
-from lightning_sparse.pipeline import Pipeline
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.ddp_hook import GradientStream
+from lightning_sparse.engine.step import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.equality import differences
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -60,7 +60,7 @@ POINTS = {
     ),
     # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
     "commit": Point(Pipeline, "commit", message=r"waited in vain|Connection|timed? ?out"),
-    "planning": Point("lightning_sparse.planning.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
+    "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then, whose error is DDP's own.
     "changing wrappers": Point(
         SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, r"waited in vain|Connection|timed? ?out"

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.prediction import BackwardProfile
-from lightning_sparse.registry import systems
+from lightning_sparse.cli.plan import BackwardProfile
+from lightning_sparse.strategy.names import systems
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model=tests.plan.models.WithData", "--trainer.accelerator=cpu"]

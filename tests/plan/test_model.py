@@ -6,8 +6,7 @@ import pytest
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sparse.plan import profile_model
-from lightning_sparse.prediction import BackwardProfile
+from lightning_sparse.cli.plan import BackwardProfile, profile_model
 from tests.helpers.trainers import EXPECTED_WARNINGS
 from tests.plan.models import Data, Plain
 

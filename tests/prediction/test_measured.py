@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.collectives import Collectives
-from lightning_sparse.prediction import Network, measure_network
+from lightning_sparse.cli.plan import Network, measure_network
+from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.testing.pool import Pool
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.prediction import BackwardProfile
+from lightning_sparse.cli.plan import BackwardProfile
 
 PROFILE = BackwardProfile(("head", "body"), (10, 20), (0.1, 0.2), 0.3, 2, "cpu", 4)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_sparse.prediction.rehearsal import (
+from lightning_sparse.cli.plan.rehearsal import (
     EchoCollectives,
     Rehearsal,
     SettingsOf,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_sparse.prediction import (
+from lightning_sparse.cli.plan import (
     BackwardProfile,
     BucketedDDP,
     EngineSystem,
@@ -20,8 +20,8 @@ from lightning_sparse.prediction import (
     measure_candidates,
     predict_systems,
 )
-from lightning_sparse.registry import systems
-from lightning_sparse.schedule.cost import CostModel
+from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.strategy.names import systems
 
 MEGA = 1_000_000
 # Ready after 1 s and 3 s; 1 s outside backward.

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.rules import CriticalRegime, ErrorBudget, Measurement, Moment, Rule, Warmup
-from lightning_sparse.settings import Settings
+from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, Moment, Rule, Warmup
+from lightning_sparse.engine.settings import Settings
 
 
 def moment(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> Moment:

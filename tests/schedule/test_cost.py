@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from lightning_sparse.schedule.cost import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
+from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
 
 SIZES = [2**power for power in range(8, 27)]
 ASKED = [300, 1e4, 1e5, 1e6, 1e7, 6e7]

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.cost import CostModel, Fit
-from lightning_sparse.schedule.hiding import hidden_densities
-from lightning_sparse.schedule.planner import earliest_stops
-from lightning_sparse.schedule.profile import Profile
-from lightning_sparse.schedule.simulator import simulate
+from lightning_sparse.schedule.cost.model import CostModel, Fit
+from lightning_sparse.schedule.hidden_density import hidden_densities
+from lightning_sparse.schedule.merge.exact import earliest_stops
+from lightning_sparse.schedule.merge.simulator import simulate
+from lightning_sparse.schedule.step_profile import Profile
 
 
 def made_up(seed: int, has_dense: bool) -> tuple[Profile, list[int]]:

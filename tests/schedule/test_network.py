@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_sparse.schedule.network import Network, parse_bandwidth, parse_latency
+from lightning_sparse.schedule.cost.network import Network, parse_bandwidth, parse_latency
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_sparse.schedule import plan_groups
-from lightning_sparse.schedule.frontier import plan_in_backward
-from lightning_sparse.schedule.greedy import greedy_groups, groups_between
-from lightning_sparse.schedule.simulator import Prediction, checked_problem, predict
+from lightning_sparse.schedule.merge.frontier import plan_in_backward
+from lightning_sparse.schedule.merge.greedy import greedy_groups, groups_between
+from lightning_sparse.schedule.merge.simulator import Prediction, checked_problem, predict
 from tests.schedule.problems import Problem, published, random_problem
 
 SELECTIONS = ("worker", "backward")

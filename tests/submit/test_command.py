@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.submit import check_step, parse_time
+from lightning_sparse.cli.submit import check_step, parse_time
 
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
 FIT = ["--model=tests.submit.models.Slow", "--trainer.strategy=sparse_topk"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire import Arrival, Payload, build_wire
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.wire import Arrival, Payload, build_wire
 
 NUMELS = (7, 300, 1, 40)
 

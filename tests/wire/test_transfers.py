@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.pipeline import LocalGradient
-from lightning_sparse.prediction import EngineSystem, SettingsOf
-from lightning_sparse.prediction.rehearsal import rehearsed_pipeline
+from lightning_sparse.cli.plan import EngineSystem, SettingsOf
+from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
+from lightning_sparse.engine.step import LocalGradient
+from lightning_sparse.engine.wire import Transfer
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.wire import Transfer
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection import Selection
-from lightning_sparse.wire import Arrival
-from lightning_sparse.wire.union import UnionFormat
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.wire import Arrival
+from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, devices, moved
 
 NUMELS = (5, 70_000, 3)

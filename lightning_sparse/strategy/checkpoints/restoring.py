@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
-from lightning_sparse.memory import widened
+from lightning_sparse.engine.memory import widened
 from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 _RATES = "learning_rate"

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_sparse.engine as engine_module
-from lightning_sparse.schedule import ExchangeWorker, FixedSize, Schedule
+import lightning_sparse.engine.engine as engine_module
+from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world

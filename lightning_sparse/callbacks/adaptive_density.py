@@ -1,0 +1,217 @@
+"""How much is sent of each parameter, decided by rules as training goes on."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from pytorch_lightning import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_sparse.callbacks.base import (
+    StrategyChanger,
+    checked_interval,
+    engine_of,
+    log_scalars,
+    say,
+    sparse_strategy,
+    step_of,
+)
+from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
+from lightning_sparse.callbacks.reporting.gathering import gather_rows
+from lightning_sparse.callbacks.reporting.tensorboard import log_text
+from lightning_sparse.compressors.density import Measurement, Moment, Rule
+from lightning_sparse.compressors.density.table import RULES, is_other_density
+from lightning_sparse.engine import Engine
+from lightning_sparse.strategy import SparseDDPStrategy
+
+_KEY = "lightning_sparse_rules"
+
+
+class AdaptiveDensity(StrategyChanger):
+    """Let rules decide how much is sent of each parameter.
+
+    A parameter gets the most of what the rules wish, within ``max_density``, and never less than the user asked for;
+    the strategy's own warm-up and plan can give it more. Rules decide between two steps of the optimizer, alike on all
+    ranks: what they measure is averaged over ranks first. Checkpoints hold what they have learned.
+
+    When a density has changed by a quarter, rank 0 says which and why, all loggers get ``sparse/density/<parameter
+    name>`` (unless a :class:`CompressionMonitor` logs it by parameter), and TensorBoard a table with the reasons.
+
+    Args:
+        rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
+        max_density: the most that a rule, or a plan that hides communication, gets of a parameter.
+        every_n_steps: optimizer steps between two measurements. One costs a pass over gradients and residuals, a small
+            all-gather, and on a GPU a wait for the step.
+
+    Raises:
+        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor does not
+            send a density of each parameter, if the schedule decides itself (``"auto"``) or has no plan to adapt to,
+            and if another callback sets densities, too.
+        TypeError: if something else than a rule is given; at the start, if the Trainer's strategy is not a
+            :class:`~lightning_sparse.SparseDDPStrategy`.
+
+    Example::
+
+        >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
+        >>> adaptive = AdaptiveDensity([Warmup(length=2), ErrorBudget(budget=20.0)], max_density=0.25)
+    """
+
+    def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
+        self.rules = _checked_rules(rules)
+        if not 0 < max_density <= 1:
+            raise ValueError(f"max_density={max_density} must be a fraction of elements with 0 < max_density <= 1")
+        self.max_density = max_density
+        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._asked: dict[str, float] = {}
+        self._decided_at: Optional[tuple[int, int]] = None
+        self._has_measured = False
+        self._reported: dict[str, float] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        alike = [type(each).__name__ for each in trainer.callbacks if isinstance(each, AdaptiveDensity)]  # type: ignore[attr-defined]
+        if len(alike) > 1:
+            raise ValueError(f"{' and '.join(alike)} would both set densities: give one AdaptiveDensity all the rules")
+        if stage == "fit":
+            hides = any(rule.hides_communication for rule in self.rules)
+            sparse_strategy(trainer).settings.steer_density(hides)
+            self._forget()
+            for rule in self.rules:
+                rule.begin()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._look(trainer, pl_module)  # a callback ahead of this one may save before its turn comes
+        checkpoint[_KEY] = [{"rule": type(rule).__name__, "state": rule.state_dict()} for rule in self.rules]
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get(_KEY, [])
+        if [each["rule"] for each in saved] == [type(rule).__name__ for rule in self.rules]:
+            for rule, each in zip(self.rules, saved):
+                rule.load_state_dict(each["state"])
+        elif saved:
+            names = ", ".join(each["rule"] for each in saved)
+            say(self, f"the checkpoint was written with the rules {names}; these ones start with nothing learned.")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        engine = sparse_strategy(trainer).engine
+        self._asked = {} if engine is None else engine.target_densities()
+
+    @override
+    def looks_at(self, trainer: Trainer, step: int) -> bool:
+        return any(rule.measures for rule in self.rules) and (step + 1) % self.every_n_steps == 0
+
+    @override
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.recorder.ask_for_samples(counts=False)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        step, epoch = step_of(trainer), trainer.current_epoch
+        if not self._asked or (step, epoch) == self._decided_at:
+            return
+        is_other_epoch = self._decided_at is None or self._decided_at[1] != epoch
+        # What is frozen now may be unfrozen again, and rules have not forgotten it.
+        self._asked = {**self._asked, **engine_of(sparse_strategy(trainer)).target_densities()}
+        if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
+            self._decide(trainer, self._moment(trainer))
+        elif step % self.every_n_steps == 0:  # a plan may have changed
+            self._report(trainer, {}, self._moment(trainer))
+        self._decided_at, self._has_measured = (step, epoch), False
+
+    @override
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
+        samples = engine_of(strategy).recorder.last_samples
+        assert samples is not None
+        norms = samples.norms_by_parameter()
+        names = [name for name in self._asked if name in norms]
+        rows = gather_rows(strategy, [norm**2 for name in names for norm in norms[name]])
+        means = iter([math.sqrt(sum(column) / len(column)) for column in zip(*rows)])
+        averaged = {name: (next(means), next(means)) for name in names}
+        measurement = Measurement(
+            {name: gradient_norm for name, (gradient_norm, _) in averaged.items()},
+            {name: residual_norm for name, (_, residual_norm) in averaged.items()},
+        )
+        for rule in self.rules:
+            if rule.measures:
+                rule.observe(measurement, self._moment(trainer))
+        self._has_measured = True
+
+    def _moment(self, trainer: Trainer) -> Moment:
+        present = engine_of(sparse_strategy(trainer)).present_densities()
+        return Moment(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
+
+    def _decide(self, trainer: Trainer, moment: Moment) -> None:
+        """Take the largest wish for each parameter."""
+        wishes: dict[str, float] = {}
+        winners: dict[str, Rule] = {}
+        for rule in self.rules:
+            for name, density in rule.wishes(moment).items():
+                bounded = min(density, self.max_density)
+                if bounded > max(wishes.get(name, 0.0), self._asked[name]):
+                    wishes[name], winners[name] = bounded, rule
+        densities = engine_of(sparse_strategy(trainer)).densities
+        densities.ceiling = self.max_density
+        densities.wish(RULES, wishes)
+        self._report(trainer, winners, moment)
+
+    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
+        present = engine_of(sparse_strategy(trainer)).present_densities()
+        before = self._reported or self._asked
+        if not any(is_other_density(before.get(name, self._asked[name]), density) for name, density in present.items()):
+            return
+        self._reported = present
+        reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
+        say(self, f"step {moment.step}: {_summary(present, reasons)}")
+        if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
+            log_scalars(trainer, {f"sparse/density/{name}": value for name, value in present.items()}, moment.step)
+        rows = [f"| {name} | {density:.4g} | {reasons[name]} |" for name, density in present.items()]
+        log_text(
+            trainer, "sparse/densities", "\n".join(["| parameter | density | why |", "|-|-|-|", *rows]), moment.step
+        )
+
+    def _reason(self, name: str, density: float, winners: Mapping[str, Rule]) -> str:
+        if name in winners:
+            return f"{type(winners[name]).__name__}: {winners[name].reason(name)}"
+        if density <= self._asked[name]:
+            return "as asked for"
+        hiding = [rule for rule in self.rules if rule.hides_communication]
+        return f"{type(hiding[0]).__name__}: {hiding[0].reason(name)}" if hiding else "the strategy's warm-up or plan"
+
+    @override
+    def give_back(self, strategy: SparseDDPStrategy) -> None:
+        strategy.settings.hides_communication = False
+
+
+def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
+    examples = "such as [Warmup(length=4), ErrorBudget(budget=10.0)] from lightning_sparse.callbacks"
+    if isinstance(rules, Rule):
+        raise TypeError(f"rules={type(rules).__name__}(...) must be a list, also of a single rule: {examples}")
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules holds {rule!r}, which is not a rule: give a list of objects, {examples}")
+    if not rules:
+        raise ValueError(f"rules=[] leaves nothing to decide: give at least one, {examples}")
+    return list(rules)
+
+
+def _summary(densities: Mapping[str, float], reasons: Mapping[str, str]) -> str:
+    """Say in one line how many parameters have which densities because of whom."""
+    by_rule: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_rule.setdefault(reason.partition(":")[0], []).append(name)
+    parts = []
+    for rule, names in by_rule.items():
+        most = max(names, key=densities.__getitem__)
+        lowest, highest = min(densities[name] for name in names), densities[most]
+        extent = f"{highest:.2g}" if lowest == highest else f"{lowest:.2g} to {highest:.2g}"
+        detail = reasons[most].partition(": ")[2]
+        parts.append(f"{len(names)} parameters at {extent} ({rule}{f', {most}: {detail}' if detail else ''})")
+    return "; ".join(parts)

@@ -1,0 +1,89 @@
+"""Watch whether the assumption under which LAGS-SGD converges holds."""
+
+from typing import Any, Optional
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.layer_delta import LayerDelta
+from lightning_sparse.engine import Engine
+from lightning_sparse.strategy import SparseDDPStrategy
+
+_LIMIT = 1.0
+
+
+class AssumptionMonitor(StepObserver):
+    """Log ``delta`` of every layer: what a selection leaves over, next to a random one of the same size.
+
+    The convergence proof of LAGS-SGD (arXiv 1911.08727) asks for ``delta <= 1`` in every layer. Logged are
+    ``sparse/delta/<parameter name>`` and the largest, ``sparse/delta``; a layer that exceeds 1 is named in a warning,
+    once. The values are equal on all ranks.
+
+    A step that is looked at costs a dense all-reduce of the gradients, which its ``wire_bytes`` count; the others cost
+    nothing.
+
+    Args:
+        every_n_steps: look at every so many steps.
+
+    Attributes:
+        metric: the averages over all steps that were looked at; ``None`` before the first.
+
+    Raises:
+        ValueError: for an interval below 1; at the start of ``fit``, for a method that does not select.
+
+    Example::
+
+        >>> monitor = AssumptionMonitor(every_n_steps=500)
+    """
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 0
+        self.metric: Optional[LayerDelta] = None
+        self._exceeding: set[str] = set()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.metric = None
+        self._exceeding = set()
+        engine = sparse_strategy(trainer).engine
+        if engine is not None and engine.compressor.default_density is None:
+            raise ValueError(
+                f"AssumptionMonitor measures what a selection leaves over, and {type(engine.compressor).__name__}"
+                " selects nothing: remove the callback, or choose a sparsifier such as compressor='lags'"
+            )
+
+    @override
+    def looks_at(self, trainer: Trainer, step: int) -> bool:
+        return (step + 1) % self.every_n_steps == 0
+
+    @override
+    def before_step(self, trainer: Trainer, engine: Engine) -> None:
+        engine.sample_layer_deltas()
+
+    @override
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
+        deltas = engine_of(strategy).layer_deltas()
+        if not deltas:
+            return  # every gradient was sparse_coo: nothing was selected
+        if self.metric is None:
+            self.metric = LayerDelta(list(deltas)).to(strategy.root_device)
+        self.metric.update(deltas)
+        if not trainer.is_global_zero:
+            return
+        numbers = {name: float(delta) for name, delta in deltas.items()}
+        scalars: dict[str, float] = {f"sparse/delta/{name}": delta for name, delta in numbers.items()}
+        log_scalars(trainer, {"sparse/delta": max(numbers.values()), **scalars}, step)
+        self._warn(numbers, step)
+
+    def _warn(self, deltas: dict[str, Any], step: int) -> None:
+        exceeding = {name: delta for name, delta in deltas.items() if delta > _LIMIT and name not in self._exceeding}
+        if exceeding:
+            self._exceeding |= exceeding.keys()
+            listed = ", ".join(f"{name} ({delta:.3g})" for name, delta in list(exceeding.items())[:5])
+            rank_zero_warn(
+                f"in step {step} the selection left more over than a random one of the same size would (delta > 1) in"
+                f" {len(exceeding)} layers: {listed}. LAGS-SGD's proof of convergence does not cover that; a higher"
+                " density in these layers lowers it"
+            )

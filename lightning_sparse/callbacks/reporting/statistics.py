@@ -1,0 +1,85 @@
+"""The statistics of a step, made one for all ranks by one small all-gather."""
+
+import math
+from collections.abc import Mapping
+
+from lightning_sparse.callbacks.base import engine_of
+from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.observe import Clock, ParameterSamples, StepMarks
+from lightning_sparse.strategy import SparseDDPStrategy
+
+
+def memory_statistics(engine: Engine) -> dict[str, float]:
+    """Return what the memory did in the last step, if it was watched; on a GPU this waits for it.
+
+    Returns:
+        ``local_clip_factor``, by which this rank's gradient was multiplied, where it is clipped;
+        ``momentum_norm``, of the momentum that is accumulated before compression, and ``masked_fraction``, of its
+        elements that were set to zero, where it is; ``update_error``, the norm of the updates that wait over that
+        of this rank's updates of the step, and ``second_moment_age``, in steps, where Adam is corrected.
+    """
+    engine.memory.is_watched = False
+    return {name: float(statistic) for name, statistic in engine.memory.statistics().items()}
+
+
+def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: ParameterSamples) -> dict[str, float]:
+    """Return what the last step, of which there are marks and samples, did on this rank."""
+    backward = 0.0
+    if marks.backward_start is not None and marks.backward_end is not None:
+        backward = Clock.seconds(marks.backward_start, marks.backward_end)
+    gradient_norm, residual_norm = samples.norms()
+    engine = engine_of(strategy)
+    return {
+        **strategy.compression_stats(),
+        **(memory_statistics(engine) if engine.corrects_adam else {}),
+        "backward_seconds": backward,
+        "commit_seconds": marks.seconds("commit"),
+        "gradient_square": gradient_norm**2,
+        "residual_square": residual_norm**2,
+    }
+
+
+def over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[str, float]:
+    """Reduce statistics over ranks, see :func:`~lightning_sparse.callbacks.reporting.gathering.reduce_rows`.
+
+    Quotients are made of what was reduced; one that cannot be known is left out.
+    """
+    stats = reduce_rows(list(mine), gather_rows(strategy, list(mine.values())))
+    stats["compression_ratio"] = stats["dense_bytes"] / stats["wire_bytes"] if stats["wire_bytes"] else 1.0
+    squares = stats.pop("residual_square"), stats.pop("gradient_square")
+    if "update_error" not in stats:  # updates that wait are not to be compared with gradients
+        stats["residual_to_gradient"] = _norm_ratio(*squares)
+    samples = stats.pop("step_samples")
+    if not math.isnan(samples):
+        stats["samples_per_second"] = samples / stats["step_seconds"]
+    return stats
+
+
+def parameters_over_ranks(strategy: SparseDDPStrategy, samples: ParameterSamples) -> dict[str, dict[str, float]]:
+    """Reduce what a step did to each parameter over ranks, by parameter name in the order of the model."""
+    assert strategy.lightning_module is not None
+    facts = samples.facts()
+    names = [name for name, _ in strategy.lightning_module.named_parameters() if name in facts]
+    mine = [
+        number
+        for fact in map(facts.__getitem__, names)
+        for number in (fact.sent, fact.union, fact.gradient_norm**2, fact.residual_norm**2)
+    ]
+    means = iter([sum(column) / len(column) for column in zip(*gather_rows(strategy, mine))])
+    rows = zip(names, means, means, means, means)
+    return {
+        name: {
+            "density": sent / facts[name].numel,
+            "union_density": union / facts[name].numel,
+            "gradient_norm": math.sqrt(gradient_square),
+            "residual_norm": math.sqrt(residual_square),
+            "residual_to_gradient": _norm_ratio(residual_square, gradient_square),
+        }
+        for name, sent, union, gradient_square, residual_square in rows
+    }
+
+
+def _norm_ratio(square: float, other_square: float) -> float:
+    """Return the quotient of two norms; NaN, which loggers show as such, where it is not defined."""
+    return math.sqrt(square / other_square) if other_square > 0 else math.nan

@@ -1,0 +1,113 @@
+"""Step times of every way to train, over a network that may not be there."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+from lightning_sparse.cli.plan.backward_profile import BackwardProfile
+from lightning_sparse.cli.plan.candidates import Candidate
+from lightning_sparse.schedule.cost.network import Network
+from lightning_sparse.schedule.merge.simulator import Cost, predict
+
+WORTH = 1.05  # speed-up over DDP from which on a change is worth its trouble; less is within the error of a prediction
+
+
+class SystemPrediction(NamedTuple):
+    """What one way to train is predicted to do.
+
+    Attributes:
+        name: strategy name, or DDP with its hook.
+        density: fraction of elements sent; ``None`` for a method without.
+        step_seconds: of a whole step.
+        speedup: DDP's step time over this one.
+        exposed_seconds: of selection and exchange, that backward does not hide.
+        sent_bytes: what each worker hands to collectives in a step.
+        messages: groups in which the gradient travels.
+        replicas_diverge: whether ranks apply different updates.
+    """
+
+    name: str
+    density: Optional[float]
+    step_seconds: float
+    speedup: float
+    exposed_seconds: float
+    sent_bytes: float
+    messages: int
+    replicas_diverge: bool
+
+
+def predict_systems(
+    profile: BackwardProfile, network: Network, candidates: Sequence[Candidate]
+) -> list[SystemPrediction]:
+    """Predict the step of every candidate, from one simulator of backward, selection and one serial channel.
+
+    Selection runs beside backward on a GPU; on a CPU it stops backward, whose cores it takes.
+
+    Args:
+        profile: of the model's step on one worker.
+        network: between the workers.
+        candidates: from :func:`~lightning_sparse.cli.plan.measure_candidates`; the first one is what the others are
+            compared with.
+
+    Raises:
+        ValueError: for a profile or a network that makes no sense, a profile measured for another number of workers, or
+            no candidates.
+
+    Example: a second of backward, and two seconds of exchange that it hides nothing of::
+
+        >>> from lightning_sparse.cli.plan.candidates import BucketedDDP
+        >>> profile = BackwardProfile(("weight",), (1000,), (1.0,))
+        >>> network = Network(bandwidth=16_000, latency=0.0, workers=2)
+        >>> predict_systems(profile, network, [BucketedDDP("ddp", 4, 4)])[0].step_seconds
+        3.0
+    """
+    profile = profile.checked().for_workers(network.checked().workers)
+    if not candidates:
+        raise ValueError(
+            "candidates=[] must hold what to predict for; measure_candidates(profile) measures all systems"
+        )
+    rows = [_predict(profile, network, candidate) for candidate in candidates]
+    return [row._replace(speedup=rows[0].step_seconds / row.step_seconds) for row in rows]
+
+
+def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
+    """Return the fastest row; ``None`` where none beats the first, DDP, by more than 5 %.
+
+    A method that lets replicas drift apart is not considered: what it saves in time it may cost in steps.
+    """
+    fastest = min((row for row in rows if not row.replicas_diverge), key=lambda row: row.step_seconds)
+    return fastest if fastest.speedup > WORTH else None
+
+
+def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -> SystemPrediction:
+    sizes, elements = profile.sizes, profile.elements
+    backward_seconds = _ready_at_end(profile) if candidate.waits_for_backward else profile.backward_seconds
+    select_cost: Cost = candidate.cost.group.at_workers(network.workers).__call__
+    exchange_cost = candidate.exchange_cost(sizes, network)
+    groups = candidate.groups(sizes, backward_seconds, select_cost, exchange_cost)
+    selection = "backward" if profile.device == "cpu" else "worker"
+    prediction = predict(groups, sizes, backward_seconds, select_cost, exchange_cost, selection)
+    afterwards = candidate.step_transfers(elements)
+    finish_seconds = candidate.cost.finish.at_workers(network.workers)(elements) + sum(
+        network.seconds(*transfer) * share for transfer, share in afterwards
+    )
+    seconds = prediction.total + finish_seconds
+    sent_in_groups = sum(
+        transfer.nbytes
+        for group in groups
+        for transfer in candidate.transfers([sizes[position] for position in group], network.workers)
+    )
+    return SystemPrediction(
+        name=candidate.name,
+        density=candidate.density,
+        step_seconds=profile.other_seconds + seconds,
+        speedup=1.0,
+        exposed_seconds=seconds - sum(profile.backward_seconds),
+        sent_bytes=sent_in_groups + sum(transfer.nbytes * share for transfer, share in afterwards),
+        messages=len(groups),
+        replicas_diverge=candidate.replicas_diverge,
+    )
+
+
+def _ready_at_end(profile: BackwardProfile) -> list[float]:
+    """Return times of backward as if everything became ready at its end."""
+    return [sum(profile.backward_seconds), *(0.0 for _ in profile.sizes[1:])]

@@ -1,0 +1,154 @@
+"""When backward makes each gradient ready: a few clean steps of one process, timed."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, NamedTuple, Optional
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.nn import Parameter
+from typing_extensions import override
+
+from lightning_sparse.cli.plan import BackwardProfile
+from lightning_sparse.engine.observe import Clock, Mark
+from lightning_sparse.strategy.adam_steps import is_correctable
+
+_WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
+_LEAST_STEPS = 3
+_MOST_STEPS = 20
+_SECONDS = 2.0  # of measuring, unless the least steps take longer
+_PATIENCE = 50  # batches without any backward
+
+
+class _Step(NamedTuple):
+    """The marks of one step; spans run from the end of what came before to the moment a gradient was ready."""
+
+    start: Mark
+    end: Mark
+    spans: list[tuple[str, Mark, Mark]]
+    tails: list[tuple[Mark, Mark]]  # from the last gradient to the end of backward
+
+    def backward_seconds(self) -> dict[str, float]:
+        """Return by parameter name the seconds that backward takes for it, in the order of readiness."""
+        seconds = dict.fromkeys([name for name, _, _ in self.spans], 0.0)
+        for name, begin, end in self.spans:
+            seconds[name] += max(0.0, Clock.seconds(begin, end))
+        seconds[self.spans[-1][0]] += sum(Clock.seconds(*tail) for tail in self.tails)
+        return seconds
+
+    def other_seconds(self) -> float:
+        """Return the seconds outside backward."""
+        return max(0.0, Clock.seconds(self.start, self.end) - sum(self.backward_seconds().values()))
+
+
+class BackwardProfiler(Callback):
+    """Time the first steps of a ``fit`` in one process, and end it.
+
+    The loss is the module's own, whatever its ``training_step`` does; several backward passes in a step, as in manual
+    optimization, count one after the other. Waiting for data is left out.
+
+    Raises:
+        ValueError: in ``fit``, if no parameter requires a gradient, or none gets one in 50 batches.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._present: Optional[_Step] = None
+        self._previous: Mark = None
+        self._began = 0.0
+        self._batches = 0
+        self._has_adam = False
+        self._handles: list[Any] = []
+        self._parameters: Mapping[str, Parameter] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Before an optimizer is built, which would complain of an empty list.
+        if not any(parameter.requires_grad for parameter in pl_module.parameters()):
+            BackwardProfile((), (), ()).checked()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = Clock(pl_module.device)
+        self._has_adam = any(map(is_correctable, trainer.optimizers))
+        self._parameters = {name: tensor for name, tensor in pl_module.named_parameters() if tensor.requires_grad}
+        for name, parameter in self._parameters.items():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._noting(name)))
+
+    def _noting(self, name: str) -> Any:
+        def note(parameter: torch.Tensor) -> None:
+            if self._present is not None and self._previous is not None:
+                mark = self._clock.mark()
+                self._present.spans.append((name, self._previous, mark))
+                self._previous = mark
+
+        return note
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if len(self._steps) == _WARM_UP and self._began == 0.0:
+            self._began = time.monotonic()
+        self._present = _Step(self._clock.mark(), None, [], [])
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self._previous = self._clock.mark()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._present is not None
+        self._present.tails.append((self._previous, self._clock.mark()))
+        self._previous = None
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        assert self._present is not None
+        self._batches += 1
+        if self._present.spans:
+            self._steps.append(self._present._replace(end=self._clock.mark()))
+        elif self._batches >= _PATIENCE and not self._steps:
+            raise ValueError(
+                f"training_step gave no gradient to any parameter in {_PATIENCE} batches: return a loss that depends on"
+                " parameters that require one"
+            )
+        self._present = None
+        measured = len(self._steps) - _WARM_UP
+        is_late = self._began > 0.0 and time.monotonic() - self._began > _SECONDS
+        trainer.should_stop = measured >= _MOST_STEPS or (measured >= _LEAST_STEPS and is_late)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def profile(self) -> BackwardProfile:
+        """Return the medians over the steps measured. Parameters that got no gradient count as ready at the end.
+
+        Raises:
+            ValueError: if ``fit`` has not measured anything, such as for an empty data loader.
+        """
+        steps = self._steps[_WARM_UP:]
+        if not steps:
+            raise ValueError(
+                f"only {len(self._steps)} of at least {_WARM_UP + 1} steps could be run: the train dataloader is empty,"
+                " or training was stopped"
+            )
+        timed = [step.backward_seconds() for step in steps]
+        order = list(timed[-1])
+        names = [*order, *(name for name in self._parameters if name not in timed[-1])]
+        parameters = [self._parameters[name] for name in names]
+        itemsizes = Counter[int]()
+        for parameter in parameters:
+            itemsizes[parameter.element_size()] += parameter.numel()
+        return BackwardProfile(
+            names=tuple(names),
+            sizes=tuple(parameter.numel() for parameter in parameters),
+            backward_seconds=tuple(median(seconds.get(name, 0.0) for seconds in timed) for name in names),
+            other_seconds=median(step.other_seconds() for step in steps),
+            element_bytes=itemsizes.most_common(1)[0][0],
+            device=parameters[0].device.type,
+            has_adam=self._has_adam,
+        ).checked()

@@ -1,0 +1,223 @@
+"""A dress rehearsal in one process: a system's own pipeline on random gradients, with nobody at the other end."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step import LocalGradient, Pipeline
+from lightning_sparse.engine.wire import build_wire
+from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fit
+
+_CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
+_DEVICE_SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)  # below a million elements a GPU's time is that of its launches
+_MANY_RANKS = 64  # so many that what each adds stands out from the noise
+_SHORT = 1024  # elements to which a model's tensors are cut to see what a tensor costs beside its elements
+_WARM_UP = 2  # steps: memory is allocated in the first, ExDyna has its threshold from the second on
+_STEPS = 4  # the fastest counts: whatever else the machine does only adds
+_SECONDS = 0.2  # after which fewer steps are enough, on a machine that is slow or busy
+
+
+class StageCost(NamedTuple):
+    """Seconds of one stage as a function of elements and of the number of workers.
+
+    Attributes:
+        alone: by the number of elements, whatever the number of workers.
+        per_rank: seconds for each element and each worker beyond the first, whose contribution has to be read.
+    """
+
+    alone: CostModel
+    per_rank: float
+
+    def at_workers(self, workers: int) -> CostModel:
+        """Return the cost for a number of workers, by the number of elements."""
+        return self.alone._replace(per_unit=self.alone.per_unit + self.per_rank * (workers - 1))
+
+
+class SelectionCost(NamedTuple):
+    """What a system costs the machine that runs it, its exchanges left out.
+
+    Attributes:
+        group: residual, selection, encoding and decoding of a group, while the step goes on.
+        finish: what is done when all groups have arrived: keeping what was not sent, writing the means.
+    """
+
+    group: StageCost
+    finish: StageCost
+
+
+class StageSeconds(NamedTuple):
+    """What one step of one group took, in the stages of :class:`SelectionCost`."""
+
+    group: float
+    finish: float
+
+
+class EchoCollectives(Collectives):
+    """Collectives in which every rank hands in what this one does, at once; no process group.
+
+    Args:
+        ranks: as how many to answer.
+        device: device of the payloads.
+    """
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        self.group = None
+        self.device = device
+        self.rank = 0
+        self.ranks = ranks
+
+    @override
+    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _returned(tensor.expand(self.ranks, -1), out)
+
+    @override
+    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _returned(tensor[0].expand(self.ranks, -1), out)
+
+    @override
+    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return tensor.mul_(self.ranks)
+
+
+def fitted_sizes(device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of elements that a cost on a device is fitted to."""
+    return _CPU_SIZES if device.type == "cpu" else _DEVICE_SIZES
+
+
+def measure_selection(
+    rehearsed: Callable[[Sequence[int], int], StageSeconds], sizes: Sequence[int], fitted: Sequence[int]
+) -> SelectionCost:
+    """Measure what a system costs this machine, on random normal gradients; a fraction of a second.
+
+    Args:
+        rehearsed: runs a system on tensors of some sizes for a number of ranks, such as a :class:`Rehearsal`.
+        sizes: elements of the model's tensors: a model of many small ones pays more for each element.
+        fitted: numbers of elements to rehearse with, rising, from :func:`fitted_sizes`.
+    """
+    alone = {size: rehearsed((size,), 1) for size in fitted}
+    shared = fitted[-2]  # elements of which the contributions of many ranks are read
+    many = rehearsed((shared,), _MANY_RANKS)
+    short_sizes = [min(size, _SHORT) for size in sizes]
+    short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
+    stages = []
+    for stage in ("group", "finish"):
+        model = fit([(size, getattr(times, stage)) for size, times in alone.items()], SELECTION_SHAPES).model
+        more = (getattr(many, stage) - getattr(alone[shared], stage)) / (_MANY_RANKS - 1) / shared
+        beside = 0.0 if short is None else max(0.0, getattr(short, stage) - model(sum(short_sizes)))
+        stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), max(0.0, more)))
+    return SelectionCost(*stages)
+
+
+class SettingsOf(NamedTuple):
+    """The settings of a system, to be built anew for each use, as a compressor holds state.
+
+    Attributes:
+        compressor: its name.
+        density: fraction of elements sent; ``None`` for a method without.
+        wire: name of the type of the values that travel.
+    """
+
+    compressor: str
+    density: Optional[float] = None
+    wire: str = "float32"
+
+    def build(self) -> Settings:
+        """Build them, without a warm-up of the density.
+
+        Raises:
+            ValueError: see :class:`~lightning_sparse.engine.Settings`.
+        """
+        return Settings(self.compressor, self.density, "merged", self.wire, 0)
+
+
+def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
+    """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
+    compressor = settings.compressor
+    compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
+    return Pipeline(
+        compressor,
+        settings.memory_for({torch.float32}, ranks),
+        build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, 0, ranks),
+        EchoCollectives(ranks, device),
+        Recorder(device),
+        density_of=lambda name: compressor.density_of(name, settings.density),
+    )
+
+
+class Rehearsal:
+    """Run a system on random normal gradients, and time it.
+
+    Args:
+        settings_of: the system; built anew for each call.
+        device: where gradients are.
+    """
+
+    def __init__(self, settings_of: SettingsOf, device: torch.device) -> None:
+        self._settings_of = settings_of
+        self._device = device
+        self._noise = torch.randn(2 * fitted_sizes(device)[-1], device=device)
+
+    def __call__(self, sizes: Sequence[int], ranks: int) -> StageSeconds:
+        """Return the seconds of a step for one group of tensors of some sizes, as one of so many ranks."""
+        pipeline = rehearsed_pipeline(self._settings_of.build(), sizes, ranks, self._device)
+        gradients = [torch.empty(size, device=self._device) for size in sizes]
+        runs: list[StageSeconds] = []
+        begin = time.perf_counter()
+        while len(runs) <= _WARM_UP or (len(runs) < _WARM_UP + _STEPS and time.perf_counter() - begin < _SECONDS):
+            runs.append(_step(pipeline, gradients, self._noise))
+        measured = runs[_WARM_UP:]
+        return StageSeconds(min(run.group for run in measured), min(run.finish for run in measured))
+
+
+def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> StageSeconds:
+    starts = _starts(noise)
+    for gradient in gradients:
+        start = next(starts)
+        gradient.copy_(noise[start : start + gradient.numel()])
+    group = [LocalGradient(str(position), gradient, None) for position, gradient in enumerate(gradients)]
+    if pipeline.waits_for_whole_step:
+        pipeline.prepare(group)
+    begin = _now(noise.device)
+    exchanged = pipeline.exchange(group)
+    middle = _now(noise.device)
+    pipeline.commit([exchanged])
+    end = _now(noise.device)
+    pipeline.recorder.end_step()
+    return StageSeconds(middle - begin, end - middle)
+
+
+def _starts(noise: Tensor) -> Iterator[int]:
+    """Yield places from which to read a gradient, so that each differs and no time goes into drawing it."""
+    room = noise.numel() // 2
+    offset = int(torch.randint(room, ()))
+    return (start % room for start in count(offset, 7919))
+
+
+def fastest(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a piece of work takes at best."""
+    seconds = []
+    for _ in range(_WARM_UP + _STEPS):
+        begin = _now(device)
+        work()
+        seconds.append(_now(device) - begin)
+    return min(seconds[_WARM_UP:])
+
+
+def _now(device: torch.device) -> float:
+    # What is measured here is the device's own time, so that it has to be waited for.
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
+
+
+def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
+    return received.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(received.view_as(out))

@@ -1,0 +1,90 @@
+"""Predictions for people and for programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_sparse.cli.plan.backward_profile import BackwardProfile
+from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, best_of
+from lightning_sparse.schedule.cost.network import Network
+
+_HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
+
+
+def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> str:
+    """Return a table with the best row marked, and what follows from it, as text.
+
+    Args:
+        profile: what was predicted from.
+        network: what was predicted for.
+        rows: from :func:`~lightning_sparse.cli.plan.predict_systems`.
+    """
+    best = best_of(rows)
+    cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
+    lines = [
+        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths)) for line in cells)
+    ]
+    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
+
+
+def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> dict[str, Any]:
+    """Return the same as plain numbers, words and lists. ``best`` is the position of a row, or ``None``."""
+    best = best_of(rows)
+    return {
+        "profile": {
+            "elements": profile.elements,
+            "tensors": len(profile.sizes),
+            "backward_seconds": sum(profile.backward_seconds),
+            "other_seconds": profile.other_seconds,
+            "device": profile.device,
+        },
+        "network": network._asdict(),
+        "rows": [row._asdict() for row in rows],
+        "best": None if best is None else list(rows).index(best),
+    }
+
+
+def _heading(profile: BackwardProfile, network: Network) -> str:
+    return (
+        f"{profile.elements:,} gradient elements in {len(profile.sizes)} tensors; on {profile.device} backward takes"
+        f" {sum(profile.backward_seconds) * 1e3:.1f} ms, the rest of a step {profile.other_seconds * 1e3:.1f} ms.\n"
+        f"{network.workers} workers, {network.bandwidth / 1e9:.4g} Gbit/s, {network.latency * 1e6:.4g} us latency."
+    )
+
+
+def _cells(row: SystemPrediction, is_best: bool) -> tuple[str, ...]:
+    return (
+        "*" if is_best else "",
+        row.name,
+        "" if row.density is None else f"{row.density:g}",
+        f"{row.step_seconds * 1e3:.1f}",
+        f"{row.speedup:.2f}",
+        f"{row.exposed_seconds * 1e3:.1f}",
+        _bytes(row.sent_bytes),
+        str(row.messages),
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.3g} B"
+
+
+def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
+    best = best_of(rows)
+    if best is None:
+        verdict = (
+            f"Nothing pays: nothing beats {rows[0].name} by more than {WORTH - 1:.0%} here, which is less than a"
+            f" prediction is worth. Stay with strategy={rows[0].name!r}."
+        )
+    else:
+        density = "" if best.density is None else f" at density {best.density:g}"
+        verdict = f"* {best.name}{density} is predicted to be {best.speedup:.2f} times as fast as {rows[0].name}."
+    notes = ["Times only: a lower density delays more of each gradient, see the README."]
+    apart = sorted({row.name for row in rows if row.replicas_diverge})
+    if apart:
+        notes.append(f"{', '.join(apart)} lets replicas drift apart and is never marked.")
+    return [verdict, " ".join(notes)]

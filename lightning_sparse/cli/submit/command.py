@@ -1,0 +1,114 @@
+"""What ``lightning-sparse submit`` understands, and what it prints."""
+
+import argparse
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sparse.cli.submit.job import Job
+from lightning_sparse.cli.submit.script import job_script
+from lightning_sparse.cli.submit.training import fit_training
+
+_DESCRIPTION = """\
+Send a fit to SLURM: check that nodes, tasks and devices agree with its configuration, write the job's script, submit
+it.
+
+A job that runs out of time saves, goes back into the queue and continues where it was."""
+_EPILOG = """\
+--model, --data, --trainer, --config, --ckpt_path and all else of "lightning-sparse fit" say what to train. Nodes,
+devices and accelerator need not be among them; where they are, they must agree. Examples:
+
+  lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 --config fit.yaml --dry-run
+  lightning-sparse submit --nodes 4 --tasks-per-node 1 --cpus-per-task 8 --time 1-0 --interface ib0 --config fit.yaml"""
+
+
+def submit(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: what follows the word ``submit``.
+
+    Raises:
+        SystemExit: with status 2 and a message, for arguments that make no sense, or if sbatch is missing or refuses.
+    """
+    parser = _parser()
+    options, fit_args = parser.parse_known_args(args)
+    try:
+        _submit(options, fit_args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-sparse submit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="machines (default 1)")
+    devices = parser.add_mutually_exclusive_group(required=True)
+    devices.add_argument("--gpus-per-node", type=int, help="GPUs of each node, with one process for each")
+    devices.add_argument("--tasks-per-node", type=int, help="processes on each node, to train on its processors")
+    add("--time", required=True, help="limit: minutes, hours:minutes:seconds, days-hours, as for sbatch")
+    add("--job-name", default="train", help="also the name of script and log (default train)")
+    add("--cpus-per-task", type=int, help="processors of each process; what the cluster gives if left out")
+    add("--interface", help="network interface for gradients, such as ib0; found by gloo and NCCL if left out")
+    add("--signal-seconds", type=int, default=120, help="kept before the limit to save a checkpoint (default 120)")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more, such as --sbatch=--partition=gpu")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="run before training, such as 'module load cuda'",
+    )
+    add("--directory", type=Path, default=Path("jobs"), help="for scripts, logs and checkpoints (default jobs)")
+    add("--dry-run", action="store_true", help="check everything and print the script, but submit nothing")
+    return parser
+
+
+def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
+    job = _job(options)
+    script = job_script(job, fit_training(fit_args, job))
+    if options.dry_run:
+        print(script, end="")
+        return
+    if shutil.which("sbatch") is None:
+        raise ValueError(
+            "sbatch is not to be found: run this where SLURM's commands are, or print the script by --dry-run"
+        )
+    job.directory.mkdir(parents=True, exist_ok=True)
+    path = job.directory / f"{job.name}.sbatch"
+    path.write_text(script)
+    done = subprocess.run(  # noqa: S603  # the user's own sbatch
+        ["sbatch", "--parsable", str(path)],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ValueError(f"sbatch refuses {path}: {done.stderr.strip()}")
+    number = done.stdout.strip().partition(";")[0]  # of several clusters it also names one
+    print(f"Job {number} is submitted with {path}; its log is {job.directory / f'{job.name}-{number}.log'}")
+
+
+def _job(options: argparse.Namespace) -> Job:
+    on_gpus = options.gpus_per_node is not None
+    return Job(
+        nodes=options.nodes,
+        tasks_per_node=options.gpus_per_node if on_gpus else options.tasks_per_node,
+        on_gpus=on_gpus,
+        time=options.time,
+        name=options.job_name,
+        start=Path.cwd(),
+        directory=options.directory.resolve(),
+        signal_seconds=options.signal_seconds,
+        interface=options.interface,
+        cpus_per_task=options.cpus_per_task,
+        options=tuple(options.sbatch),
+        setup=tuple(options.setup),
+    ).checked()

@@ -1,0 +1,128 @@
+"""What is asked of SLURM."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from lightning_sparse.cli.submit.step import checked_name
+
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
+    r"|(?P<hours>\d+):(?P<clock_minutes>\d+):(?P<clock_seconds>\d+)"
+    r"|(?P<minutes>\d+)(?::(?P<seconds>\d+))?)"
+)
+_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+_SIGNAL_SLACK = 60  # SLURM may send the signal as many seconds early
+
+
+class Training(NamedTuple):
+    """A training that fits its job.
+
+    Attributes:
+        words: of Lightning's command line after ``fit``, less the root.
+        root: ``default_root_dir`` that the user has chosen; ``None`` gives each job its own.
+        has_checkpoint: whether the words name a checkpoint to start from.
+    """
+
+    words: tuple[str, ...]
+    root: Optional[str]
+    has_checkpoint: bool
+
+
+class Job(NamedTuple):
+    """A job of SLURM.
+
+    Attributes:
+        nodes: machines.
+        tasks_per_node: processes on each, one for each device.
+        on_gpus: whether each has a GPU; otherwise they train on processors.
+        time: limit, as SLURM writes it.
+        name: of the job and its files.
+        start: directory in which the command runs; absolute.
+        directory: where script and log are kept, and for each job a directory of its own; absolute.
+        signal_seconds: time before the limit at which Lightning saves and puts the job back into the queue.
+        interface: network interface of gloo and NCCL; ``None`` leaves the choice to them.
+        cpus_per_task: processors of each process; ``None`` for what the cluster gives.
+        options: further options of sbatch, such as ``--partition=gpu``.
+        setup: commands that precede training, such as ``module load cuda``.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    on_gpus: bool
+    time: str
+    name: str
+    start: Path
+    directory: Path
+    signal_seconds: int = 120
+    interface: Optional[str] = None
+    cpus_per_task: Optional[int] = None
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+    @property
+    def devices_option(self) -> str:
+        """The option of the command that says how many devices a node has."""
+        return "--gpus-per-node" if self.on_gpus else "--tasks-per-node"
+
+    def checked(self) -> "Job":
+        """Pass the job through.
+
+        Raises:
+            ValueError: for what SLURM would refuse, or Lightning would not survive.
+        """
+        counts = {
+            "--nodes": self.nodes,
+            self.devices_option: self.tasks_per_node,
+            "--cpus-per-task": self.cpus_per_task,
+            "--signal-seconds": self.signal_seconds,
+        }
+        for option, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{option} {count} must be a whole number, at least 1")
+        checked_name(self.name)
+        _check_lines(self)
+        limit, needed = parse_time(self.time), self.signal_seconds + _SIGNAL_SLACK
+        if limit <= needed:
+            raise ValueError(
+                f"--time {self.time} is {limit} seconds, of which --signal-seconds {self.signal_seconds} and up to"
+                f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for a longer time, or"
+                " for fewer seconds if your checkpoint is written faster"
+            )
+        return self
+
+
+def parse_time(time: str) -> int:
+    """Return the seconds of a time limit as SLURM writes it.
+
+    Raises:
+        ValueError: if it is written in another way, or is 0.
+
+    Example::
+
+        >>> parse_time("2:00:00"), parse_time("90"), parse_time("1-12")
+        (7200, 5400, 129600)
+    """
+    match = _TIME.fullmatch(time)
+    seconds = 0
+    for name, digits in (match.groupdict() if match else {}).items():
+        seconds += int(digits or 0) * _UNITS[name.split("_")[-1]]
+    if not seconds:
+        raise ValueError(
+            f"--time {time!r} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes"
+            " or days-hours:minutes:seconds, such as 90, 2:00:00 or 1-12, and more than 0"
+        )
+    return seconds
+
+
+def _check_lines(job: Job) -> None:
+    for option in job.options:
+        if not option.startswith("-") or "\n" in option:
+            raise ValueError(f"--sbatch {option!r} must be one option of sbatch, such as --sbatch=--partition=gpu")
+        if option.startswith(("--nodes", "-N", "--ntasks", "-n", "--gpus", "--gres", "--time", "-t", "--signal")):
+            raise ValueError(
+                f"--sbatch={option} is for this command to write, since it must agree with the training: use --nodes,"
+                " --gpus-per-node, --tasks-per-node, --time, --signal-seconds"
+            )
+    if job.interface is not None and not re.fullmatch(r"[\w.,:^=@-]+", job.interface):
+        raise ValueError(f"--interface {job.interface!r} must be the name of a network interface, such as eth0 or ib0")

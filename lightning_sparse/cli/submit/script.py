@@ -1,0 +1,83 @@
+"""The script of a job, as text: each line that is easily left out, with its reason."""
+
+import shlex
+import sys
+
+from lightning_sparse.cli.submit.job import Job, Training
+
+
+def job_script(job: Job, training: Training) -> str:
+    """Compose what ``sbatch`` takes, for a training that fits the job."""
+    parts = [_header(job), _environment(job, training)]
+    if job.setup:
+        parts.append("\n".join(job.setup))
+    if training.has_checkpoint:
+        parts.append(_RESUME)
+    parts.append(_command(training))
+    return "\n\n".join(parts) + "\n"
+
+
+_RESUME = """\
+# The checkpoint that the command names would win over the one that this job has saved when it was put back.
+resume=()
+if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
+    resume=(--ckpt_path=hpc)
+fi"""
+
+
+def _header(job: Job) -> str:
+    lines = [
+        "#!/bin/bash",
+        "# Written by lightning-sparse submit; sbatch takes it as it is.",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --chdir={shlex.quote(str(job.start))}",
+        f"#SBATCH --output={shlex.quote(str(job.directory))}/%x-%j.log",
+        f"#SBATCH --time={job.time}",
+        f"#SBATCH --nodes={job.nodes}",
+        "# One task for each device; Lightning refuses --ntasks without it.",
+        f"#SBATCH --ntasks-per-node={job.tasks_per_node}",
+    ]
+    if job.on_gpus:
+        lines.append(
+            "# Of the node, not of each task: Lightning picks each task's own among those that all of them see."
+        )
+        lines.append(f"#SBATCH --gpus-per-node={job.tasks_per_node}")
+    if job.cpus_per_task is not None:
+        lines.append(f"#SBATCH --cpus-per-task={job.cpus_per_task}")
+    lines += [
+        "# Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.",
+        f"#SBATCH --signal=SIGUSR1@{job.signal_seconds}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        *(f"#SBATCH {option}" for option in job.options),
+    ]
+    return "\n".join(lines)
+
+
+def _environment(job: Job, training: Training) -> str:
+    own_root = f'{shlex.quote(str(job.directory))}/"$SLURM_JOB_ID"'
+    root = own_root if training.root is None else shlex.quote(training.root)
+    lines = [
+        "set -eo pipefail",
+        "# Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.",
+        f"root={root}",
+        "# Lightning would read names such as r[1-2]n[1-4] wrongly.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        "export MASTER_ADDR",
+    ]
+    if job.interface is not None:
+        lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
+        lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
+    if job.cpus_per_task is not None:
+        lines.append("# srun does not take it from sbatch since SLURM 22.05.")
+        lines.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"')
+    return "\n".join(lines)
+
+
+def _command(training: Training) -> str:
+    words = " ".join(map(shlex.quote, [sys.executable, "-u", "-m", "lightning_sparse", "fit", *training.words]))
+    resume = ' "${resume[@]}"' if training.has_checkpoint else ""
+    return (
+        "# Where one task fails, the others would wait for it until they time out.\n"
+        f'srun --kill-on-bad-exit=1 {words} --trainer.default_root_dir="$root"{resume}'
+    )

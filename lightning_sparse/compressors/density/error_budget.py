@@ -1,0 +1,89 @@
+"""As much as it takes to keep what waits small."""
+
+import math
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from lightning_sparse.compressors.density.rule import Measurement, Moment, Rule
+
+_SLACK = 0.7  # of the budget, below which less may be sent
+_MOST_RAISED = 2.0  # times, after one measurement
+_MOST_LOWERED = 1.25  # times: what waits grows back slowly, and is seen late
+_FALLING = 0.9  # times what was measured before: a raise is still at work
+
+
+class ErrorBudget(Rule):
+    """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
+
+    A closed loop: after each measurement, the density of a layer whose error is above the budget is raised, by as much
+    as the error exceeds it but at most twice, unless the error is falling already; and lowered, more slowly, where the
+    error is below 0.7 of the budget. It takes some ``1 / density`` steps until an error has settled. A layer whose
+    gradient is zero or not finite stays as it is.
+
+    Args:
+        budget: largest ratio; what it is without a rule, ``CompressionMonitor`` shows as ``residual_to_gradient``.
+
+    Raises:
+        ValueError: if the budget is not positive.
+
+    Example::
+
+        >>> rule = ErrorBudget(budget=10.0)
+        >>> moment = Moment(step=0, epoch=0, asked={"weight": 0.01}, present={"weight": 0.01}, ceiling=1.0)
+        >>> rule.observe(Measurement({"weight": 1.0}, {"weight": 15.0}), moment)
+        >>> rule.wishes(moment)
+        {'weight': 0.015}
+    """
+
+    measures: ClassVar[bool] = True
+
+    def __init__(self, budget: float) -> None:
+        if not 0 < budget < math.inf:
+            raise ValueError(f"budget={budget} must be a positive ratio of norms, such as 10")
+        self.budget = budget
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        self._densities: dict[str, float] = {}
+        self._errors: dict[str, float] = {}
+
+    @override
+    def observe(self, measurement: Measurement, moment: Moment) -> None:
+        for name, gradient_norm in measurement.gradient_norms.items():
+            residual_norm = measurement.residual_norms[name]
+            is_known = gradient_norm > 0 and math.isfinite(gradient_norm) and math.isfinite(residual_norm)
+            if is_known and name in moment.asked:
+                error = residual_norm / gradient_norm
+                density = self._adjusted(name, error, moment)
+                self._densities[name] = min(max(density, moment.asked[name]), moment.ceiling)
+                self._errors[name] = error
+
+    def _adjusted(self, name: str, error: float, moment: Moment) -> float:
+        own = self._densities.get(name, moment.asked[name])
+        if error > self.budget:
+            if error < _FALLING * self._errors.get(name, 0.0):
+                return own
+            return max(own, moment.present[name]) * min(error / self.budget, _MOST_RAISED)
+        if error < _SLACK * self.budget:
+            return own / (min(self.budget / error, _MOST_LOWERED) if error else _MOST_LOWERED)
+        return own
+
+    @override
+    def wishes(self, moment: Moment) -> dict[str, float]:
+        return {
+            name: density for name, density in self._densities.items() if density > moment.asked.get(name, math.inf)
+        }
+
+    @override
+    def reason(self, name: str) -> str:
+        return f"{self._errors.get(name, 0.0):.3g} gradients wait, the budget is {self.budget:g}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"densities": dict(self._densities), "errors": dict(self._errors)}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._densities, self._errors = dict(state["densities"]), dict(state["errors"])

@@ -1,0 +1,309 @@
+"""The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Optional
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.density.table import Densities
+from lightning_sparse.compressors.feedback import Clipping, Hyperparameters
+from lightning_sparse.compressors.layout import ModelLayout, layout_of
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.ddp_hook import GradientStream
+from lightning_sparse.engine.memory import AdamMemory
+from lightning_sparse.engine.observe import Recorder, StepMarks, dense_stats
+from lightning_sparse.engine.planner import StepPlanner
+from lightning_sparse.engine.replicas import ReplicaAverager
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step import Pipeline, StepContext
+from lightning_sparse.engine.wire import build_wire
+from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.schedule import Merged, Schedule
+from lightning_sparse.schedule.plain import plain
+from lightning_sparse.schedule.plan import Plan
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Engine:
+    """Exchange the gradients of one wrapped model, until closed.
+
+    Args:
+        ddp: the wrapped model. It should have been built with the ``bucket_cap_mb`` that
+            :func:`~lightning_sparse.engine.ddp_hook.bucket_cap_mb` returns; its communication hook is registered here.
+        settings: what the user chose.
+        timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
+        say: called on rank 0 with lines for the user.
+
+    Attributes:
+        densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
+        memory: what is kept.
+        pipeline: what every group goes through.
+        recorder: the facts of the steps.
+
+    Raises:
+        RuntimeError: if the backend lacks a collective that the compressor needs.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        settings: Settings,
+        timeout: Optional[timedelta] = None,
+        say: Callable[[str], None] = _LOGGER.info,
+    ) -> None:
+        parameters = list(ddp.module.parameters())
+        device = parameters[0].device
+        self._settings = settings
+        self.recorder = Recorder(device)
+        self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
+        compressor = settings.compressor
+        self.densities = Densities(compressor, settings.density_at(0))
+        rank, ranks = self._collectives.rank, self._collectives.ranks
+        # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
+        dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
+        wire = build_wire(compressor.wire_format, dense_format, settings.wire, rank, ranks)
+        self._collectives.check(wire.collectives)
+        self._layout = layout_of(ddp.module, rank, ranks, device)
+        self._numels = dict(zip(self._layout.names, self._layout.numels))
+        self._learned: Optional[Mapping[str, Any]] = None
+        self._samples_deltas = False
+        compressor.begin(self._layout)
+        # Those of frozen parameters, too: they may be unfrozen.
+        self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
+        self.pipeline = Pipeline(
+            compressor, self.memory, wire, self._collectives, self.recorder, density_of=self.densities.of
+        )
+        self._worker = ExchangeWorker(device)
+        diverges, every = compressor.replicas_diverge, compressor.param_sync_every
+        self._averager = ReplicaAverager(ddp.module, self._collectives, every) if diverges else None
+        self._planner = self._planner_of(settings.schedule, say)
+        self._stream = self._stream_from(ddp)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are exchanged, in the order of the model."""
+        return self._layout.names
+
+    def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
+        after_step = (lambda marks: None) if self._planner is None else self._planner.end_step
+        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self.recorder, after_step)
+
+    def detach(self) -> None:
+        """Let go of the wrapped model, between two steps; what is kept stays."""
+        self._stream.close()
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Exchange the gradients of a new wrapper of the same model from now on, whichever are trained now.
+
+        What is kept of a parameter waits until it is trained again.
+        """
+        layout = layout_of(ddp.module, *self._layout[2:5])
+        if layout != self._layout:
+            self._worker.run(lambda: self._train_others(layout))
+        if self._planner is not None:
+            self._planner.expect_other_order()
+        self._stream = self._stream_from(ddp)
+
+    def _train_others(self, layout: ModelLayout) -> None:
+        compressor = self._settings.compressor
+        # What was read from a checkpoint may be of the parameters that are trained from now on.
+        learned = compressor.state_dict() if self._learned is None else dict(self._learned)
+        compressor.begin(layout)
+        compressor.load_state_dict(learned)
+        self._layout = layout
+        self._numels.update(zip(layout.names, layout.numels))
+
+    def plan_anew(self) -> None:
+        """Measure what things cost once more, from the next step on; all ranks must call."""
+        if self._planner is not None:
+            self._planner.start_anew()
+
+    def leave_optimizers(self) -> None:
+        """Take note that plain DDP makes the next steps, in which optimizers learn from gradients again."""
+        if isinstance(self.memory, AdamMemory):
+            self._worker.run(self.memory.leave)
+
+    @property
+    def compressor(self) -> Compressor:
+        """What chooses what is sent."""
+        return self.pipeline.compressor
+
+    @property
+    def corrects_adam(self) -> bool:
+        """Whether the updates of Adam or AdamW are made before selection."""
+        return isinstance(self.memory, AdamMemory)
+
+    def target_density(self, name: str) -> float:
+        """Return the density of a parameter when warm-up is over, as the user asked for it."""
+        return self.compressor.density_of(name, self._settings.density)
+
+    def target_densities(self) -> dict[str, float]:
+        """Return those of all parameters whose gradients are exchanged, by name."""
+        return {name: self.target_density(name) for name in self.parameter_names}
+
+    def present_densities(self) -> dict[str, float]:
+        """Return the density of each parameter in the next step, by name."""
+        return {name: self.densities.of(name) for name in self.parameter_names}
+
+    def clip(self, clipping: Clipping) -> None:
+        """Clip gradients before compression from the next step on, where the optimizer is corrected; on all ranks."""
+        if isinstance(self.memory, AdamMemory):
+            self.memory.clip_to(clipping)
+
+    def mean_over_ranks(self, number: float) -> float:
+        """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
+        rows: list[list[float]] = []
+        self._worker.run(lambda: rows.extend(self._collectives.gather_numbers([number])))
+        return sum(row[0] for row in rows) / len(rows)
+
+    def send_all(self, is_wanted: bool) -> None:
+        """Send every gradient whole in the next steps, with what waits; all ranks must call."""
+        self.densities.sends_all = is_wanted
+
+    def _planner_of(self, schedule: Schedule, say: Callable[[str], None]) -> Optional[StepPlanner]:
+        if not isinstance(schedule, Merged):
+            return None
+        return StepPlanner(
+            schedule,
+            self._collectives,
+            self.recorder,
+            self._numels,
+            self.densities,
+            self._settings.adapts_density,
+            self.pipeline.waits_for_whole_step,
+            say,
+        )
+
+    def begin_backward(
+        self,
+        loss_scale: Optional[Tensor] = None,
+        hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
+        epoch: int = 0,
+        whole: AbstractSet[str] = frozenset(),
+        steps: int = 0,
+    ) -> None:
+        """Take note of what the outside knows of the step whose backward comes next.
+
+        Args:
+            loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
+            hyperparameters: what the optimizer does, by parameter name.
+            epoch: from 0.
+            whole: names of the parameters whose gradients are sent whole, whatever the compressor; as on all ranks.
+            steps: that corrected optimizers have made.
+        """
+        self._learned = None
+        correction = self._settings.feedback.adam
+        self.recorder.begin_backward()
+        self.recorder.current.marks.is_typical = correction is None or not correction.is_settling(steps)
+        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
+        self.densities.density = self._settings.density_at(epoch, steps)
+
+    def end_step(self) -> None:
+        """Take note that the optimizer has made a step; average the replicas where that is due."""
+        self._samples_deltas = False
+        if self._averager is not None and self._averager.count_step():
+            self.synchronize_replicas()
+
+    def synchronize_replicas(self) -> None:
+        """Average parameters and buffers over ranks, where the method lets them drift apart; all ranks must call."""
+        if self._averager is not None:
+            self._worker.run(self._averager.make_one)
+            if self.recorder.last is not None:
+                self.recorder.last.wire_bytes += self._averager.sent_bytes
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """What the schedule follows; ``None`` if it follows none, or none yet."""
+        return None if self._planner is None else self._planner.plan
+
+    @property
+    def last_marks(self) -> Optional[StepMarks]:
+        """When the stages of the last step that ended happened; ``None`` before the first."""
+        return None if self.recorder.last is None else self.recorder.last.marks
+
+    def raise_error(self) -> None:
+        """Raise what the exchange worker has raised, if it has."""
+        self._worker.raise_error()
+
+    def compression_stats(self) -> dict[str, float]:
+        """Return the facts of the last step that ended; empty before the first."""
+        if self.recorder.last is None:
+            return {}
+        stats = {**self.recorder.last.as_stats(), "total_wire_bytes": float(self.recorder.total_wire_bytes)}
+        return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
+
+    def plain_stats(self) -> dict[str, float]:
+        """Return the facts of a step that was left to plain DDP, as far as they are known."""
+        return dense_stats(self._layout.numel, self.recorder.total_wire_bytes)
+
+    def sample_layer_deltas(self) -> None:
+        """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
+        self._samples_deltas = True
+
+    def layer_deltas(self) -> dict[str, Tensor]:
+        """Return, by parameter name, ``delta`` of LAGS' assumption in the last step; empty if it was not asked for.
+
+        See :class:`~lightning_sparse.callbacks.layer_delta.LayerDelta`, which averages them over steps.
+        """
+        return {} if self.recorder.last is None else dict(self.recorder.last.deltas)
+
+    def settle(self) -> None:
+        """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.
+
+        Raises:
+            BaseException: what the exchange worker has raised.
+        """
+        self._worker.run(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
+        state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
+        if self.plan is not None:
+            state["plan"] = {**plain(self.plan), "schedule": type(self._settings.schedule).__name__}
+        return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace those parts that ``state`` holds by a copy; the others stay as they are.
+
+        Raises:
+            ValueError: if a part is that of another method.
+        """
+
+        def load() -> None:
+            if "memory" in state:
+                self.memory.load_state_dict(state["memory"])
+            if "compressor" in state:
+                self._settings.compressor.load_state_dict(state["compressor"])
+                self._learned = state["compressor"]
+            if self._averager is not None and "averager" in state:
+                self._averager.load_state_dict(state["averager"])
+
+        # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
+        # when it has been told to read them, but has not yet: memory of another stream would be written over.
+        self._worker.run(load)
+
+    def restore_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
+        """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
+        is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
+        return is_ours and self._planner is not None and self._planner.restore(state)
+
+    def close(self) -> bool:
+        """End the worker and give the process group back; safe to call twice.
+
+        Returns:
+            whether what is kept is that of a whole step: no exchange has failed, or hangs.
+        """
+        self._stream.close()
+        # A worker that hangs in a collective still needs the process group that it hangs in.
+        has_ended = self._worker.close()
+        if has_ended:
+            self._collectives.close()
+        return has_ended and self._worker.error is None

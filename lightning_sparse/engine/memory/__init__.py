@@ -1,0 +1,43 @@
+"""What is KEPT: what has not been sent yet, one flat tensor for each parameter name."""
+
+import math
+
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, Clipping, ErrorFeedback, Hyperparameters
+from lightning_sparse.engine.memory.adam import AdamMemory
+from lightning_sparse.engine.memory.base import Memory, MemoryState, widened
+from lightning_sparse.engine.memory.momentum import MomentumMemory
+from lightning_sparse.engine.memory.none import NoMemory
+from lightning_sparse.engine.memory.residual import ResidualMemory
+
+
+def build_memory(feedback: ErrorFeedback, ranks: int) -> Memory:
+    """Build the memory that a compressor asks for.
+
+    Args:
+        feedback: how what is not sent is kept.
+        ranks: how many ranks the gradient is averaged over: the norm of a mean of that many independent gradients is
+            smaller by its square root, and a local clip has to allow for it.
+    """
+    if not feedback.keeps_residual:
+        return NoMemory()
+    if feedback.adam is not None:
+        clip = Clipping(feedback.clip_norm, feedback.clip_value)
+        return AdamMemory(ranks, feedback.adam.refresh_steps, clip, feedback.follows_learning_rate)
+    local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
+    if feedback.momentum is None:
+        return ResidualMemory(local_clip_norm, feedback.follows_learning_rate)
+    unknown = feedback.momentum == FROM_OPTIMIZER
+    without_optimizer = Hyperparameters(0.0, 0.0 if unknown else float(feedback.momentum), feedback.nesterov)
+    return MomentumMemory(without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.follows_learning_rate)
+
+
+__all__ = [
+    "AdamMemory",
+    "Memory",
+    "MemoryState",
+    "MomentumMemory",
+    "NoMemory",
+    "ResidualMemory",
+    "build_memory",
+    "widened",
+]

@@ -1,0 +1,255 @@
+"""Adam before selection: what waits is an update, not a gradient.
+
+The rule, its sources and where it differs from them stand at :class:`~lightning_sparse.AdamCorrection`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.memory.base import MemoryState, in_widened
+from lightning_sparse.engine.memory.residual import ResidualMemory, cloned
+from lightning_sparse.functional import AdamScalars, accumulate_updates, denominator, to_gradients
+
+_GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
+_LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
+
+
+class AdamMemory(ResidualMemory):
+    """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
+
+    Takes 4 bytes an element, as gradients would. The moments are the optimizer's own tensors: the first is emptied into
+    what waits, the second is learned here, and is one for all ranks.
+
+    Args:
+        ranks: how many ranks the gradient is averaged over.
+        refresh_steps: steps between two mean gradients that the second moment learns from, at least.
+        clip: what gradients are clipped to. Each rank clips its own gradient,
+            whose norm is larger than that of the mean by a factor that is measured whenever the mean is known.
+        follows_learning_rate: see :class:`ResidualMemory`.
+    """
+
+    def __init__(
+        self, ranks: int, refresh_steps: int, clip: Clipping = NOT_CLIPPED, follows_learning_rate: bool = False
+    ) -> None:
+        super().__init__(None, follows_learning_rate)
+        self.clip_to(clip)
+        self._squared_norms: dict[str, Tensor] = {}  # of this rank's gradient and of the mean
+        self._norm_ratio: Optional[Tensor] = None
+        self._ranks = ranks
+        self._refresh_steps = refresh_steps
+        self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
+        self._in_updates: set[str] = set()  # of which updates wait, not gradients
+        self._second_steps: dict[str, int] = {}  # that their second moments are of
+        self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
+        self._arrived: dict[str, Optional[Tensor]] = {}  # where, in this step
+        self._update_norms: dict[str, Tensor] = {}
+
+    def clip_to(self, clipping: Clipping) -> None:
+        """Clip gradients to something else from the next step on."""
+        self._clipping = clipping
+        self.clips_gradients = clipping.norm is not None
+
+    def second_step(self, name: str) -> int:
+        """Return the optimizer step that the second moment of a corrected parameter is of."""
+        return self._second_steps[name]
+
+    def take_arrived(self, name: str) -> Optional[Tensor]:
+        """Return where the gradient of a corrected parameter was written in this step, and forget it.
+
+        int64 ``[ranks, count]``, the same element once for each rank that sent it; ``None`` if it arrived whole.
+        """
+        return self._arrived.pop(name, None)
+
+    @override
+    def compensate(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        accumulated = in_widened(gradients)
+        inputs = dict(zip(names, accumulated))
+        moments = {
+            name: settings.adam
+            for name in names
+            if (settings := hyperparameters.get(name)) is not None and settings.adam is not None
+        }
+        for name in names:
+            self._follow(name, moments.get(name))
+        rest = [name for name in names if name not in moments]
+        self._accumulate(rest, [inputs[name] for name in rest], hyperparameters)
+        if moments:
+            self._accumulate_updates(inputs, moments, hyperparameters)
+        return accumulated
+
+    def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
+        """Take note of whether updates are accumulated in this step; what waits changes its unit, not its worth."""
+        known = self._moments.pop(name, None)
+        if present is not None:
+            self._moments[name] = present
+            self._second_steps.setdefault(name, present.step - 1)
+            if name not in self._in_updates:
+                self._turn_to_updates(name, present)
+        elif name in self._in_updates:
+            self._return_to_gradients(name, known)
+
+    def _turn_to_updates(self, name: str, moments: AdamMoments) -> None:
+        self._in_updates.add(name)
+        # All that the first moment would still do, if no other gradient came. Every rank keeps the same of it.
+        owed = in_widened([moments.first])[0] * (
+            moments.beta1 / ((1 - moments.beta1) * (1 - moments.beta1 ** (moments.step - 1)))
+        )
+        owed = -owed if moments.maximizes else owed
+        moments.first.zero_()
+        if name in self._residuals:
+            owed.add_(self._residuals[name])
+        self._residuals[name] = owed.div_(self._denominator(name, moments))
+
+    def _return_to_gradients(self, name: str, known: Optional[AdamMoments]) -> None:
+        self._in_updates.discard(name)
+        if known is None:
+            del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
+        else:
+            self._residuals[name].mul_(self._denominator(name, known))
+        self._second_steps.pop(name, None)
+
+    def leave(self) -> None:
+        """Accumulate gradients again, of all parameters; their second moments may change before they come back."""
+        for name in list(self._in_updates):
+            self._return_to_gradients(name, self._moments.pop(name, None))
+
+    def _denominator(self, name: str, moments: AdamMoments) -> Tensor:
+        return denominator(in_widened([moments.preconditioner])[0], moments.scalars(self._second_steps[name]))
+
+    def _accumulate_updates(
+        self,
+        inputs: Mapping[str, Tensor],
+        moments: Mapping[str, AdamMoments],
+        hyperparameters: Mapping[str, Hyperparameters],
+    ) -> None:
+        """Turn gradients into updates and add what waits, in place."""
+        gradients = [inputs[name] for name in moments]
+        self._clip_as_mean(gradients)
+        for gradient, each in zip(gradients, moments.values()):
+            if each.decay:
+                gradient.add_(each.parameter, alpha=each.decay)
+        self._local.update((name, inputs[name].clone()) for name in moments if self._is_due(name))
+        waiting = self._waiting(list(moments), gradients, hyperparameters)
+        accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
+        if self.is_watched:
+            updates = torch._foreach_sub(gradients, waiting)
+            self._update_norms.update(zip(moments, torch._foreach_norm(updates)))
+
+    def _preconditioners(self, moments: Mapping[str, AdamMoments]) -> list[Tensor]:
+        return in_widened([each.preconditioner for each in moments.values()])
+
+    def _scalars(self, moments: Mapping[str, AdamMoments]) -> list[AdamScalars]:
+        return [each.scalars(self._second_steps[name]) for name, each in moments.items()]
+
+    def _clip_as_mean(self, gradients: list[Tensor]) -> None:
+        if self._clipping.value is not None:
+            torch._foreach_clamp_min_(gradients, -self._clipping.value)
+            torch._foreach_clamp_max_(gradients, self._clipping.value)
+        if self._clipping.norm is None:
+            return
+        assert self.gradient_norm is not None
+        if self._norm_ratio is None and self._squared_norms:
+            mine, mean = torch.stack(list(self._squared_norms.values())).sum(dim=0).unbind()
+            self._norm_ratio = (mine / mean).sqrt()
+        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
+        ratio = math.sqrt(self._ranks) if self._norm_ratio is None else self._norm_ratio
+        # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
+        self._clip_factor = (self._clipping.norm * ratio / self.gradient_norm).clamp(max=1.0)
+        torch._foreach_mul_(gradients, self._clip_factor)
+
+    @override
+    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
+        moments = {name: self._moments[name] for name in names if name in self._moments}
+        if not moments:
+            return
+        corrected = [position for position, name in enumerate(names) if name in moments]
+        self._arrived.update((names[position], means[position].indices) for position in corrected)
+        to_gradients(
+            [updates[position] for position in corrected],
+            [self._arrived[names[position]] for position in corrected],
+            self._preconditioners(moments),
+            self._scalars(moments),
+        )
+
+    def _is_due(self, name: str) -> bool:
+        step = self._moments[name].step
+        return step - self._second_steps[name] >= max(self._refresh_steps, int(_GROWTH * step))
+
+    @override
+    def take_local_gradients(self) -> dict[str, Tensor]:
+        local, self._local = self._local, {}
+        return local
+
+    @override
+    def learn(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
+        self._measure_norms(local, means)
+        for name, mean in zip(local, means):
+            moments = self._moments[name]
+            known, present = self._second_steps[name], moments.step
+            share = max(_LEAST_KEPT, moments.beta2 ** (present - known))
+            # Both as torch keeps them: with the bias of their step.
+            old, new = (1 - moments.beta2**step for step in (known, present))
+            square = mean.to(moments.second.dtype).square_()
+            moments.second.mul_(share * new / old).add_(square, alpha=(1 - share) * new)
+            if moments.largest is not None:
+                torch.maximum(moments.largest, moments.second, out=moments.largest)
+            self._second_steps[name] = present
+
+    def _measure_norms(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
+        """Take note of how long this rank's gradient and the mean are, as an average over the last times."""
+        if self._clipping.norm is None:
+            return
+        self._norm_ratio = None
+        norms = (torch.stack(torch._foreach_norm(each)).float() for each in (list(local.values()), list(means)))
+        for name, squared in zip(local, torch.stack(list(norms), dim=1).square_().unbind()):
+            self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
+
+    @override
+    def statistics(self) -> dict[str, Tensor]:
+        """Return also ``update_error`` and ``second_moment_age``, where updates are accumulated.
+
+        The first is the norm of the updates that wait over that of this rank's updates of the last step; the second how
+        many steps ago the second moment was learned, at most.
+        """
+        statistics = super().statistics()
+        norms = [self._update_norms[name] for name in self._moments if name in self._update_norms]
+        if not norms:
+            return statistics
+        waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])
+        ages = [moments.step - self._second_steps[name] for name, moments in self._moments.items()]
+        return {
+            **statistics,
+            "update_error": torch.stack(list(waiting)).norm() / torch.stack(norms).norm(),
+            "second_moment_age": norms[0].new_tensor(max(ages)),
+        }
+
+    @override
+    def state_dict(self) -> MemoryState:
+        state = super().state_dict()
+        residuals = state["residual"]
+        return {
+            **state,
+            "residual": {name: tensor for name, tensor in residuals.items() if name not in self._in_updates},
+            "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
+            "second_moment_step": {name: torch.tensor([float(step)]) for name, step in self._second_steps.items()},
+            "squared_norms": dict(self._squared_norms),
+        }
+
+    @override
+    def load_state_dict(self, state: MemoryState) -> None:
+        updates = state.get("update", {})
+        super().load_state_dict({**state, "residual": {**state.get("residual", {}), **updates}})
+        self._in_updates = set(updates)
+        self._moments.clear()
+        self._squared_norms = cloned(state.get("squared_norms", {}))
+        self._norm_ratio = None
+        self._second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}

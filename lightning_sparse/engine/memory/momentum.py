@@ -1,0 +1,122 @@
+"""Momentum correction: momentum is accumulated before selection instead of after it.
+
+Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
+element that waited for many steps meets a momentum that has forgotten it; with momentum here, what waits is what dense
+training would have applied.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.memory.base import MemoryState
+from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
+
+
+class MomentumMemory(ResidualMemory):
+    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``.
+
+    With Nesterov ``u = m (u + g)``, ``v = v + u + g``. Where an element is sent, its ``u`` starts again from zero
+    (momentum factor masking), so that a stale direction is not followed on; where a parameter is sent whole, it goes
+    on, so that the method becomes dense momentum SGD.
+
+    Takes 12 bytes an element: residual, momentum, and the momentum of the step in flight, which counts only once the
+    step is known to be finite.
+
+    Args:
+        without_optimizer: the momentum where no optimizer is known.
+        masks_momentum: whether the momentum of what was sent starts again from zero.
+        local_clip_norm: see :class:`ResidualMemory`.
+        follows_learning_rate: see :class:`ResidualMemory`. The residual alone is rescaled: dense momentum SGD never
+            rescales its buffer either.
+    """
+
+    def __init__(
+        self,
+        without_optimizer: Hyperparameters,
+        masks_momentum: bool = True,
+        local_clip_norm: Optional[float] = None,
+        follows_learning_rate: bool = False,
+    ) -> None:
+        super().__init__(local_clip_norm, follows_learning_rate)
+        self._without_optimizer = without_optimizer
+        self._masks_momentum = masks_momentum
+        self._momenta: dict[str, Tensor] = {}
+        self._in_flight: dict[str, Tensor] = {}
+        self._masked: dict[str, Tensor] = {}
+
+    @override
+    def _accumulate(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        self._accumulate_momenta(names, gradients, hyperparameters)
+        super()._accumulate(names, gradients, hyperparameters)
+
+    def _accumulate_momenta(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        """Turn gradients into velocities, in place; the momenta of this step stay in flight."""
+        momenta = kept_like(self._momenta, names, gradients)
+        in_flight = kept_like(self._in_flight, names, gradients)
+        torch._foreach_copy_(in_flight, momenta)
+        for name, momentum, gradient in zip(names, in_flight, gradients):
+            settings = hyperparameters.get(name, self._without_optimizer)
+            if settings.nesterov:
+                momentum.add_(gradient).mul_(settings.momentum)
+                gradient.add_(momentum)
+            else:
+                momentum.mul_(settings.momentum).add_(gradient)
+                gradient.copy_(momentum)
+
+    @override
+    def update(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+    ) -> None:
+        in_flight = kept_like(self._in_flight, names, accumulated)
+        if self._masks_momentum:
+            for name, momentum, tensor, selection in zip(names, in_flight, accumulated, kept):
+                is_whole = _mask_sent(momentum, tensor, selection)
+                if self.is_watched and is_whole is not None:
+                    self._masked[name] = is_whole.logical_not().sum()
+        momenta = kept_like(self._momenta, names, accumulated)
+        for position, (momentum, newest) in enumerate(zip(momenta, in_flight)):
+            torch.where(accepted[position], newest, momentum, out=momentum)
+        super().update(names, accumulated, kept, accepted)
+
+    @override
+    def statistics(self) -> dict[str, Tensor]:
+        """Return also ``momentum_norm``, of all that is accumulated here, and ``masked_fraction`` of its elements."""
+        momenta = list(self._momenta.values())
+        if not momenta:
+            return super().statistics()
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(momenta)])
+        statistics = {**super().statistics(), "momentum_norm": norms.norm()}
+        if self._masks_momentum:
+            masked, self._masked = self._masked, {}
+            elements = sum(momentum.numel() for momentum in momenta)
+            statistics["masked_fraction"] = sum(masked.values(), norms.new_zeros(())) / elements
+        return statistics
+
+    @override
+    def state_dict(self) -> MemoryState:
+        return {**super().state_dict(), "momentum": dict(self._momenta)}
+
+    @override
+    def load_state_dict(self, state: MemoryState) -> None:
+        super().load_state_dict(state)
+        self._momenta = cloned(state.get("momentum", {}))
+
+
+def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:
+    """Set to zero the momentum of what was sent, in place; return which of the selected places were not sent."""
+    if kept.indices is None or kept.indices.numel() == kept.numel:
+        return None
+    # What stays whole at its place was not sent: the place was not taken, or the value too small for the wire.
+    is_whole = kept.values == accumulated.index_select(0, kept.indices)
+    momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
+    return is_whole

@@ -1,0 +1,159 @@
+"""Error feedback: what was not sent waits for the next gradient.
+
+Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD"
+(arXiv 1901.09847). Rescaling at a change of the learning rate: Zheng, Huang and Kwok, "Communication-Efficient
+Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al.,
+"Deep Gradient Compression" (arXiv 1712.01887), section 3.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.end_to_end import EndToEnd
+from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.memory.base import Memory, MemoryState, in_widened
+from lightning_sparse.functional import copy_elements
+
+_MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up what waits
+
+
+class ResidualMemory(Memory):
+    """Error feedback: what was not sent is added to the next gradient.
+
+    The residual of a parameter is allocated when its first gradient arrives, in fp32 (float64 for a float64 gradient),
+    and from then on updated in place: 4 bytes an element.
+
+    Args:
+        local_clip_norm: largest norm of this rank's gradient over the whole model; a larger one is scaled down before
+            it is accumulated. ``None`` not to clip.
+        follows_learning_rate: multiply what waits by the last learning rate over the present one (within a tenth and
+            ten), so that what was gathered acts with the learning rate under which it was gathered.
+    """
+
+    def __init__(self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False) -> None:
+        self.clips_gradients = local_clip_norm is not None
+        self._local_clip_norm = local_clip_norm
+        self._clip_factor: Optional[Tensor] = None
+        self._follows_learning_rate = follows_learning_rate
+        self._residuals: dict[str, Tensor] = {}
+        self._rates: dict[str, Tensor] = {}
+        self._new_rates: dict[str, Tensor] = {}
+
+    @override
+    def compensate(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        accumulated = in_widened(gradients)
+        self._clip(accumulated)
+        self._accumulate(names, accumulated, hyperparameters)
+        return accumulated
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        if self._local_clip_norm is None:
+            return
+        assert self.gradient_norm is not None
+        # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
+        factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)
+        self._clip_factor = factor
+
+    def _accumulate(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        """Add what waits to the gradients, in place."""
+        if names:
+            torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters))
+
+    def _waiting(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        """Return what is added to the gradients: what waits, in terms of the present learning rate."""
+        residuals = kept_like(self._residuals, names, gradients)
+        if not (self._follows_learning_rate and hyperparameters):
+            return residuals
+        ratios = self._rate_ratios(names, [hyperparameters[name].learning_rate for name in names], gradients[0])
+        return list(torch._foreach_mul(residuals, ratios.unbind()))
+
+    def _rate_ratios(self, names: Sequence[str], rates: list[float], like: Tensor) -> Tensor:
+        present = torch.tensor(rates, dtype=like.dtype).to(like.device, non_blocking=True)
+        self._new_rates.update(zip(names, present.unbind()))
+        last = torch.stack([self._rates.get(name, rate) for name, rate in zip(names, present.unbind())])
+        # From 0 to 0 is no change.
+        return (last / present).nan_to_num(nan=1.0).clamp(1 / _MAX_RATE_RATIO, _MAX_RATE_RATIO)
+
+    @override
+    def update(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+    ) -> None:
+        self._accept_rates(names, accepted)
+        residuals = kept_like(self._residuals, names, accumulated)
+        if accepted.device.type != "cpu":
+            # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
+            _overwrite(accumulated, kept)
+            for residual, source, is_accepted in zip(residuals, accumulated, accepted.unbind()):
+                torch.where(is_accepted, source, residual, out=residual)
+            return
+        positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
+        if isinstance(kept, EndToEnd):
+            kept.overwrite(accumulated)
+            _copy(accumulated, residuals, positions)
+            return
+        # What is overwritten as a whole need not be copied first.
+        _copy(accumulated, residuals, [each for each in positions if kept[each].indices is not None])
+        _overwrite([residuals[each] for each in positions], [kept[each] for each in positions])
+
+    def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
+        if not self._new_rates:
+            return
+        present = torch.stack([self._new_rates[name] for name in names])
+        last = torch.stack([self._rates.get(name, self._new_rates[name]) for name in names])
+        self._rates.update(zip(names, torch.where(accepted, present, last).unbind()))
+
+    @override
+    def statistics(self) -> dict[str, Tensor]:
+        """Return ``local_clip_factor``, by which this rank's gradient was multiplied, if gradients are clipped."""
+        return {} if self._clip_factor is None else {"local_clip_factor": self._clip_factor}
+
+    @override
+    def state_dict(self) -> MemoryState:
+        state = {"residual": dict(self._residuals)}
+        return {**state, "learning_rate": dict(self._rates)} if self._rates else state
+
+    @override
+    def load_state_dict(self, state: MemoryState) -> None:
+        self._residuals = cloned(state.get("residual", {}))
+        self._rates = cloned(state.get("learning_rate", {}))
+
+
+def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return what is kept under some names; zeros, from now on kept, under a new one."""
+    for name, like in zip(names, likes):
+        if name not in kept:
+            kept[name] = torch.zeros_like(like)
+    return [kept[name] for name in names]
+
+
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors by name."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _copy(sources: Sequence[Tensor], outs: Sequence[Tensor], positions: Sequence[int]) -> None:
+    if positions:
+        torch._foreach_copy_([outs[each] for each in positions], [sources[each] for each in positions])
+
+
+def _overwrite(tensors: Sequence[Tensor], kept: Sequence[Selection]) -> None:
+    if isinstance(kept, EndToEnd):
+        kept.overwrite(tensors)
+        return
+    for tensor, selection in zip(tensors, kept):
+        if selection.indices is None:
+            copy_elements(selection.values, tensor)
+        else:
+            tensor.index_copy_(0, selection.indices, selection.values)

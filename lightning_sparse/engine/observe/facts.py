@@ -1,0 +1,67 @@
+"""What happened in one step on this rank: how much was sent, and how long it took."""
+
+import math
+from collections.abc import Sequence
+from typing import Union
+
+from torch import Tensor
+
+from lightning_sparse.compressors.end_to_end import at_once
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.observe.marks import StepMarks
+from lightning_sparse.engine.observe.samples import sent_count, union_count
+
+
+class StepFacts:
+    """What happened in one step on this rank.
+
+    Attributes:
+        elements: gradient elements that were to be exchanged.
+        wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
+        marks: when it happened.
+        deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.wire_bytes = 0
+        self.marks = StepMarks()
+        self.deltas: dict[str, Tensor] = {}
+        self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
+        self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
+
+    def add_selections(self, selections: Sequence[Selection]) -> None:
+        """Take note of what this rank sends of a group."""
+        for selection in at_once(selections):
+            self.elements += selection.numel
+            self._sent.append(sent_count(selection))
+
+    def add_means(self, means: Sequence[Selection]) -> None:
+        """Take note of what arrived from all ranks for a group."""
+        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in at_once(means))
+
+    def union(self) -> int:
+        """Return how many elements any rank has sent, which costs a sort of what arrived."""
+        return sum(arrived if isinstance(arrived, int) else union_count(arrived) for arrived in self._arrived)
+
+    def as_stats(self) -> dict[str, float]:
+        """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
+        dense_bytes = 4.0 * self.elements
+        return {
+            "density": float(sum(self._sent)) / max(1, self.elements),
+            "union_density": self.union() / max(1, self.elements),
+            "wire_bytes": float(self.wire_bytes),
+            "dense_bytes": dense_bytes,
+            "compression_ratio": dense_bytes / self.wire_bytes if self.wire_bytes else 1.0,
+            "select_seconds": self.marks.seconds("select", "encode"),
+            "exchange_seconds": self.marks.seconds("exchange"),
+            "exposed_seconds": self.marks.exposed_seconds,
+        }
+
+
+def dense_stats(elements: int, total_wire_bytes: int) -> dict[str, float]:
+    """Return the public statistics of a step that was left to plain DDP, as far as they are known."""
+    sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * elements)
+    seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
+    whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
+    return {**whole, **sizes, **seconds, "total_wire_bytes": float(total_wire_bytes)}

@@ -1,0 +1,103 @@
+"""Gather the facts of a step from the threads on which they happen."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Optional
+
+import torch
+
+from lightning_sparse.engine.observe.clock import Clock, Mark
+from lightning_sparse.engine.observe.facts import StepFacts
+from lightning_sparse.engine.observe.marks import GroupMarks, Span
+from lightning_sparse.engine.observe.samples import ParameterSamples
+
+
+class Recorder:
+    """Gather the facts of the step in progress, and keep those of the last one that ended.
+
+    Attributes:
+        current: the step in progress; it changes only between two backwards.
+        last: the last step that ended.
+        watches_gradients: mark when each gradient is ready also where that costs an event of the device; the planner's.
+        is_watched: the same, for whoever looks on from outside the engine.
+        samples: where the step in progress is to be noted by parameter; ``None`` unless somebody asked.
+        last_samples: of the last step for which they were asked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = Clock(device)
+        self.current = StepFacts()
+        self.last: Optional[StepFacts] = None
+        self.watches_gradients = False
+        self.is_watched = False
+        self.samples: Optional[ParameterSamples] = None
+        self.last_samples: Optional[ParameterSamples] = None
+        self._group: Optional[GroupMarks] = None
+        self._bytes_before_last = 0
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes handed to collectives by all steps that have ended."""
+        return self._bytes_before_last + (self.last.wire_bytes if self.last is not None else 0)
+
+    def begin_backward(self) -> None:
+        """Take note that a backward begins; of several in one step the last one counts."""
+        self.current.marks.backward_start = self.clock.mark()
+
+    def end_backward(self) -> None:
+        """Take note that the last gradient is ready."""
+        self.current.marks.backward_end = self.clock.mark()
+
+    def add_ready(self, names: Sequence[str]) -> None:
+        """Take note that gradients are ready, those of a bucket at once."""
+        is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
+        self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
+
+    @contextmanager
+    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[GroupMarks]:
+        """Count the spans inside as those of one group."""
+        self._group = GroupMarks(tuple(names))
+        self._group.ready = ready
+        self.current.marks.groups.append(self._group)
+        try:
+            yield self._group
+        finally:
+            self._group = None
+
+    def add_bytes(self, count: int) -> None:
+        """Take note that bytes were handed to a collective."""
+        self.current.wire_bytes += count
+        if self._group is not None:
+            self._group.wire_bytes += count
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[None]:
+        """Time what is done inside, as part of a stage."""
+        start = self.clock.mark()
+        yield
+        marks = self.current.marks if self._group is None else self._group
+        marks.spans.append(Span(stage, start, self.clock.mark()))
+
+    def end_step(self) -> StepFacts:
+        """Close the facts of this step, open the next, and return the former."""
+        self.current.marks.end = self.clock.mark()
+        self._bytes_before_last = self.total_wire_bytes
+        self.last, self.current = self.current, StepFacts()
+        return self.last
+
+    def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
+        """Ask for :attr:`last_samples` of the next step. No rank has to do as the others do.
+
+        For their norms, that step reads every gradient and every residual once more.
+
+        Args:
+            counts: take note of how many elements of each parameter are sent.
+            histograms: count the magnitudes of what is sent and kept; that reads them some more times.
+        """
+        if self.samples is not None:  # somebody else has asked for the same step
+            counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
+        self.samples = ParameterSamples(counts, histograms)
+
+    def close_samples(self) -> None:
+        """Take note that all has been noted of the step that was asked for."""
+        self.last_samples, self.samples = self.samples, None

@@ -1,0 +1,256 @@
+"""The planner at work: time steps under several ways, agree on the times with all ranks, and follow the best.
+
+Nothing is added to a step but marks in time. They are read, and numbers travel, at a step's border: after each round of
+trials, and now and then later, to see whether the plan still does what it did. What rank 0 plans, all ranks follow.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate, chain
+from statistics import median
+from typing import Any, Optional
+
+from lightning_sparse.compressors.density.table import PLAN, Densities
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder, StepMarks
+from lightning_sparse.engine.step_samples import averaged
+from lightning_sparse.schedule import ClosingAfter, Merged
+from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.schedule.hidden_density import hidden_densities
+from lightning_sparse.schedule.plain import plan_from
+from lightning_sparse.schedule.plan import Plan, Way
+from lightning_sparse.schedule.step_profile import Profile, StepSample, can_profile, dense_cost, profile_of
+from lightning_sparse.schedule.ways import best_of, first_ways, partly_whole_ways
+
+_ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
+_CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
+_STEPS = 3  # of a turn
+_CHECK_EVERY = 50  # steps
+_CHECKED_STEPS = 10
+_DEPARTURE = 0.2  # of the exposed time
+_NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
+_FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
+_MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
+
+Samples = dict[Way, list[StepSample]]
+Course = Generator[None, StepMarks, None]
+
+
+class StepPlanner:
+    """Keep a schedule on the best plan known.
+
+    Args:
+        schedule: follows the plan.
+        collectives: how ranks agree.
+        recorder: told when gradients are to be watched.
+        numels: elements by parameter name.
+        densities: what is sent; raised where that costs no time, if ``adapts_density``.
+        adapts_density: whether the plan may send more than the user asked for.
+        holds_groups: whether no group is exchanged before backward has ended.
+        say: called on rank 0 with a line for the user.
+
+    Attributes:
+        plan: what is followed; ``None`` while nothing is known.
+    """
+
+    def __init__(
+        self,
+        schedule: Merged,
+        collectives: Collectives,
+        recorder: Recorder,
+        numels: Mapping[str, int],
+        densities: Densities,
+        adapts_density: bool,
+        holds_groups: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.plan: Optional[Plan] = None
+        self._schedule = schedule
+        self._collectives = collectives
+        self._recorder = recorder
+        self._numels = numels
+        self._densities = densities
+        self._adapts_density = adapts_density
+        self._holds_groups = holds_groups
+        self._say = say if collectives.rank == 0 else lambda line: None
+        self._order: tuple[str, ...] = ()
+        self._foreign_steps = 0
+        self._remembered: Optional[Plan] = None
+        self._course: Course = self._run()
+        schedule.reset()
+
+    def end_step(self, marks: StepMarks) -> None:
+        """Look at a step that has ended; on every rank, between two steps."""
+        order = tuple(marks.ready)
+        if not order or not marks.is_typical:
+            return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
+        if order == self._order:
+            self._course.send(marks)
+        elif self._foreign_steps:
+            self._foreign_steps -= 1
+        else:
+            self._order = order
+            self._begin()
+
+    def expect_other_order(self) -> None:
+        """Take note that DDP is new: in its first steps gradients come in an order that means nothing."""
+        self._foreign_steps = _FOREIGN_STEPS
+
+    def start_anew(self) -> None:
+        """Forget what things cost; between two steps, on every rank."""
+        self._remembered = None
+        self._begin()
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Follow a plan of a run before, as :func:`~lightning_sparse.schedule.plain` wrote it; on every rank.
+
+        It is followed from when gradients come in its order on, and watched as if it had been made here.
+
+        Returns:
+            whether it is of the parameters that are trained here.
+        """
+        plan = plan_from(state)
+        if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
+            return False
+        self._remembered = plan
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        self._course = self._run()
+        if self._order:
+            next(self._course)
+
+    def _run(self) -> Course:
+        """Live through the steps of one graph: each ``yield`` is a step."""
+        elements = [self._numels[name] for name in self._order]
+        patience = 1
+        if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
+            self._go_on_with(self._remembered)
+            yield from self._watch(patience)
+        while True:
+            counts = self._counts()
+            seen = yield from self._try(first_ways(elements), _ROUNDS)
+            best = best_of({way: _seconds(steps) for way, steps in seen.items()})
+            samples = list(chain.from_iterable(seen.values()))
+            profile = profile_of(elements, counts, samples) if can_profile(samples) else None
+            if profile is not None and self._adapts_density:
+                profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
+            ways = [best]
+            if profile is not None:
+                planned = self._agreed(profile, self._schedule.propose(profile))
+                ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
+            contest = yield from self._try(ways, _CONTEST_ROUNDS)
+            # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
+            seen |= {way: [*seen.get(way, ()), *steps] for way, steps in contest.items()}
+            choices = seen if self._schedule.keeps_fastest else ways
+            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in choices}), seen, profile)
+            patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
+            yield from self._watch(patience)
+
+    def _go_on_with(self, plan: Plan) -> None:
+        """Follow a plan of a run before; if something else was to be sent then, with other groups."""
+        self.plan, self._remembered = plan, None
+        self._follow(Way(tuple(accumulate(map(len, plan.groups))), plan.densities))
+        counts = tuple(accumulate(self._counts(), initial=0))
+        if plan.profile is not None and plan.profile.counts != counts:
+            self._plan_for_density()
+        self._say(f"as in the run before, {self.plan}")
+
+    def _try(self, ways: Sequence[Way], rounds: int) -> Generator[None, StepMarks, Samples]:
+        """Time steps under some ways; one more comes before each turn, in which buffers take their new sizes."""
+        seen: dict[Way, list[StepMarks]] = {way: [] for way in ways}
+        self._recorder.watches_gradients = True
+        for way, steps in list(seen.items()) * rounds:
+            self._follow(way)
+            yield
+            for _ in range(_STEPS):
+                steps.append((yield))
+        self._recorder.watches_gradients = False
+        samples = iter(self._averaged([marks for steps in seen.values() for marks in steps]))
+        return {way: [next(samples) for _ in steps] for way, steps in seen.items()}
+
+    def _cost_of_whole(
+        self, elements: Sequence[int], profile: Profile
+    ) -> Generator[None, StepMarks, Optional[CostModel]]:
+        seen = yield from self._try(partly_whole_ways(elements), 1)
+        return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.model.startup)
+
+    def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
+        """Return what rank 0 proposes, and finds room for."""
+        densities = hidden_densities(profile, stops) if profile.dense is not None else []
+        densities = [min(density, self._densities.ceiling) for density in densities]
+        return _agreed(self._collectives, Way(tuple(stops), tuple(densities)), len(self._order))
+
+    def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile]) -> bool:
+        """Follow a plan from now on; return whether it is the one that was followed before."""
+        known, steps = self.plan, seen[way]
+        self._remembered = None
+        self._follow(way)
+        self.plan = Plan(
+            self._groups(way),
+            way.densities,
+            None if profile is None else profile.predict(way.stops),
+            _seconds(steps),
+            median(sample.exposed_seconds for sample in steps),
+            tuple(sorted((len(tried.stops), _seconds(samples)) for tried, samples in seen.items())),
+            profile,
+        )
+        self._say(str(self.plan))
+        return known is not None and known.groups == self.plan.groups
+
+    def _watch(self, patience: int) -> Course:
+        """Follow the plan until it no longer does what it did."""
+        assert self.plan is not None
+        while True:
+            window = deque[StepMarks](maxlen=_CHECKED_STEPS)
+            for _ in range(patience * _CHECK_EVERY):
+                window.append((yield))
+                if self._densities.have_changed:
+                    self._plan_for_density()
+            samples = self._averaged(list(window))
+            exposed = median(sample.exposed_seconds for sample in samples)
+            change = abs(exposed - self.plan.exposed_seconds)
+            if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
+                return
+
+    def _plan_for_density(self) -> None:
+        """Plan for what the density asks for now, with the costs that are known."""
+        assert self.plan is not None
+        counts = self._counts()
+        if self.plan.profile is None:
+            return
+        profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
+        way = self._agreed(profile, self._schedule.propose(profile))
+        self._follow(way)
+        self.plan = self.plan._replace(
+            groups=self._groups(way), densities=way.densities, predicted=profile.predict(way.stops), profile=profile
+        )
+
+    def _counts(self) -> list[int]:
+        self._densities.have_changed = False
+        return [self._densities.count(name, self._numels[name]) for name in self._order]
+
+    def _follow(self, way: Way) -> None:
+        self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in way.stops))
+        groups = zip(self._groups(way), way.densities)
+        self._densities.wish(PLAN, {name: density for group, density in groups for name in group})
+
+    def _groups(self, way: Way) -> tuple[tuple[str, ...], ...]:
+        return tuple(self._order[start:stop] for start, stop in zip((0, *way.stops), way.stops))
+
+    def _averaged(self, steps: Sequence[StepMarks]) -> list[StepSample]:
+        return averaged(self._collectives, steps, self._holds_groups)
+
+
+def _seconds(samples: Sequence[StepSample]) -> float:
+    return median(sample.total_seconds for sample in samples)
+
+
+def _agreed(collectives: Collectives, proposed: Way, tensors: int) -> Way:
+    """Return what rank 0 proposes for so many tensors: another machine's logarithms may round otherwise."""
+    room = [0.0] * (tensors - len(proposed.stops))
+    densities = proposed.densities or (0.0,) * len(proposed.stops)
+    numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0]
+    stops = tuple(int(stop) for stop in numbers[:tensors] if stop)
+    return Way(stops, tuple(numbers[tensors:][: len(stops)]) if proposed.densities else ())

@@ -1,0 +1,267 @@
+"""What the user chose, checked."""
+
+from typing import Optional, Union
+
+import torch
+
+from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, NOT_CLIPPED, AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
+from lightning_sparse.engine.wire import wire_dtype
+from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
+
+AUTO = "auto"
+
+
+class Settings:
+    """What the user chose, checked and with names turned into objects.
+
+    Args:
+        compressor: name or object.
+        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
+        schedule: name or object.
+        wire: name of the type of the values that travel.
+        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
+        optimizer_correction: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
+
+    Attributes:
+        feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
+            :meth:`correct_adam` changes it.
+        hides_communication: whether a rule wants the plan to send more where that costs no time.
+
+    Raises:
+        ValueError: for an unknown name, a density out of range, a density for a compressor that has none, or a
+            warm-up that is negative.
+        TypeError: for an object of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        compressor: Union[str, Compressor],
+        density: Optional[float],
+        schedule: Union[str, Schedule],
+        wire: str,
+        warmup_epochs: Optional[int] = None,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+    ) -> None:
+        self.compressor = COMPRESSORS.resolve(compressor)
+        self.density = _checked_density(density, self.compressor)
+        self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
+        self.schedule = SCHEDULES.resolve(schedule)
+        self.wire = wire_dtype(wire)
+        self.feedback = self._asked_feedback = self.compressor.feedback
+        self.hides_communication = False
+        self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
+        self._check_adaptation(schedule)
+
+    @property
+    def adapts_density(self) -> bool:
+        """Whether a plan may send more than the density asks for."""
+        by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
+        return self.compressor.adapts_density or by_schedule or self.hides_communication
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the optimizers are given part of each gradient late."""
+        return self.compressor.feedback.keeps_residual and self.density < 1
+
+    def correct_adam(self, clip: Clipping = NOT_CLIPPED, total_steps: Optional[int] = None) -> None:
+        """Have Adam's updates made before selection, in the next fit.
+
+        The compressor's own momentum is left out: Adam's first moment is in its place.
+
+        Args:
+            clip: what the user clips gradients to.
+            total_steps: optimizer steps of the whole training; ``None`` where that is not known.
+        """
+        asked, own = self._asked_feedback, self.optimizer_correction
+        correction = own if isinstance(own, AdamCorrection) else AdamCorrection()
+        self.feedback = ErrorFeedback(
+            adam=correction.resolved(total_steps),
+            follows_learning_rate=asked.follows_learning_rate,
+            clip_norm=asked.clip_norm if clip.norm is None else clip.norm,
+            clip_value=clip.value,
+        )
+
+    def leave_optimizers(self) -> None:
+        """Have gradients accumulated, or the momentum that was asked for, in the next fit."""
+        self.feedback = self._asked_feedback
+
+    @property
+    def can_correct_adam(self) -> bool:
+        """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
+        is_wanted = self.optimizer_correction is not None and self.is_sparse
+        leaves_room = self._asked_feedback.momentum in (None, FROM_OPTIMIZER)
+        return is_wanted and leaves_room and _refusal_of(self.compressor) is None
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether momentum was asked for that only the one kind of optimizer has."""
+        return self._asked_feedback.momentum is not None
+
+    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
+        """Accumulate momentum and clip as ``correction`` says, whatever the compressor; ``None`` as it says itself.
+
+        Only its momentum, masking and clipping are taken over.
+
+        Raises:
+            ValueError: if the compressor keeps no residual, corrects momentum itself, or selects across a group.
+        """
+        own = self.compressor.feedback
+        if correction is None:
+            self.feedback = self._asked_feedback = own
+            return
+        _check_correction(self.compressor, correction)
+        if isinstance(self.schedule, Auto):
+            raise ValueError(
+                "momentum correction cannot be combined with schedule='auto', which leaves steps to DDP, where nothing"
+                " accumulates momentum: use schedule='merged', such as strategy='sparse_lags'"
+            )
+        self.feedback = correction._replace(follows_learning_rate=own.follows_learning_rate)
+        self._asked_feedback = self.feedback
+
+    def steer_density(self, hides_communication: bool = False) -> None:
+        """Have rules raise densities, in each fit that follows.
+
+        Args:
+            hides_communication: whether the plan is to send more where that costs no time.
+
+        Raises:
+            ValueError: if the compressor has no density for each parameter, or the schedule no plan to adapt to.
+        """
+        name = type(self.compressor).__name__
+        if not self.compressor.has_density_by_parameter:
+            raise ValueError(
+                f"{name} does not send a density of each parameter that rules could raise: use compressor='topk',"
+                " 'lags' or 'dgc', or OMGS(per_tensor=True)"
+            )
+        if isinstance(self.schedule, Auto):
+            raise ValueError(
+                "schedule='auto' decides itself how much is sent, and leaves steps to DDP: use schedule='merged', such"
+                " as strategy='sparse_lags'"
+            )
+        if hides_communication and not isinstance(self.schedule, Merged):
+            raise ValueError(
+                f"schedule={type(self.schedule).__name__!r} follows no plan that could tell which exchange hides behind"
+                " backward: use schedule='merged'"
+            )
+        self.hides_communication = hides_communication
+
+    def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
+        name = type(self.compressor).__name__
+        if self.compressor.adapts_density and not isinstance(self.schedule, Merged):
+            raise ValueError(
+                f"schedule={schedule!r} follows no plan, but {name} was asked to adapt its densities to one: use"
+                " schedule='merged', or adapts_density=False"
+            )
+        is_simple = self.compressor.feedback == ErrorFeedback() and not self.compressor.replicas_diverge
+        if isinstance(self.schedule, Auto) and not (is_simple and self.compressor.dense_wire_format is not None):
+            raise ValueError(
+                f"schedule={schedule!r} sends some gradients whole and leaves others to DDP, which {name} with its"
+                " settings has no way for: use compressor='lags', 'topk' or 'omgs' without momentum, or"
+                " schedule='merged'"
+            )
+
+    def density_at(self, epoch: int, steps: int = 0) -> float:
+        """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
+
+        With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
+        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
+
+        Args:
+            epoch: from 0.
+            steps: that corrected optimizers have made, whose own warm-up may ask for more.
+        """
+        correction = self.feedback.adam
+        least = 0.0 if correction is None else correction.density_after(steps, self.density)
+        if epoch >= self.warmup_epochs:
+            return max(least, self.density)
+        return max(least, float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
+
+    def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
+        """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
+        wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
+        if self.compressor.is_lossless and wire_is_exact and self.feedback == ErrorFeedback():
+            return NoMemory()
+        return build_memory(self.feedback, ranks)
+
+
+def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None:
+    name, own = type(compressor).__name__, compressor.feedback
+    if own.momentum is not None or own.clip_norm is not None:
+        raise ValueError(
+            f"{name} corrects momentum or clips itself (momentum={own.momentum!r}, clip_norm={own.clip_norm}): choose"
+            f" another compressor, such as 'topk', or tell {name} what you want and leave out the correction"
+        )
+    if not own.keeps_residual:
+        raise ValueError(
+            f"momentum correction has nothing to correct with {name}, which keeps nothing for later: choose a"
+            " sparsifier such as compressor='topk', or leave out the correction"
+        )
+    if compressor.selects_across_group and correction.masks_momentum:
+        raise ValueError(
+            f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
+            " sent: set masks_momentum=False, or choose OMGS(per_tensor=True) or compressor='lags'"
+        )
+
+
+def _refusal_of(compressor: Compressor) -> Optional[str]:
+    """Return why the updates of Adam cannot be made before selection; ``None`` where they can."""
+    if compressor.replicas_diverge:
+        return "lets replicas drift apart, whose optimizers then differ in more than a first moment"
+    if not compressor.feedback.keeps_residual:
+        return "keeps nothing for later, so that Adam sees every gradient in the step that it is of"
+    return None
+
+
+def _checked_correction(
+    correction: Union[str, AdamCorrection, None], compressor: Compressor
+) -> Union[str, AdamCorrection, None]:
+    if correction is None or correction == AUTO:
+        return correction
+    if not isinstance(correction, AdamCorrection):
+        raise ValueError(
+            f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or"
+            " an AdamCorrection(...)"
+        )
+    name, reason = type(compressor).__name__, _refusal_of(compressor)
+    if reason is None and compressor.is_lossless:
+        reason = "sends everything, so that there is nothing to correct"
+    if reason is not None:
+        raise ValueError(
+            f"optimizer_correction={correction!r} was given, but {name} {reason}: leave it out, or choose a sparsifier"
+            " such as compressor='topk'"
+        )
+    return correction
+
+
+def _checked_density(density: Optional[float], compressor: Compressor) -> float:
+    name = type(compressor).__name__
+    if compressor.default_density is None:
+        if density is not None:
+            raise ValueError(
+                f"density={density} was given to {name}, which has no density: leave it out, or choose a sparsifier"
+                " such as compressor='topk'"
+            )
+        return 1.0
+    if density is None:
+        return compressor.default_density
+    if not isinstance(density, (int, float)) or not 0 < density <= 1:
+        raise ValueError(
+            f"density={density} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
+            " For a compression ratio such as 100, pass its inverse."
+        )
+    return float(density)
+
+
+def _checked_warmup(epochs: Optional[int], compressor: Compressor) -> int:
+    if epochs is None:
+        return compressor.default_warmup_epochs
+    if compressor.default_density is None and epochs:
+        raise ValueError(
+            f"warmup_epochs={epochs} was given to {type(compressor).__name__}, which has no density to warm up: leave"
+            " it out"
+        )
+    if not isinstance(epochs, int) or epochs < 0:
+        raise ValueError(f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)")
+    return epochs

@@ -1,0 +1,284 @@
+"""The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, Optional, TypeVar, Union
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.end_to_end import Chained, EndToEnd, at_once
+from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.memory import Memory
+from lightning_sparse.engine.observe import Mark, Recorder
+from lightning_sparse.engine.selecting import GroupSelector
+from lightning_sparse.engine.wire import Arrival, Payload, WireFormat
+from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
+
+Result = TypeVar("Result")
+_LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
+
+
+class StepContext(NamedTuple):
+    """What the outside knows of the step in progress.
+
+    Attributes:
+        loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
+            step, so what is kept is kept without it.
+        hyperparameters: by parameter name; empty where no optimizer is known.
+        whole: names of the parameters whose gradients are sent whole in this step, whatever the compressor.
+        samples_deltas: whether to compare what is applied with the dense mean of what had accumulated, which costs a
+            dense all-reduce; on all ranks or on none.
+    """
+
+    loss_scale: Optional[Tensor] = None
+    hyperparameters: Mapping[str, Hyperparameters] = {}
+    whole: AbstractSet[str] = frozenset()
+    samples_deltas: bool = False
+
+
+class LocalGradient(NamedTuple):
+    """One parameter's gradient on this rank, before its exchange.
+
+    Attributes:
+        name: parameter name.
+        gradient: flat view of where DDP keeps the gradient; the mean over ranks is written here.
+        is_used: whether the parameter took part in this step on this rank; ``None`` where that is not tracked.
+    """
+
+    name: str
+    gradient: Tensor
+    is_used: Optional[bool]
+
+
+class Exchanged(NamedTuple):
+    """A group whose exchange is over, but not yet written back."""
+
+    group: Sequence[LocalGradient]
+    accumulated: list[Tensor]
+    counts: Sequence[float]
+    arrival: Arrival
+
+
+class Pipeline:
+    """Run groups of gradients through a compressor, a memory, a wire and the collectives.
+
+    A step is a transaction of two halves. :meth:`exchange` runs group by group while backward goes on, and changes
+    nothing that outlives the step. :meth:`commit` runs when all groups of the step have arrived: only then is it known
+    whether every gradient on every rank was finite.
+
+    Args:
+        compressor: what is sent.
+        memory: what is kept.
+        wire: how it is written.
+        collectives: how it travels.
+        recorder: where facts go.
+        density_of: fraction of elements to send of the parameter with a given name.
+
+    Attributes:
+        context: what the outside knows of the step in progress.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory,
+        wire: WireFormat,
+        collectives: Collectives,
+        recorder: Recorder,
+        density_of: Callable[[str], float],
+    ) -> None:
+        self.compressor = compressor
+        self.memory = memory
+        self.wire = wire
+        self.collectives = collectives
+        self.recorder = recorder
+        self.density_of = density_of
+        self.context = StepContext()
+        self._selector = GroupSelector(compressor)
+
+    @property
+    def waits_for_whole_step(self) -> bool:
+        """Whether the gradients of the whole model have to be seen by :meth:`prepare` before any group is exchanged."""
+        return self.memory.clips_gradients
+
+    def prepare(self, step: Sequence[LocalGradient]) -> None:
+        """Look at the gradients of the whole model, in the order of the model's definition."""
+        with self.recorder.span("select"):
+            norm = torch.stack(torch._foreach_norm([local.gradient for local in step])).float().norm()
+            self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
+
+    def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> Exchanged:
+        """Send what is selected of a group, and receive what the other ranks selected.
+
+        The gradients of the group are used as working memory until :meth:`commit`.
+
+        Args:
+            group: its gradients.
+            ready: when the last of them was ready.
+        """
+        names = [local.name for local in group]
+        samples = self.recorder.samples
+        with self.recorder.group(names, ready) as marks:
+            if samples is not None:
+                samples.add_gradients(names, [local.gradient for local in group], self.context.loss_scale)
+            with self.recorder.span("select"):
+                gradients = [local.gradient for local in group]
+                if self.context.loss_scale is not None:
+                    torch._foreach_div_(gradients, self.context.loss_scale)
+                self.compressor.prepare(names, gradients)
+                accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
+                whole = self.context.whole
+                densities = [1.0 if name in whole else self.density_of(name) for name in names]
+                are_used = [local.is_used for local in group]
+                choice = self._selector.select(names, accumulated, densities, are_used, whole)
+            marks.elements = sum(tensor.numel() for tensor in accumulated)
+            marks.dense_elements = sum(each.numel for each in at_once(choice.selections) if each.indices is None)
+            marks.counts = round(sum(choice.counts)) - marks.dense_elements
+            self.recorder.current.add_selections(choice.selections)
+            arrival = self._travel(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
+            self.recorder.current.add_means(arrival.means)
+            sent = None if samples is None else choice.sent_by_parameter()
+            with self.recorder.span("encode"):
+                arrival = choice.by_parameter(arrival)
+            if samples is not None and sent is not None:
+                samples.add_sent(names, sent, arrival.means)
+            return Exchanged(group, accumulated, choice.counts, arrival)
+
+    def commit(self, step: Sequence[Exchanged]) -> None:
+        """Keep what was not sent, and write the mean over ranks into the gradients.
+
+        If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself
+        is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
+        """
+        finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
+        means = self._conclude(step, finite)
+        self._learn(step, finite)
+        with self.recorder.span("commit"):
+            for (group, accumulated, counts, arrival), group_means in zip(step, means):
+                dense_means = self._dense_means(group, accumulated) if self.context.samples_deltas else None
+                accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
+                self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
+                _write_means(group_means, accumulated)
+                if dense_means is not None:
+                    deltas = layer_deltas(dense_means, accumulated, counts)
+                    self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
+                self.memory.to_gradients([local.name for local in group], accumulated, group_means)
+                if self.context.loss_scale is not None:
+                    torch._foreach_mul_(accumulated, self.context.loss_scale)
+                for local, tensor in zip(group, accumulated):
+                    if tensor is not local.gradient:
+                        local.gradient.copy_(round_to(tensor, local.gradient.dtype))
+        self._selector.end_step()
+        self.wire.end_step()
+
+    def sample_kept(self) -> None:
+        """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""
+        if self.recorder.samples is not None:
+            kept = self.memory.state_dict()
+            self.recorder.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
+            self.recorder.close_samples()
+
+    def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
+        """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
+        with self.recorder.span("exchange"):
+            self._run_collective(Payload("all_reduce", gradient), [name])
+        gradient.div_(self.collectives.ranks)
+
+    def _dense_means(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Tensor]:
+        flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
+        names = [local.name for local in group]
+        means = self._run_collective(Payload("all_reduce", flat), names)
+        return list(means.split([tensor.numel() for tensor in accumulated]))
+
+    def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
+        """Let the memory learn from the mean of fresh gradients, where it is time for that."""
+        local = self.memory.take_local_gradients()
+        # The host waits for the device in such a step only, one in ten or fewer.
+        if not local or not bool(finite):
+            return
+        self.recorder.current.marks.is_typical = False
+        for group, _, _, arrival in step:
+            are_used = [True] * len(group) if arrival.used is None else arrival.used.tolist()
+            names = [each.name for each, is_used in zip(group, are_used) if is_used and each.name in local]
+            for first in range(0, len(names), _LEARNED_TOGETHER):
+                some = {name: local.pop(name) for name in names[first : first + _LEARNED_TOGETHER]}
+                self.memory.learn(some, self._means(list(some.values()), list(some)))
+
+    def _means(self, tensors: Sequence[Tensor], names: list[str]) -> list[Tensor]:
+        """Return means over ranks, rounded to 16 bits on the way."""
+        flat = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors])
+        with self.recorder.span("exchange"):
+            flat = self._run_collective(Payload("all_reduce", flat), names).div_(self.collectives.ranks)
+        return [mean.to(tensor.dtype) for mean, tensor in zip(flat.split(list(map(Tensor.numel, tensors))), tensors)]
+
+    def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
+        names = [local.name for exchanged in step for local in exchanged.group]
+        means = Chained([exchanged.arrival.means for exchanged in step])
+        if self.context.whole:
+            return self._conclude_rest(step, names, means, finite)
+        concluded = self._travel(self.compressor.conclude(names, means, finite), names)
+        return means.parts if concluded is means else _by_group(concluded, step)
+
+    def _conclude_rest(
+        self, step: Sequence[Exchanged], names: list[str], means: Sequence[Selection], finite: Tensor
+    ) -> Sequence[Sequence[Selection]]:
+        """Conclude a step in which the compressor was asked about some of the parameters only, or about none."""
+        asked = {name: mean for name, mean in zip(names, means) if name not in self.context.whole}
+        if asked:
+            conclusion = self.compressor.conclude(list(asked), list(asked.values()), finite)
+            asked = dict(zip(asked, self._travel(conclusion, list(asked))))
+        return _by_group([asked.get(name, mean) for name, mean in zip(names, means)], step)
+
+    def _travel(self, phases: Generator[Union[Payload, Tensor], Tensor, Result], names: list[str]) -> Result:
+        """Run each phase and hand in what it brought; a tensor alone, on which ranks are to agree, is gathered."""
+        received: Optional[Tensor] = None
+        while True:
+            try:
+                with self.recorder.span("encode"):
+                    handed_in = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            with self.recorder.span("exchange"):
+                payload = handed_in if isinstance(handed_in, Payload) else Payload("all_gather", handed_in)
+                received = self._run_collective(payload, names)
+
+    def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
+        self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size())
+        try:
+            return self.collectives.run(*payload)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+            raise self.collectives.in_vain(payload.collective, subject, error) from error
+
+    def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
+        if group[0].is_used is None:
+            return None
+        used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
+        # The host need not wait: what is not pinned has been read when this returns.
+        return used.to(self.collectives.device, non_blocking=True)
+
+
+def _by_group(concluded: Sequence[Selection], step: Sequence[Exchanged]) -> list[list[Selection]]:
+    rest = iter(concluded)
+    return [[next(rest) for _ in exchanged.group] for exchanged in step]
+
+
+def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
+    if isinstance(means, EndToEnd):
+        means.scatter(outs)
+        return
+    scattered = [(received, out) for received, out in zip(means, outs) if received.indices is not None]
+    if scattered:
+        torch._foreach_zero_([out for _, out in scattered])
+    for received, out in zip(means, outs):
+        if received.indices is None:
+            copy_elements(received.values, out)
+        else:
+            add_rows(received.values, received.indices, out)

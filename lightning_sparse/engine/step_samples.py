@@ -1,0 +1,50 @@
+"""From marks in time to numbers on which all ranks agree."""
+
+from collections.abc import Sequence
+
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Clock, StepMarks
+from lightning_sparse.schedule.step_profile import GroupSample, StepSample
+
+
+def averaged(collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool) -> list[StepSample]:
+    """Average what steps took over ranks, which costs one exchange and a look at the device's clock.
+
+    Args:
+        collectives: between the ranks, which all call, with as many steps of the same groups.
+        steps: what this rank saw.
+        holds_groups: whether no group is exchanged before backward has ended.
+    """
+    samples = [sample_of(marks, holds_groups) for marks in steps]
+    rows = collectives.gather_numbers([seconds for sample in samples for seconds in sample.times()])
+    times = (sum(column) / len(column) for column in zip(*rows))
+    return [sample.with_times(times) for sample in samples]
+
+
+def sample_of(marks: StepMarks, holds_groups: bool = False) -> StepSample:
+    """Read the marks of a step; gradients that nobody watched are left out."""
+    assert marks.end is not None
+    watched = [mark for mark in marks.ready.values() if mark is not None]
+    # Whoever drives the engine without a Trainer need not say when backward begins.
+    first = watched[0] if watched else marks.backward_end
+    start = first if marks.backward_start is None else marks.backward_start
+    backward_seconds = Clock.seconds(start, marks.backward_end)
+    ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
+    last_exchange = marks.groups[-1].spans[-1].end
+    groups = [
+        GroupSample(
+            group.elements,
+            group.counts,
+            group.dense_elements,
+            group.seconds("select", "encode"),
+            group.seconds("exchange"),
+        )
+        for group in marks.groups
+    ]
+    return StepSample(
+        tuple(ready),
+        tuple(groups),
+        Clock.seconds(last_exchange, marks.end),
+        marks.exposed_seconds,
+        Clock.seconds(start, marks.end),
+    )

@@ -1,0 +1,109 @@
+"""Integer codes go to every rank: packed to their bits, with the scale of every bucket."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, read_as, unpack_codes
+
+
+class CodesFormat(WireFormat):
+    """Codes and scales of a whole group in one payload.
+
+    The tensors of a group are laid end to end::
+
+        scales  4 bytes a bucket
+        codes   ceil(log2(2 * levels + 1)) bits each, eight of them in as many bytes
+        used    1 byte a tensor, only where unused parameters are tracked
+
+    Contributions are decoded and added rank by rank, so that no more than two tensors of the group's size are held.
+    What quantization changed is not kept: it is for methods whose codes are right on average.
+
+    The type of the wire has no effect. Codes are drawn for the very scale that they are multiplied by; rounded on its
+    way, it would no longer be right on average, for the sake of 2 bytes a bucket.
+    """
+
+    collectives: tuple[str, ...] = ("all_gather",)
+
+    @override
+    def exchange(
+        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
+    ) -> Phases:
+        quantizations = [_quantization(selection, selections[0]) for selection in selections]
+        scales = torch.cat([quantization.scales for quantization in quantizations])
+        levels = quantizations[0].levels
+        codes = torch.cat([selection.values for selection in selections])
+        # In unsigned bytes the sum wraps to what it is meant to be.
+        packed = pack_codes(codes.view(torch.uint8) + levels, _bits(levels))
+        sections = [scales.view(torch.uint8), packed]
+        wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
+        return self._read(wires, selections, quantizations, used is not None)
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        buckets = sum(-(-size.numel // size.bucket_size) for size in sizes)
+        numel = sum(size.numel for size in sizes)
+        return [Transfer("all_gather", 4 * buckets + packed_nbytes(numel, _bits(sizes[0].levels)))]
+
+    def _read(
+        self,
+        wires: Tensor,
+        selections: Sequence[Selection],
+        quantizations: Sequence[Quantization],
+        has_used: bool,
+    ) -> Arrival:
+        numels = [selection.numel for selection in selections]
+        buckets = [quantization.scales.numel() for quantization in quantizations]
+        _, bucket_size, levels = quantizations[0]
+        sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
+        scale_bytes, codes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
+        scales = read_as(scale_bytes, torch.float32)
+        units = _units(scales / self.ranks, levels)
+        mean = torch.zeros(sum(numels), device=wires.device)
+        decoded = torch.empty_like(mean)
+        for row, unit in zip(codes, units):
+            decoded.copy_(unpack_codes(row, _bits(levels), sum(numels))).sub_(levels)
+            for tensor, steps in zip(decoded.split(numels), unit.split(buckets)):
+                _multiply(tensor, steps, bucket_size)
+            mean.add_(decoded)
+        pieces = zip(mean.split(numels), numels)
+        nothing = mean.new_zeros(())
+        return Arrival(
+            finite=scales.isfinite().all(),
+            used=used.bool().any(dim=0) if has_used else None,
+            means=[Selection(piece, None, numel) for piece, numel in pieces],
+            kept=[Selection(nothing.expand(numel), None, numel) for numel in numels],
+        )
+
+
+def _units(scales: Tensor, levels: int) -> Tensor:
+    """Return what a level is worth, rounded so that the highest is not above the scale: that may be all that fits."""
+    units = scales / levels
+    return torch.where(units * levels > scales, torch.nextafter(units, torch.zeros_like(units)), units)
+
+
+def _multiply(tensor: Tensor, steps: Tensor, bucket_size: int) -> None:
+    start = 0
+    for rows in bucket_views(tensor, bucket_size):
+        rows.mul_(steps[start : start + len(rows)].unsqueeze(1))
+        start += len(rows)
+
+
+def _quantization(selection: Selection, first: Selection) -> Quantization:
+    own, shared = selection.quantization, first.quantization
+    if own is None or shared is None or own[1:] != shared[1:]:
+        raise ValueError(
+            f"a selection with quantization={own} cannot travel as wire_format='codes', whose selections all carry"
+            " integer codes of one bucket size and one number of levels; set Selection.quantization, or use"
+            " wire_format='gather'"
+        )
+    return own
+
+
+def _bits(levels: int) -> int:
+    return (2 * levels).bit_length()

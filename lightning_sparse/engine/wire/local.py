@@ -1,0 +1,40 @@
+"""Nothing travels group by group: what a compressor selects stays here, until the step is concluded."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.engine.wire.base import Arrival, Phases, Transfer, WireFormat
+
+
+class LocalFormat(WireFormat):
+    """Hand a group's selections back as they are, for a method whose ranks agree only at the end of a step.
+
+    What arrives is this rank's own and not a mean, nothing is known of the other ranks, and everything counts as sent.
+    The type of the wire has no effect.
+    """
+
+    collectives: tuple[str, ...] = ()
+
+    @override
+    def exchange(
+        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
+    ) -> Phases:
+        yield from ()
+        return Arrival(
+            finite=torch.ones((), dtype=torch.bool, device=selections[0].values.device),
+            used=None,
+            means=list(selections),
+            kept=[
+                selection._replace(values=selection.values.new_zeros(()).expand_as(selection.values))
+                for selection in selections
+            ],
+        )
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        return []

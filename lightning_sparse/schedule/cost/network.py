@@ -1,0 +1,131 @@
+"""What a network costs: two numbers of a link, and what collectives over it take. Pure numbers.
+
+The model is the usual one of a startup and a time per byte for each message (Hockney 1994), the collectives are rings:
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, sections
+3.1 and 3.4, with the same cost for every pair of ranks.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lightning_sparse.registry import one_of
+
+_BITS_PER_SECOND = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_A_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+
+
+class Network(NamedTuple):
+    """Links of equal speed between all workers.
+
+    Attributes:
+        bandwidth: bits per second that a worker can send while it receives as many.
+        latency: seconds that a message takes one way, however short it is.
+        workers: number of processes that exchange.
+
+    Example::
+
+        >>> Network(bandwidth=1e9, latency=100e-6, workers=4).seconds("all_gather", 125_000)
+        0.0033
+    """
+
+    bandwidth: float
+    latency: float
+    workers: int
+
+    def seconds(self, collective: str, nbytes: float) -> float:
+        """Return how long a collective takes into which every worker hands ``nbytes``.
+
+        With P workers, latency a and b seconds per byte:
+
+        * ``all_reduce``: ``2 (P - 1) a + 2 (P - 1) / P n b``, reduce-scatter and all-gather around a ring;
+        * ``all_gather``: ``(P - 1) a + (P - 1) n b``: everybody's bytes pass by everybody. gloo's takes P - 1 rounds
+          whatever the size, so that small messages cost about (P - 1) a there, too;
+        * ``all_to_all``: ``(P - 1) a + (P - 1) / P n b``: one message for each other worker.
+
+        Raises:
+            ValueError: for another collective.
+        """
+        rounds, share = _COLLECTIVES[one_of("collective", collective, tuple(_COLLECTIVES))]
+        return rounds(self.workers) * self.latency + share(self.workers) * nbytes * 8 / self.bandwidth
+
+    def checked(self) -> "Network":
+        """Pass through if it can be exchanged over.
+
+        Raises:
+            ValueError: for a bandwidth that is not positive, a latency that is negative, either if it is not finite, or
+                fewer than two workers.
+        """
+        if not 0 < self.bandwidth < math.inf:
+            raise ValueError(f"bandwidth={self.bandwidth} must be finite bits per second above 0; 1e9 is 1 Gbit/s")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency={self.latency} must be finite seconds, at least 0; 1e-4 is 100 us")
+        if not isinstance(self.workers, int) or self.workers < 2:
+            raise ValueError(
+                f"workers={self.workers!r} must be a whole number of processes, at least 2: one has nobody to exchange"
+                " gradients with"
+            )
+        return self
+
+
+def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
+    """Return bits per second.
+
+    Args:
+        text: such as ``"1gbit"``.
+        noun: the argument that error messages speak of.
+
+    Raises:
+        ValueError: unless ``text`` is a number above zero with ``kbit``, ``mbit`` or ``gbit``.
+
+    Example::
+
+        >>> parse_bandwidth("2.5gbit")
+        2500000000.0
+    """
+    number, bits = _parse(noun, text, _BITS_PER_SECOND, "1gbit")
+    if not number:
+        raise ValueError(f"{noun}={text!r} must be above zero, such as '1gbit'")
+    return number * bits
+
+
+def parse_latency(text: str, noun: str = "latency") -> float:
+    """Return seconds.
+
+    Args:
+        text: such as ``"100us"``.
+        noun: the argument that error messages speak of.
+
+    Raises:
+        ValueError: unless ``text`` is ``0``, or a number with ``us``, ``ms`` or ``s``.
+
+    Example::
+
+        >>> parse_latency("0.5ms")
+        0.0005
+    """
+    if text == "0":
+        return 0.0
+    number, parts = _parse(noun, text, _A_SECOND, "100us")
+    return number / parts
+
+
+def _parse(noun: str, text: str, units: Mapping[str, float], example: str) -> tuple[float, float]:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
+    if match is None:
+        raise ValueError(
+            f"{noun}={text!r} must be a number followed, without a space, by one of {', '.join(units)}, such as"
+            f" {example!r}"
+        )
+    return float(match[1]), units[match[2]]
+
+
+_Count = Callable[[int], float]
+
+# Rounds that each pay the latency, and how often a worker sends what it hands in.
+_COLLECTIVES: dict[str, tuple[_Count, _Count]] = {
+    "all_reduce": (lambda workers: 2.0 * (workers - 1), lambda workers: 2.0 * (workers - 1) / workers),
+    "all_gather": (lambda workers: workers - 1.0, lambda workers: workers - 1.0),
+    "all_to_all": (lambda workers: workers - 1.0, lambda workers: (workers - 1.0) / workers),
+}

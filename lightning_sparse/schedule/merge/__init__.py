@@ -1,0 +1,1 @@
+"""Which gradients travel together: exact, greedy and simulated answers to one problem."""

@@ -1,0 +1,100 @@
+"""The merge planner: which gradients travel together, so that the last of them arrives as early as possible.
+
+The problem is that of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule (``greedy.py``) is not optimal for it.
+Here it is solved exactly, by dynamic programming over the prefixes of backpropagation.
+"""
+
+from collections.abc import Callable, Sequence
+
+from lightning_sparse.registry import one_of
+from lightning_sparse.schedule.merge.frontier import plan_in_backward
+from lightning_sparse.schedule.merge.greedy import groups_between
+from lightning_sparse.schedule.merge.simulator import SELECTIONS, Cost, MergeProblem, checked_problem, checked_seconds
+
+EXACT_TENSORS = 200  # with selection="backward"; more of them are planned within a tolerance
+TOLERANCE = 0.01
+_NEVER = float("inf")
+
+
+def plan_groups(
+    sizes: Sequence[int],
+    backward_seconds: Sequence[float],
+    select_cost: Cost,
+    exchange_cost: Cost,
+    selection: str = "worker",
+) -> list[list[int]]:
+    """Plan which tensors are merged into one message, so that the last message arrives as early as it can.
+
+    Only neighbours in the order of backpropagation are merged. No shape of the costs is assumed but that they are not
+    negative: they need not be convex, nor rise.
+
+    With ``selection="worker"`` the plan is the optimum, for any number of tensors; the time to find it grows with their
+    square. With ``selection="backward"`` it is the optimum for up to 200 tensors, and takes at most 1 % longer than
+    the optimum for more. Equal arguments give equal plans, on every rank.
+
+    Args:
+        sizes: elements of each tensor, in the order in which backward makes their gradients ready.
+        backward_seconds: seconds that backward takes for each tensor.
+        select_cost: seconds that selecting takes, of a group's number of elements.
+        exchange_cost: seconds that the exchange takes, of a group's number of elements (dense ones: what share of them
+            travels is the callable's own affair).
+        selection: ``"worker"`` if selecting runs with the exchange, group by group, while backward goes on;
+            ``"backward"`` if it stops backward, as in the paper.
+
+    Returns:
+        the positions of each group, in the order of exchange. ``predict`` says what they lead to.
+
+    Raises:
+        ValueError: for an unknown selection, and for what is empty, negative, not finite or of different lengths.
+
+    Example: a message costs as much as ten elements, and backward leaves time for one before the last tensor::
+
+        >>> plan_groups([10, 10, 10], [1.0, 1.0, 3.0], lambda n: 0.0, lambda n: 1.0 + n / 10.0)
+        [[0, 1], [2]]
+    """
+    one_of("selection", selection, SELECTIONS)
+    problem = checked_problem(sizes, backward_seconds, select_cost, exchange_cost)
+    if selection == "worker":
+        return groups_between(earliest_stops(problem.ready, _task_seconds(problem)))
+    return groups_between(plan_in_backward(problem, 0.0 if problem.tensors <= EXACT_TENSORS else TOLERANCE))
+
+
+def earliest_stops(ready: Sequence[float], task_seconds: Callable[[int, int], float]) -> list[int]:
+    """Return where the groups of the plan stop that ends first, with selection on the worker.
+
+    Backward does not depend on the plan here, so a plan of the first tensors matters to the rest only by when the
+    worker is free, and of each prefix the plan that frees it first is enough.
+
+    Args:
+        ready: seconds of backward after which the first k tensors are ready, for k from 0; not falling.
+        task_seconds: seconds that the worker needs for the tensors from a start up to but without a stop, merged.
+    """
+    free, starts = [0.0], [0]
+    for stop in range(1, len(ready)):
+        best, best_start, all_ready = _NEVER, 0, ready[stop]
+        for start, begin in enumerate(free):
+            begin = begin if begin > all_ready else all_ready
+            if begin < best:
+                end = begin + task_seconds(start, stop)
+                if end < best:
+                    best, best_start = end, start
+        free.append(best)
+        starts.append(best_start)
+    stops = [len(ready) - 1]
+    while starts[stops[-1]] > 0:
+        stops.append(starts[stops[-1]])
+    return stops[::-1]
+
+
+def _task_seconds(problem: MergeProblem) -> Callable[[int, int], float]:
+    elements, select_cost, exchange_cost = problem.elements, problem.select_cost, problem.exchange_cost
+
+    def seconds(start: int, stop: int) -> float:
+        size = elements[stop] - elements[start]
+        select_seconds, exchange_seconds = select_cost(size), exchange_cost(size)
+        if not (0 <= select_seconds < _NEVER and 0 <= exchange_seconds < _NEVER):
+            checked_seconds("select_cost", select_cost, size)
+            checked_seconds("exchange_cost", exchange_cost, size)
+        return select_seconds + exchange_seconds
+
+    return seconds

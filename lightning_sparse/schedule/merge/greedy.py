@@ -1,0 +1,68 @@
+"""The published greedy merge of OMGS-SGD, to compare the exact planner with.
+
+Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs", INFOCOM
+2020. It decides as the released code does (github.com/HKBU-HPML/OMGS-SGD), which is not optimal, for four reasons:
+
+1. The first tensor of backpropagation always joins the second one's group, and the clocks do not know that it did.
+2. The extra wait of a merge leaves out selecting from the next tensor alone, so too much is merged.
+3. Where the channel is idle before the next tensor is ready, merging cannot help; the rule does not ask.
+4. It looks one tensor ahead: it never accepts a merge that pays only together with the next one.
+"""
+
+from collections.abc import Sequence
+
+from lightning_sparse.schedule.merge.simulator import Cost, Problem, checked_problem
+
+
+def greedy_groups(
+    sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
+) -> list[list[int]]:
+    """Merge neighbours greedily, as the authors of OMGS-SGD do; selecting stops backward, as in their problem.
+
+    Args:
+        sizes: elements of each tensor, in the order in which backward makes their gradients ready.
+        backward_seconds: seconds that backward takes for each tensor.
+        select_cost: seconds that selecting takes, of a group's number of elements.
+        exchange_cost: seconds that the exchange takes, of a group's number of elements.
+
+    Returns:
+        the positions of each group.
+
+    Raises:
+        ValueError: for what is empty, negative, not finite or of different lengths.
+    """
+    return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
+
+
+def greedy_stops(problem: Problem) -> list[int]:
+    """Return where the groups of :func:`greedy_groups` stop."""
+    if problem.tensors <= 2:
+        return [problem.tensors]
+    backward_free = problem.ready[1] + problem.select_seconds(0, 1)
+    channel_free = backward_free + problem.exchange_seconds(0, 1)
+    stops, start = [], 1
+    for stop in range(2, problem.tensors):
+        selected = backward_free + problem.ready[stop] - problem.ready[start] + problem.select_seconds(start, stop)
+        if _extra_wait(problem, start, stop, max(0.0, channel_free - selected)) >= _saved(problem, start, stop):
+            backward_free = selected
+            channel_free = max(channel_free, selected) + problem.exchange_seconds(start, stop)
+            stops.append(stop)
+            start = stop
+    return [*stops, problem.tensors]
+
+
+def groups_between(stops: Sequence[int]) -> list[list[int]]:
+    """Return the positions of each group, given where each stops."""
+    return [list(range(start, stop)) for start, stop in zip([0, *stops], stops)]
+
+
+def _extra_wait(problem: Problem, start: int, stop: int, queued: float) -> float:
+    """How much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
+    selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
+    alone = problem.select_seconds(stop, stop + 1)
+    return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued
+
+
+def _saved(problem: Problem, start: int, stop: int) -> float:
+    apart = problem.exchange_seconds(start, stop) + problem.exchange_seconds(stop, stop + 1)
+    return apart - problem.exchange_seconds(start, stop + 1)

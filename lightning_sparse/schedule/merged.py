@@ -1,0 +1,80 @@
+"""Schedules that follow a plan, made from what was measured in the steps before."""
+
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_sparse.schedule.base import FixedSize, Schedule
+from lightning_sparse.schedule.merge.exact import earliest_stops
+from lightning_sparse.schedule.merge.greedy import greedy_stops
+from lightning_sparse.schedule.step_profile import Profile
+
+
+class Merged(Schedule):
+    """Exchange in the groups that end a step first, found exactly from what the user's own model and network take.
+
+    The first steps try a handful of groupings, which changes no number; they are timed, and a plan is made
+    (:func:`~lightning_sparse.schedule.plan_groups` says how). The plan is then timed beside the best of the others, and
+    the faster one is kept. It is made anew when the density or the graph changes, and when a step's exposed time
+    departs from what it was.
+    """
+
+    keeps_fastest: ClassVar[bool] = True  # and not the plan, where another grouping has been seen to be faster
+    adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the plan."""
+        self._cut: Schedule = FixedSize()
+
+    def follow(self, cut: Schedule) -> None:
+        """Cut the stream of gradients as another schedule does; only between two steps, and on all ranks at once."""
+        self._cut = cut
+
+    def propose(self, profile: Profile) -> list[int]:
+        """Return where the groups of the plan stop."""
+        return earliest_stops(profile.ready, profile.task_seconds)
+
+    @override
+    def closes_group(self, newest: str, numel: int) -> bool:
+        return self._cut.closes_group(newest, numel)
+
+
+class Greedy(Merged):
+    """Exchange in the groups of the greedy rule that OMGS-SGD was published with, for comparison.
+
+    Shi et al., INFOCOM 2020. Measured like :class:`Merged`, but what the rule says is followed whether or not another
+    grouping was faster.
+    """
+
+    keeps_fastest: ClassVar[bool] = False
+
+    @override
+    def propose(self, profile: Profile) -> list[int]:
+        return greedy_stops(profile)
+
+
+class Auto(Merged):
+    """Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.
+
+    Planned like :class:`Merged`. A group that arrives earlier whole is sent whole, and one that has time to spare sends
+    more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and the
+    faster way is kept; where they are as good as equal, DDP. It looks again after some time, and when the time of a
+    step departs from what it was. Which way is taken depends on measured times, so two runs do not give the same bits.
+
+    Args:
+        recheck_steps: steps after which it looks again, though nothing seems to have changed.
+
+    Raises:
+        ValueError: if ``recheck_steps`` is not positive.
+    """
+
+    adapts_density: ClassVar[bool] = True
+
+    def __init__(self, recheck_steps: int = 5000) -> None:
+        super().__init__()
+        if recheck_steps < 1:
+            raise ValueError(f"recheck_steps={recheck_steps} must be at least 1 step; 5000 costs next to nothing")
+        self.recheck_steps = recheck_steps

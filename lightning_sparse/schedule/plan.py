@@ -1,0 +1,56 @@
+"""What a schedule can follow, and what is known of it."""
+
+from typing import NamedTuple, Optional
+
+from lightning_sparse.schedule.merge.simulator import Prediction
+from lightning_sparse.schedule.step_profile import Profile
+
+
+class Way(NamedTuple):
+    """A way to send the gradients of a model.
+
+    Attributes:
+        stops: where the groups stop, in the order of readiness.
+        densities: of each group; none where every parameter has the density that it has without a plan.
+    """
+
+    stops: tuple[int, ...]
+    densities: tuple[float, ...] = ()
+
+
+class Plan(NamedTuple):
+    """What is followed, and what it is expected to take.
+
+    Attributes:
+        groups: names of the parameters of each group.
+        densities: of each group; none where every parameter has the density that it has without a plan.
+        predicted: a step under it; ``None`` where sizes were too alike to fit costs to them.
+        seconds: from the start of backward until all gradients could be used, as measured when the plan was adopted.
+        exposed_seconds: of these, after the end of backward.
+        tried: number of groups and seconds of each way that was timed.
+        profile: what the prediction stands on.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    densities: tuple[float, ...]
+    predicted: Optional[Prediction]
+    seconds: float
+    exposed_seconds: float
+    tried: tuple[tuple[int, float], ...]
+    profile: Optional[Profile]
+
+    def __str__(self) -> str:
+        expected = "" if self.predicted is None else f" (predicted {1e3 * self.predicted.total:.1f})"
+        tried = ", ".join(f"{groups}: {1e3 * seconds:.1f}" for groups, seconds in self.tried)
+        groups = "1 group" if len(self.groups) == 1 else f"{len(self.groups)} groups"
+        return (
+            f"gradients travel in {groups}{self._densities()}; backward and exchange take"
+            f" {1e3 * self.seconds:.1f} ms{expected}, {1e3 * self.exposed_seconds:.1f} ms of it after backward."
+            f" Tried, by number of groups: {tried}"
+        )
+
+    def _densities(self) -> str:
+        if not self.densities:
+            return ""
+        whole = sum(density >= 1 for density in self.densities)
+        return f", {whole} of them whole, at densities from {min(self.densities):.2g} to {max(self.densities):.2g}"

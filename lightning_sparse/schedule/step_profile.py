@@ -1,0 +1,222 @@
+"""What was measured of a model's steps, as plain numbers: the ground on which a plan stands."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple, Optional
+
+from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
+from lightning_sparse.schedule.merge.simulator import Prediction, simulate
+
+_MIN_SIZES = 3  # what a fit needs
+
+
+class GroupSample(NamedTuple):
+    """What one group took in one step.
+
+    Attributes:
+        elements: gradient elements.
+        counts: elements that the density asked for, of parameters that are not sent whole.
+        dense_elements: elements of parameters that are sent whole.
+        select_seconds: for compensating, selecting, encoding and decoding.
+        exchange_seconds: in collectives, waiting for other ranks included.
+    """
+
+    elements: int
+    counts: int
+    dense_elements: int
+    select_seconds: float
+    exchange_seconds: float
+
+
+class StepSample(NamedTuple):
+    """What one step took; sizes are equal on all ranks, times are not.
+
+    Attributes:
+        ready: for each tensor, in the order of readiness, the seconds from the start of backward to its gradient.
+        groups: in the order of exchange.
+        commit_seconds: from the end of the last exchange until all means had been written.
+        exposed_seconds: from the last gradient until then.
+        total_seconds: from the start of backward until all means had been written.
+    """
+
+    ready: tuple[float, ...]
+    groups: tuple[GroupSample, ...]
+    commit_seconds: float
+    exposed_seconds: float
+    total_seconds: float
+
+    def times(self) -> list[float]:
+        """Return the times alone, in a fixed order, so that ranks can average them."""
+        per_group = [seconds for group in self.groups for seconds in (group.select_seconds, group.exchange_seconds)]
+        return [*self.ready, *per_group, *self[2:]]
+
+    def with_times(self, times: Iterator[float]) -> "StepSample":
+        """Return a copy with other times, taken from an iterator in the order of :meth:`times`."""
+        ready = tuple(next(times) for _ in self.ready)
+        groups = tuple(
+            group._replace(select_seconds=next(times), exchange_seconds=next(times)) for group in self.groups
+        )
+        return StepSample(ready, groups, next(times), next(times), next(times))
+
+
+class Profile(NamedTuple):
+    """A :class:`~lightning_sparse.schedule.merge.simulator.Problem` that was measured.
+
+    Attributes:
+        elements: of the first k tensors in the order of readiness, for k from 0.
+        counts: what the density asks for of the first k tensors.
+        ready: seconds of backward after which the first k tensors are ready.
+        select: seconds by elements.
+        exchange: seconds by counts.
+        commit_seconds: after the last exchange.
+        dense: seconds by elements, of all that is done with a group that is sent whole; ``None`` if none may be.
+    """
+
+    elements: tuple[int, ...]
+    counts: tuple[int, ...]
+    ready: tuple[float, ...]
+    select: Fit
+    exchange: Fit
+    commit_seconds: float
+    dense: Optional[CostModel] = None
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+        return len(self.ready) - 1
+
+    def is_dense(self, start: int, stop: int) -> bool:
+        """Say whether a group arrives earlier whole than selected from."""
+        if self.dense is None:
+            return False
+        elements = self.elements[stop] - self.elements[start]
+        return self.dense(elements) <= self._sparse_seconds(elements, self.counts[stop] - self.counts[start])
+
+    def task_seconds(self, start: int, stop: int) -> float:
+        """Return what a group is going to take, selected from or whole, as is faster."""
+        elements = self.elements[stop] - self.elements[start]
+        sparse = self._sparse_seconds(elements, self.counts[stop] - self.counts[start])
+        return sparse if self.dense is None else min(self.dense(elements), sparse)
+
+    def select_seconds(self, start: int, stop: int) -> float:
+        """Return what selecting from a group is going to take; nothing where it is sent whole."""
+        return 0.0 if self.is_dense(start, stop) else self.select.model(self.elements[stop] - self.elements[start])
+
+    def exchange_seconds(self, start: int, stop: int) -> float:
+        """Return what exchanging a group is going to take."""
+        if self.dense is not None and self.is_dense(start, stop):
+            return self.dense(self.elements[stop] - self.elements[start])
+        return self.exchange.model(self.counts[stop] - self.counts[start])
+
+    def group_seconds(self, start: int, stop: int, counts: int) -> float:
+        """Return what a group is going to take of which so many elements are sent."""
+        elements = self.elements[stop] - self.elements[start]
+        if self.dense is not None and counts >= elements:
+            return self.dense(elements)
+        return self._sparse_seconds(elements, counts)
+
+    def _sparse_seconds(self, elements: int, counts: int) -> float:
+        return self.select.model(elements) + self.exchange.model(counts)
+
+    def predict(self, stops: Sequence[int]) -> Prediction:
+        """Predict a step whose groups stop there; the total ends when all means have been written."""
+        prediction = simulate(self, stops, "worker")
+        return prediction._replace(total=prediction.total + self.commit_seconds)
+
+
+def can_profile(samples: Sequence[StepSample]) -> bool:
+    """Say whether the groups seen were of enough different sizes to tell startup from slope."""
+    groups = _of_one_kind(samples)
+    return min(len({group.elements for group in groups}), len({_sent(group) for group in groups})) >= _MIN_SIZES
+
+
+def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
+    """Make a profile of steps that were cut into groups of different sizes.
+
+    Args:
+        elements: of each tensor, in the order of readiness.
+        counts: for each tensor, what the density asks for.
+        samples: the steps; medians are taken, so that a few may have been disturbed.
+
+    Raises:
+        ValueError: if the groups were of fewer than three different sizes.
+    """
+    groups = _of_one_kind(samples)
+    ready = [median(times) for times in zip(*(sample.ready for sample in samples))]
+    return Profile(
+        tuple(accumulate(elements, initial=0)),
+        tuple(accumulate(counts, initial=0)),
+        (0.0, *accumulate(ready, max)),
+        _fit_or_free([(group.elements, group.select_seconds) for group in groups], SELECTION_SHAPES),
+        _fit_or_free([(_sent(group), group.exchange_seconds) for group in groups], EXCHANGE_SHAPES),
+        median(sample.commit_seconds for sample in samples),
+    )
+
+
+def dense_cost(samples: Sequence[StepSample], startup: float) -> Optional[CostModel]:
+    """Return what a group takes that is sent whole, by elements; ``None`` if none was seen.
+
+    Args:
+        samples: steps in which some groups were.
+        startup: seconds of a message, to tell it from the slope where too few sizes were seen for a fit.
+    """
+    whole = [group for sample in samples for group in sample.groups if group.dense_elements == group.elements]
+    points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
+    if len({size for size, _ in points}) >= _MIN_SIZES:
+        return fit(points, EXCHANGE_SHAPES).model
+    if not points:
+        return None
+    return CostModel(startup, max(0.0, median((seconds - startup) / size for size, seconds in points)))
+
+
+def _of_one_kind(samples: Sequence[StepSample]) -> list[GroupSample]:
+    """Return the groups of which some elements are sent or, if there are none, those that are sent whole."""
+    groups = [group for sample in samples for group in sample.groups]
+    return [group for group in groups if not group.dense_elements] or groups
+
+
+def _sent(group: GroupSample) -> int:
+    return group.counts + group.dense_elements
+
+
+def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) -> Fit:
+    if any(seconds for _, seconds in samples):
+        return fit(samples, shapes)
+    return Fit(CostModel(), 0.0, len(samples), ("nothing was seen to take any time",))
+
+
+def equal_parts(elements: Sequence[int], parts: int) -> list[int]:
+    """Return where groups stop that hold about equally many elements, each at least its share.
+
+    Example::
+
+        >>> equal_parts([4, 1, 1, 2, 8], 2)
+        [4, 5]
+    """
+    share = -(-sum(elements) // parts)
+    stops, held = [], 0
+    for stop, size in enumerate(elements, start=1):
+        held += size
+        if held >= share or stop == len(elements):
+            stops.append(stop)
+            held = 0
+    return stops
+
+
+def run_of(elements: Sequence[int], wanted: float) -> tuple[int, int]:
+    """Return where neighbours start and stop that together hold about as many elements as wanted.
+
+    Example::
+
+        >>> run_of([10, 400, 30, 30, 30], 90)
+        (2, 5)
+    """
+    sums = list(accumulate(elements, initial=0))
+    runs = []
+    for start in range(len(elements)):
+        beyond = bisect_left(sums, sums[start] + wanted, lo=start + 1)
+        runs += [(start, stop) for stop in (beyond - 1, beyond) if start < stop < len(sums)]
+    return min(runs, key=lambda run: abs(math.log(max(1, sums[run[1]] - sums[run[0]]) / wanted)))
