@@ -8,21 +8,15 @@ from typing import Optional
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from lightning_sparse.cli.plan import (
-    DENSITIES,
-    BackwardProfile,
-    Network,
-    SettingsOf,
-    as_json,
-    as_table,
-    draw,
-    figure_class,
-    measure_candidates,
-    predict_systems,
-)
+from lightning_sparse.cli.plan.backward_profile import BackwardProfile
+from lightning_sparse.cli.plan.candidates import DENSITIES, measure_candidates
+from lightning_sparse.cli.plan.forecast import predict_systems
 from lightning_sparse.cli.plan.job import network_of, present_job
 from lightning_sparse.cli.plan.model import profile_model
-from lightning_sparse.schedule.cost.network import parse_bandwidth, parse_latency
+from lightning_sparse.cli.plan.picture import draw, figure_class
+from lightning_sparse.cli.plan.rehearsal import SettingsOf
+from lightning_sparse.cli.plan.report import as_json, as_table
+from lightning_sparse.schedule.cost.network import Network, parse_bandwidth, parse_latency
 
 _DESCRIPTION = """\
 Predict the step time of every strategy, for a model and a network, and mark the best.

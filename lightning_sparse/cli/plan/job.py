@@ -9,8 +9,9 @@ from lightning_fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_sparse.cli.plan import Network, measure_network
+from lightning_sparse.cli.plan.measured import measure_network
 from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.schedule.cost.network import Network
 
 
 def present_job() -> Optional[ClusterEnvironment]:

@@ -13,7 +13,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_sparse.cli.plan import BackwardProfile
+from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.profiler import BackwardProfiler
 
 _KEPT_TRAINER_ARGUMENTS = (

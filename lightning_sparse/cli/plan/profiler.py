@@ -11,7 +11,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_sparse.cli.plan import BackwardProfile
+from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.engine.observe import Clock, Mark
 from lightning_sparse.strategy.adam_steps import is_correctable
 
