@@ -35,10 +35,10 @@ class Wavering:
         turn = (len(name) + self.step) % 2
         return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
 
-    def conclude(self, names: Any, means: Any, finite: Tensor) -> Any:
+    def finish_step(self, names: Any, means: Any, finite: Tensor, all_gather: Any) -> Any:
         """Count the steps."""
         self.step += 1
-        return (yield from super().conclude(names, means, finite))  # type: ignore[misc]
+        return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
 
 
 class WaveringTopK(Wavering, TopK):

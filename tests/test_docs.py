@@ -92,6 +92,17 @@ def test_every_system_is_described(system: Any) -> None:
         assert any(f"`{system.name}`" in line for line in page.read_text().splitlines() if line.startswith("|")), page
 
 
+def test_density_and_warm_up_of_every_system_are_those_that_are_told() -> None:
+    told = {name.strip("`"): cells for name, _, *cells, _ in rows(ROOT / "README.md", "## Which strategy")}
+    chosen = {system.name: compressors.COMPRESSORS.resolve(system.arguments["compressor"]) for system in systems()}
+    assert told == {
+        name: ["none", "none"]
+        if compressor.default_density is None
+        else [f"{compressor.default_density:g}", str(compressor.default_warmup_epochs)]
+        for name, compressor in chosen.items()
+    }
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_system_has_a_page_with_all_its_parts(name: str) -> None:
     page = DOCS / "systems" / f"{name}.md"

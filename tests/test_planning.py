@@ -98,7 +98,7 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
         return parameters_of(ddp), groups, lines, engine.plan
 
 
-@pytest.mark.parametrize("schedule", ["merged", "omgs"])
+@pytest.mark.parametrize("schedule", ["merged", "greedy"])
 def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair: Pool, schedule: str) -> None:
     (single, *_), _ = pair.run(train, "single", None, STEPS)
     (first, groups, lines, _), (second, other_groups, other_lines, _) = pair.run(train, schedule, None, STEPS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse import Selection, SparseDDPStrategy
-from lightning_sparse.compressors import A2SGD, Agreement
+from lightning_sparse.compressors import A2SGD, Gather
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_image  # the example lies beside this folder
@@ -28,8 +28,9 @@ class LocalSGD(A2SGD):
     """Send nothing between two averages."""
 
     @override
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
-        yield from ()
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
         return means
 
 

@@ -10,10 +10,11 @@ only what the first one does is timed::
 import argparse
 import statistics
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from virtual import Meeting
 
 from lightning_sparse import Selection
 from lightning_sparse.compressors import ExDyna, TopK
@@ -40,7 +41,7 @@ def exdyna_seconds(ranks: int, elements: int, density: float, repeats: int, devi
             chosen.append(compressor.select(names, tensors, [0] * _TENSORS))
             if rank == 0:
                 seconds.append(clock.seconds(start, clock.mark()))
-        _conclude(compressors, names, [_union(selections) for selections in zip(*chosen)])
+        _finish(compressors, names, [_union(selections) for selections in zip(*chosen)])
     return statistics.median(seconds[_WARM_UP:])
 
 
@@ -65,12 +66,17 @@ def _union(selections: Sequence[Selection]) -> Selection:
     return Selection(torch.ones_like(indices, dtype=torch.float32), indices, selections[0].numel)
 
 
-def _conclude(compressors: Sequence[ExDyna], names: Sequence[str], means: Sequence[Selection]) -> None:
-    agreements = [compressor.conclude(names, means, torch.tensor(True)) for compressor in compressors]
-    sent = [tensor for tensor in (next(agreement, None) for agreement in agreements) if isinstance(tensor, Tensor)]
-    for agreement in agreements if sent else []:
-        with suppress(StopIteration):
-            agreement.send(torch.stack(sent))
+def _finish(compressors: Sequence[ExDyna], names: Sequence[str], means: Sequence[Selection]) -> None:
+    meeting = Meeting(len(compressors))
+
+    def finish(rank: int, compressor: ExDyna) -> None:
+        def all_gather(tensor: Tensor) -> Tensor:
+            return torch.stack(meeting.exchange(rank, tensor))
+
+        compressor.finish_step(names, means, torch.tensor(True), all_gather)
+
+    with ThreadPoolExecutor(len(compressors)) as threads:
+        list(threads.map(finish, range(len(compressors)), compressors))
 
 
 def main() -> None:

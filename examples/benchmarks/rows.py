@@ -20,7 +20,7 @@ from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
-_TRIAL_STEPS = {"merged": 76, "omgs": 76, "auto": 150}  # what schedules that measure first need at most
+_TRIAL_STEPS = {"merged": 76, "greedy": 76, "auto": 150}  # what schedules that measure first need at most
 
 Shapes = Sequence[Sequence[int]]
 
@@ -180,7 +180,7 @@ ROWS: dict[str, Row] = {
     "sparse_auto 0.001": _sparsifier("lags", 0.001, schedule="auto"),
     "sparse_auto 0.001 float32": _sparsifier("lags", 0.001, schedule="auto", wire="float32"),
     "sparse_omgs 0.001": _sparsifier("omgs", 0.001),
-    "sparse_topk 0.001 omgs": _top_k(0.001, schedule="omgs"),
+    "sparse_topk 0.001 greedy": _top_k(0.001, schedule="greedy"),
     **{
         f"sparse_topk 0.001 size {size}k": _top_k(0.001, schedule=FixedSize(min_elements=size << 10))
         for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -1,7 +1,7 @@
 """Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
 
 from lightning_sparse.compressors.a2sgd import A2SGD
-from lightning_sparse.compressors.base import Agreement, Compressor, element_count
+from lightning_sparse.compressors.base import Compressor, Gather, element_count
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.compressors.exdyna import ExDyna
@@ -72,10 +72,10 @@ __all__ = [
     "OMGS",
     "QSGD",
     "SDAGC",
-    "Agreement",
     "Compressor",
     "Dense",
     "ExDyna",
+    "Gather",
     "MiCRO",
     "TopK",
     "available_compressors",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Agreement, Compressor
+from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
@@ -49,9 +49,9 @@ class A2SGD(Compressor):
         >>> a2sgd = A2SGD()
         >>> a2sgd.begin(ModelLayout(("weight",), (3,), 0, 2, torch.device("cpu")))
         >>> selections = a2sgd.select(["weight"], [torch.tensor([1.0, 3.0, -5.0])], counts=[3])
-        >>> step = a2sgd.conclude(["weight"], selections, torch.tensor(True))
-        >>> next(step)
-        tensor([2., 5.])
+        >>> both = torch.tensor([[2.0, 5.0], [4.0, 5.0]])  # this rank's means, and the other one's
+        >>> a2sgd.finish_step(["weight"], selections, torch.tensor(True), lambda means: both)[0].values
+        tensor([ 2.,  4., -5.])
     """
 
     default_density: ClassVar[Optional[float]] = None
@@ -77,14 +77,16 @@ class A2SGD(Compressor):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
-        # Noted now, while backward goes on, and added up when the step is concluded.
+        # Noted now, while backward goes on, and added up when the step is over.
         self._totals.update(zip(names, map(sign_totals, accumulated)))
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
     @override
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
         local = self._local_means()
-        received = yield local
+        received = all_gather(local)
         # The shift is from what was sent, so that equal gradients on all ranks are left exactly as they are.
         shifts = received.double().mean(dim=0) - local.double()
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()

@@ -1,7 +1,7 @@
 """What a compressor is: the answer to WHAT is sent."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Optional
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 
-Agreement = Generator[Tensor, Tensor, Sequence[Selection]]
+Gather = Callable[[Tensor], Tensor]
 
 
 class Compressor(ABC):
@@ -23,7 +23,7 @@ class Compressor(ABC):
     it.
 
     A method with a state of its own (a threshold, a partition) reads it in :meth:`select` and changes it in
-    :meth:`conclude` only, when the whole step is known: so it, too, does not depend on how parameters are grouped.
+    :meth:`finish_step` only, when the whole step is known: so it, too, does not depend on how parameters are grouped.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
@@ -43,7 +43,7 @@ class Compressor(ABC):
         feedback: what is asked of the memory.
         adapts_density: whether a plan may raise the densities of parameters where that costs no time; only for a
             method that has a ``dense_wire_format`` and takes each density as it comes.
-        agreement_nbytes: bytes that :meth:`conclude` gathers from each rank in an ordinary step.
+        agreement_nbytes: bytes that :meth:`finish_step` gathers from each rank in an ordinary step.
     """
 
     default_density: ClassVar[Optional[float]]
@@ -100,20 +100,21 @@ class Compressor(ABC):
         """
         return SelectionSize(numel, count)
 
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
-        """Look back at a whole step, on every rank, and take on the state of the next.
-
-        Each ``yield`` gathers a small tensor, of equal size on all ranks, and receives it as ``[ranks, n]``.
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
+        """Update the method's state once all groups of a step have arrived; runs on every rank.
 
         Args:
             names: parameter names, in the order in which they were exchanged.
             means: for each what arrived, see :class:`~lightning_sparse.engine.wire.Arrival`.
             finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
+            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, and returns ``[ranks, n]``; to be
+                called equally often on all ranks.
 
         Returns:
             what is to be written as the mean gradients; ``means`` unless the method changes them.
         """
-        yield from ()
         return means
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Agreement, Compressor
+from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
@@ -109,11 +109,12 @@ class QSGD(Compressor):
         return SelectionSize(numel, numel, self._bucket_size, self._levels)
 
     @override
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
         # The device is waited for, once a step: generators are seeded on the host, so the host has to know whether the
         # step counts. The worker waits, not backward.
         self._step += int(finite)
-        yield from ()
         return means
 
     @override

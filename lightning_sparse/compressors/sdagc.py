@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Agreement
+from lightning_sparse.compressors.base import Gather
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
@@ -175,11 +175,13 @@ class SDAGC(TopK):
         return alphas * deviations + (means.abs() if self.threshold == "gaussian" else 0.0)
 
     @override
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
         for positions, alphas in self._proposals:
             self._alphas[positions] = torch.where(finite, alphas, self._alphas[positions])
         self._proposals.clear()
-        return (yield from super().conclude(names, means, finite))
+        return means
 
     @override
     def state_dict(self) -> dict[str, Any]:

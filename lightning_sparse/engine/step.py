@@ -1,8 +1,9 @@
 """The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, Optional, TypeVar, Union
+from contextlib import ExitStack
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -15,10 +16,9 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import Mark, Recorder
 from lightning_sparse.engine.selecting import GroupSelector
-from lightning_sparse.engine.wire import Arrival, Payload, WireFormat
+from lightning_sparse.engine.wire import Arrival, Payload, Phases, WireFormat
 from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
 
-Result = TypeVar("Result")
 _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
 
 
@@ -155,7 +155,7 @@ class Pipeline:
         is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
         """
         finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
-        means = self._conclude(step, finite)
+        means = self._finish_step(step, finite)
         self._learn(step, finite)
         with self.recorder.span("commit"):
             for (group, accumulated, counts, arrival), group_means in zip(step, means):
@@ -215,36 +215,43 @@ class Pipeline:
             flat = self._run_collective(Payload("all_reduce", flat), names).div_(self.collectives.ranks)
         return [mean.to(tensor.dtype) for mean, tensor in zip(flat.split(list(map(Tensor.numel, tensors))), tensors)]
 
-    def _conclude(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
+    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
+        """Have the compressor finish the step, for those parameters that it was asked about."""
         names = [local.name for exchanged in step for local in exchanged.group]
         means = Chained([exchanged.arrival.means for exchanged in step])
-        if self.context.whole:
-            return self._conclude_rest(step, names, means, finite)
-        concluded = self._travel(self.compressor.conclude(names, means, finite), names)
-        return means.parts if concluded is means else _by_group(concluded, step)
-
-    def _conclude_rest(
-        self, step: Sequence[Exchanged], names: list[str], means: Sequence[Selection], finite: Tensor
-    ) -> Sequence[Sequence[Selection]]:
-        """Conclude a step in which the compressor was asked about some of the parameters only, or about none."""
+        if not self.context.whole:
+            finished = self._finished(names, means, finite)
+            return means.parts if finished is means else _by_group(finished, step)
         asked = {name: mean for name, mean in zip(names, means) if name not in self.context.whole}
         if asked:
-            conclusion = self.compressor.conclude(list(asked), list(asked.values()), finite)
-            asked = dict(zip(asked, self._travel(conclusion, list(asked))))
+            asked = dict(zip(asked, self._finished(list(asked), list(asked.values()), finite)))
         return _by_group([asked.get(name, mean) for name, mean in zip(names, means)], step)
 
-    def _travel(self, phases: Generator[Union[Payload, Tensor], Tensor, Result], names: list[str]) -> Result:
-        """Run each phase and hand in what it brought; a tensor alone, on which ranks are to agree, is gathered."""
+    def _finished(self, names: list[str], means: Sequence[Selection], finite: Tensor) -> Sequence[Selection]:
+        encoding = ExitStack()
+
+        def all_gather(tensor: Tensor) -> Tensor:
+            encoding.close()  # what travels takes the network's time, and not the compressor's
+            with self.recorder.span("exchange"):
+                gathered = self._run_collective(Payload("all_gather", tensor), names)
+            encoding.enter_context(self.recorder.span("encode"))
+            return gathered
+
+        with encoding:
+            encoding.enter_context(self.recorder.span("encode"))
+            return self.compressor.finish_step(names, means, finite, all_gather)
+
+    def _travel(self, phases: Phases, names: list[str]) -> Arrival:
+        """Run the collective of each phase and hand in what it brought."""
         received: Optional[Tensor] = None
         while True:
             try:
                 with self.recorder.span("encode"):
-                    handed_in = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
+                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
             except StopIteration as stop:
-                result: Result = stop.value
-                return result
+                arrival: Arrival = stop.value
+                return arrival
             with self.recorder.span("exchange"):
-                payload = handed_in if isinstance(handed_in, Payload) else Payload("all_gather", handed_in)
                 received = self._run_collective(payload, names)
 
     def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
@@ -265,8 +272,8 @@ class Pipeline:
         return used.to(self.collectives.device, non_blocking=True)
 
 
-def _by_group(concluded: Sequence[Selection], step: Sequence[Exchanged]) -> list[list[Selection]]:
-    rest = iter(concluded)
+def _by_group(means: Sequence[Selection], step: Sequence[Exchanged]) -> list[list[Selection]]:
+    rest = iter(means)
     return [[next(rest) for _ in exchanged.group] for exchanged in step]
 
 

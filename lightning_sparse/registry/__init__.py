@@ -22,15 +22,22 @@ class NamedTable(Generic[Item]):
         rows: for each name, what builds the object without arguments.
         group: of the entry points by which other packages bring rows; ``None`` if they cannot. They are looked up when
             somebody first asks for names, and imported when their own are used.
+        former: for names that are no longer understood, the ones that took their place.
     """
 
     def __init__(
-        self, noun: str, base: type, rows: Mapping[str, Callable[[], Item]], group: Optional[str] = None
+        self,
+        noun: str,
+        base: type,
+        rows: Mapping[str, Callable[[], Item]],
+        group: Optional[str] = None,
+        former: Mapping[str, str] = {},
     ) -> None:
         self._noun = noun
         self._base = base
         self._own = rows
         self._group = group
+        self._former = former
         self._listeners: list[Callable[[str, str], None]] = []
 
     @cached_property
@@ -110,6 +117,9 @@ class NamedTable(Generic[Item]):
     def _build(self, name: str) -> Item:
         if name in self._rows:
             return self._rows[name]()
+        if name in self._former:
+            present = self._former[name]
+            raise ValueError(f"{self._noun}={name!r} is called {present!r} now: use {self._noun}={present!r}")
         raise ValueError(unknown_name(self._noun, name, self.names()))
 
 

@@ -9,7 +9,8 @@ from lightning_sparse.schedule.plan import Plan, Way
 SCHEDULES: NamedTable[Schedule] = NamedTable(
     "schedule",
     Schedule,
-    {"auto": Auto, "layerwise": Layerwise, "merged": Merged, "omgs": Greedy, "single": Single},
+    {"auto": Auto, "greedy": Greedy, "layerwise": Layerwise, "merged": Merged, "single": Single},
+    former={"omgs": "greedy"},  # sparse_omgs does not use it
 )
 
 __all__ = [

@@ -75,7 +75,7 @@ class SparseDDPStrategy(DDPStrategy):
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
             ``None`` for the compressor's own default.
-        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"omgs"``, or an
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"greedy"``, or an
             object. It never changes the numbers; but ``"auto"`` does, which may send more than the density asks for.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
             the residual.

@@ -1,7 +1,10 @@
-"""Many virtual ranks in one process: compressors that exchange by plain indexing, with no wire and no waiting."""
+"""Many virtual ranks in one process: compressors that exchange by plain indexing, with no wire."""
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +46,7 @@ class Simulation:
         chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
         union = torch.cat(chosen).unique()
         finite = torch.stack([flat[union].isfinite().all() for flat in accumulated]).all()
-        self._conclude(union, torch.stack([flat[union] for flat in accumulated]).mean(dim=0), finite)
+        self._finish(union, torch.stack([flat[union] for flat in accumulated]).mean(dim=0), finite)
         if finite:
             self.residuals = [flat.index_fill(0, union, 0.0) for flat in accumulated]
         return chosen
@@ -58,24 +61,32 @@ class Simulation:
             assert torch.equal(selection.values.nan_to_num(), tensor[selection.indices].nan_to_num())
         return torch.cat([selection.indices + start for selection, start in zip(selections, starts)])
 
-    def _conclude(self, union: Tensor, mean: Tensor, finite: Tensor) -> None:
+    def _finish(self, union: Tensor, mean: Tensor, finite: Tensor) -> None:
         means, start = [], 0
         for numel in self.numels:
             inside = (union >= start) & (union < start + numel)
             means.append(Selection(mean[inside][None], (union[inside] - start)[None], numel))
             start += numel
-        agreements = [compressor.conclude(self.names, means, finite) for compressor in self.compressors]
-        received: Optional[Tensor] = None
-        while True:
-            handed_in = [_advance(agreement, received) for agreement in agreements]
-            if handed_in[0] is None:
-                assert handed_in == [None] * len(agreements)
-                return
-            received = torch.stack(handed_in)
+        meeting = Meeting(len(self.compressors))
+
+        def finish(rank: int, compressor: Compressor) -> None:
+            compressor.finish_step(self.names, means, finite, partial(meeting.all_gather, rank))
+
+        with ThreadPoolExecutor(len(self.compressors)) as threads:
+            list(threads.map(finish, range(len(self.compressors)), self.compressors))
 
 
-def _advance(agreement: Any, received: Optional[Tensor]) -> Optional[Tensor]:
-    try:
-        return agreement.send(received)
-    except StopIteration:
-        return None
+class Meeting:
+    """Where threads, one for each virtual rank, gather tensors; all of them, or there is an error."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=30)
+        self._handed_in = [torch.empty(0)] * ranks
+
+    def all_gather(self, rank: int, tensor: Tensor) -> Tensor:
+        """Hand in a tensor, and receive those of all ranks."""
+        self._handed_in[rank] = tensor
+        self._barrier.wait()
+        gathered = torch.stack(self._handed_in)
+        self._barrier.wait()  # nobody hands in the next one before everybody has looked
+        return gathered

@@ -1,5 +1,6 @@
 """A2SGD against its formula, and what two numbers cannot do."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import A2SGD
+from lightning_sparse.engine.observe import Clock
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import SCHEDULE_NAMES, Edges, backpropagate, batch, sgd_steps, sparse_ddp
@@ -70,6 +72,21 @@ def test_it_trains_as_its_formula_says(pools: dict[int, Pool], ranks: int) -> No
 def test_eight_bytes_a_step_whatever_the_schedule(pair: Pool, schedule: str, tracks_usage: bool) -> None:
     settings = {"schedule": schedule, "find_unused_parameters": tracks_usage}
     assert [wire_bytes for _, wire_bytes in pair.run(train, 3, settings)] == [[8.0] * 3] * 2
+
+
+def step_stages(rank: int) -> tuple[list[str], list[float]]:
+    """Make a step; return the stages after the last group's, and how long after the one before each began."""
+    with sparse_ddp(Edges(), A2SGD(), schedule="single") as (ddp, engine):
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
+        spans = engine.last_marks.spans
+        gaps = [Clock.seconds(before.end, after.start) for before, after in pairwise(spans)]
+        return [span.stage for span in spans], gaps
+
+
+def test_what_travels_when_the_step_is_over_is_not_taken_for_the_compressors_time(pair: Pool) -> None:
+    for stages, gaps in pair.run(step_stages):
+        assert stages == ["encode", "exchange", "encode", "commit"]
+        assert all(gap >= 0 for gap in gaps)
 
 
 def test_replicas_of_the_literal_algorithm_drift_apart(pair: Pool) -> None:

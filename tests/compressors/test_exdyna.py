@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse.compressors import Agreement, ExDyna, MiCRO
+from lightning_sparse.compressors import ExDyna, MiCRO
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.pool import Pool
@@ -50,10 +50,10 @@ class Recorded:
             self._chosen += (selection.indices + self._starts[name]).tolist()
         return selections
 
-    def conclude(self, names: Any, means: Any, finite: Tensor) -> Agreement:
+    def finish_step(self, names: Any, means: Any, finite: Tensor, all_gather: Any) -> Any:
         self.history.append(sorted(self._chosen))
         self._chosen = []
-        return (yield from super().conclude(names, means, finite))  # type: ignore[misc]
+        return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
 
 
 class RecordedExDyna(Recorded, ExDyna):

@@ -64,6 +64,11 @@ def test_sdagc_equals_its_reference(pools: dict[int, Pool], ranks: int, schedule
     assert_same_as_virtual(pools[ranks], settings, VirtualSDAGC(0.9, 1.5), momentum=0.9, relative=1e-4)
 
 
+def refuse(tensor: Tensor) -> Tensor:
+    """Gather nothing: nobody should ask for it."""
+    raise AssertionError("there is nothing to agree on")
+
+
 def densities(
     compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 100_000, alpha: float | None = None
 ) -> list[float]:
@@ -79,7 +84,7 @@ def densities(
         residual += gradient
         (selection,) = compressor.select(["layer"], [residual], [element_count(numel, wanted)])
         residual[selection.indices[selection.filled]] = 0
-        list(compressor.conclude(["layer"], [selection], torch.tensor(True, device=DEVICE)))
+        compressor.finish_step(["layer"], [selection], torch.tensor(True, device=DEVICE), refuse)
         sent.append(int(selection.filled.sum()) / numel)
     return sent
 

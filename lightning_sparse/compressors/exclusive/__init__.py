@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Agreement, Compressor
+from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.exclusive.partitions import Partitions
 from lightning_sparse.compressors.exclusive.threshold import THRESHOLD_RULES
 from lightning_sparse.compressors.layout import ModelLayout
@@ -120,7 +120,9 @@ class ExclusiveSelection(Compressor):
         return self._rule.start(self._wanted(self._layout.numel)) if self._threshold is None else self._threshold
 
     @override
-    def conclude(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor) -> Agreement:
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
         # The state is the host's: it decides what the next step looks at. Waiting for this one bool costs little where
         # the sizes of all messages had to be waited for.
@@ -134,7 +136,7 @@ class ExclusiveSelection(Compressor):
             if threshold is None:
                 counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
                 # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
-                gathered = yield counted.float()
+                gathered = all_gather(counted.float())
                 self._threshold = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
             else:
                 self._threshold = self._rule.follow(threshold, positions.numel(), wanted)

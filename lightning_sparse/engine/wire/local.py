@@ -1,4 +1,4 @@
-"""Nothing travels group by group: what a compressor selects stays here, until the step is concluded."""
+"""Nothing travels group by group: what a compressor selects stays here, until the step is over."""
 
 from collections.abc import Sequence
 from typing import Optional
