@@ -14,6 +14,13 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not clock" --numprocesses $(WORKERS) --dist loadfile
 	$(BIN)/python -m pytest -m clock
 
+# The loop of a change: functions, doctests, and the laws once for every compressor, on two ranks.
+SLOW_LAWS := layerwise or single or float16 or float64 or 3] or two_of or (accumulation and not no)
+quick: $(READY)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile lightning_sparse tests/functional tests/rules \
+		tests/schedule tests/test_architecture.py tests/test_end_to_end.py tests/test_laws.py \
+		-k "not test_planner and not 1000003 and not (test_laws and ($(SLOW_LAWS)))"
+
 # The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.
 faults: $(READY)
 	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
