@@ -258,6 +258,7 @@ def first_planned_step(rank: int, dense_steps: int) -> int:
     return planned[0]
 
 
+@pytest.mark.clock
 def test_a_plan_is_not_made_of_steps_that_send_everything(pair: Pool) -> None:
     [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 25))
     assert late - early == 20
