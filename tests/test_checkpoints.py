@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.compressors import A2SGD, DGC, LAGS, SDAGC
+from lightning_sparse.compressors import A2SGD, DGC, LAGS
 from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
@@ -52,7 +52,7 @@ EXACT = {
     "local clipping": (partial(DGC, clip_norm=0.5), {"density": 0.05}, {}),
     "warm-up": ("dgc", {"density": 0.01, "warmup_epochs": 2}, {}),
     "drift": (partial(A2SGD, param_sync_every=5), {}, {}),
-    "thresholds that are fixed": (partial(SDAGC, threshold="fresh_fixed"), {"density": 0.05}, {}),
+    "thresholds that follow": ("sdagc", {"density": 0.05}, {}),
     "sixteen bits": ("dgc", {"density": 0.05, "wire": "bfloat16"}, {}),
     "unused parameters": ("dgc", {"density": 0.05, "find_unused_parameters": True}, {}),
     "bf16": ("dgc", {"density": 0.05}, {"precision": "bf16-mixed"}),

@@ -71,10 +71,6 @@ class Compressor(ABC):
         """Return the density of one parameter, where ``density`` is that of the model."""
         return density
 
-    def prepare(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Look at the fresh gradients of a group, before the memory adds what waits; they must not be changed."""
-        return
-
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         """Choose what is sent of each tensor of a group.

@@ -19,15 +19,11 @@ from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.registry import one_of
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
 _LEAST_DENSITY = 1e-6
-
-CLOSED_LOOP = "residual_closed_loop"
-_MODES = (CLOSED_LOOP, "residual_fixed", "fresh_fixed", "gaussian")
 
 
 class _Group(NamedTuple):
@@ -53,14 +49,10 @@ class SDAGC(TopK):
     follows the density that came out: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``.
 
     A fixed ``alpha`` runs away: the deviation of the residual grows with what is held back, so that less and less is
-    sent (see ``tests/compressors/test_sdagc.py``). It is offered for comparison only.
+    sent (see ``tests/compressors/test_sdagc.py``).
 
     Args:
-        threshold: ``"residual_closed_loop"`` as above; ``"residual_fixed"`` with a fixed ``alpha``; ``"fresh_fixed"``
-            with a fixed ``alpha`` and the deviation of the fresh gradient instead of what has accumulated;
-            ``"gaussian"`` with ``|mean| + alpha * std`` for the ``alpha`` that a normal distribution would need.
-        alpha: where the loop starts, or what stays fixed; ``None`` for what the density needs if elements are
-            distributed as Laplace's (``"fresh_fixed"``: as a random walk that is sent when it gets there).
+        alpha: where the loop starts; ``None`` for what the density needs if elements are distributed as Laplace's.
         capacity: room in a message, as a multiple of the wanted number of elements; unused room is sent as padding.
         momentum: as in :class:`~lightning_sparse.compressors.DGC`.
         nesterov: as in :class:`~lightning_sparse.compressors.DGC`.
@@ -70,8 +62,8 @@ class SDAGC(TopK):
             rate under which it was gathered. Our reading of "learning rate revision".
 
     Raises:
-        ValueError: for an unknown ``threshold``, an ``alpha`` that is not positive or that ``"gaussian"`` would ignore,
-            a ``capacity`` under 1, or what :class:`~lightning_sparse.compressors.DGC` refuses.
+        ValueError: for an ``alpha`` that is not positive, a ``capacity`` under 1, or what
+            :class:`~lightning_sparse.compressors.DGC` refuses.
     """
 
     default_density: ClassVar[Optional[float]] = 0.01
@@ -81,7 +73,6 @@ class SDAGC(TopK):
 
     def __init__(
         self,
-        threshold: str = CLOSED_LOOP,
         alpha: Optional[float] = None,
         capacity: float = 1.5,
         momentum: Union[float, str, None] = FROM_OPTIMIZER,
@@ -90,12 +81,8 @@ class SDAGC(TopK):
         clip_norm: Optional[float] = None,
         revises_learning_rate: bool = True,
     ) -> None:
-        self.threshold = one_of("threshold", threshold, _MODES)
-        if alpha is not None and (alpha <= 0 or threshold == "gaussian"):
-            raise ValueError(
-                f"alpha={alpha} must be a positive number of standard deviations, such as 4; threshold='gaussian' takes"
-                " none, because the density decides"
-            )
+        if alpha is not None and alpha <= 0:
+            raise ValueError(f"alpha={alpha} must be a positive number of standard deviations, such as 4")
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1: room for the number of elements that is wanted")
         self.alpha = alpha
@@ -109,7 +96,6 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._fresh_deviations: dict[str, Tensor] = {}
         self._proposals: list[_Proposal] = []
         self._groups: dict[tuple[tuple[Any, ...], ...], _Group] = {}
 
@@ -123,23 +109,15 @@ class SDAGC(TopK):
         self._groups.clear()
 
     @override
-    def prepare(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        if self.threshold == "fresh_fixed":
-            numels = tuple(map(Tensor.numel, gradients))
-            group = self._group(tuple(names), numels, numels, numels)
-            self._fresh_deviations.update(zip(names, _moments(gradients, group.numels)[1].unbind()))
-
-    @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
         rooms = [self.selection_size(tensor.numel(), count).selected for tensor, count in zip(accumulated, counts)]
         selections = super().select(names, accumulated, rooms)
         group = self._group(tuple(names), tuple(counts), tuple(rooms), tuple(map(Tensor.numel, accumulated)))
         alphas = self._alphas[group.positions]
-        alphas = torch.where(alphas.isnan(), self._start(group.wanted / group.numels), alphas)
-        thresholds = self._thresholds(names, accumulated, alphas, group.numels)
+        alphas = torch.where(alphas.isnan(), -(group.wanted / group.numels).log() / math.sqrt(2), alphas)
+        thresholds = alphas * _deviations(accumulated, group.numels)
         filled = _reaching(selections, group.rooms, thresholds.masked_fill(group.wanted == group.numels, 0.0))
-        if self.threshold == CLOSED_LOOP:
-            alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
+        alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
         self._proposals.append(_Proposal(group.positions, alphas))
         return [selection._replace(filled=mask) for selection, mask in zip(selections, filled.split(rooms))]
 
@@ -158,21 +136,6 @@ class SDAGC(TopK):
             columns = (positions, counts, rooms, numels)
             self._groups[key] = _Group(*(torch.tensor(column, device=self._alphas.device) for column in columns))
         return self._groups[key]
-
-    def _start(self, densities: Tensor) -> Tensor:
-        if self.threshold == "fresh_fixed":
-            return densities.rsqrt()
-        if self.threshold == "gaussian":
-            return math.sqrt(2) * torch.erfinv(1 - densities)
-        return -densities.log() / math.sqrt(2)
-
-    def _thresholds(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], alphas: Tensor, numels: Tensor
-    ) -> Tensor:
-        means, deviations = _moments(accumulated, numels)
-        if self.threshold == "fresh_fixed":
-            deviations = torch.stack([self._fresh_deviations[name] for name in names])
-        return alphas * deviations + (means.abs() if self.threshold == "gaussian" else 0.0)
 
     @override
     def finish_step(
@@ -196,11 +159,11 @@ class SDAGC(TopK):
             self._alphas[self._positions[name]] = known[name]
 
 
-def _moments(tensors: Sequence[Tensor], numels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and (population) standard deviation of each tensor, in fp32."""
+def _deviations(tensors: Sequence[Tensor], numels: Tensor) -> Tensor:
+    """Return the (population) standard deviation of each tensor, in fp32."""
     means = torch.stack([tensor.mean(dtype=torch.float32) for tensor in tensors])
     squares = torch.stack(torch._foreach_norm(list(tensors))).float().square() / numels
-    return means, (squares - means.square()).clamp(min=0.0).sqrt()
+    return (squares - means.square()).clamp(min=0.0).sqrt()
 
 
 def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:

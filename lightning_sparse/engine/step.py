@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.end_to_end import Chained, EndToEnd, at_once
+from lightning_sparse.compressors.end_to_end import Chained, EndToEnd
 from lightning_sparse.compressors.feedback import Hyperparameters
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import Mark, Recorder
-from lightning_sparse.engine.selecting import GroupSelector
+from lightning_sparse.engine.selecting import GroupChoice, GroupSelector
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, WireFormat
 from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
 
@@ -120,33 +120,26 @@ class Pipeline:
             group: its gradients.
             ready: when the last of them was ready.
         """
-        names = [local.name for local in group]
-        samples = self.recorder.samples
-        with self.recorder.group(names, ready) as marks:
-            if samples is not None:
-                samples.add_gradients(names, [local.gradient for local in group], self.context.loss_scale)
+        names, gradients = [local.name for local in group], [local.gradient for local in group]
+        with self.recorder.group(names, ready) as observer:
+            observer.see_gradients(gradients, self.context.loss_scale)
             with self.recorder.span("select"):
-                gradients = [local.gradient for local in group]
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
-                self.compressor.prepare(names, gradients)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                whole = self.context.whole
-                densities = [1.0 if name in whole else self.density_of(name) for name in names]
-                are_used = [local.is_used for local in group]
-                choice = self._selector.select(names, accumulated, densities, are_used, whole)
-            marks.elements = sum(tensor.numel() for tensor in accumulated)
-            marks.dense_elements = sum(each.numel for each in at_once(choice.selections) if each.indices is None)
-            marks.counts = round(sum(choice.counts)) - marks.dense_elements
-            self.recorder.current.add_selections(choice.selections)
-            arrival = self._travel(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
-            self.recorder.current.add_means(arrival.means)
-            sent = None if samples is None else choice.sent_by_parameter()
+                choice = self._select(group, accumulated)
+            observer.see_selections(choice.selections, choice.counts, choice.sent_by_parameter)
+            arrival = self._run_phases(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
+            observer.see_means(arrival.means)
             with self.recorder.span("encode"):
                 arrival = choice.by_parameter(arrival)
-            if samples is not None and sent is not None:
-                samples.add_sent(names, sent, arrival.means)
+            observer.see_parameters(arrival.means)
             return Exchanged(group, accumulated, choice.counts, arrival)
+
+    def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> GroupChoice:
+        names, whole = [local.name for local in group], self.context.whole
+        densities = [1.0 if name in whole else self.density_of(name) for name in names]
+        return self._selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -241,8 +234,8 @@ class Pipeline:
             encoding.enter_context(self.recorder.span("encode"))
             return self.compressor.finish_step(names, means, finite, all_gather)
 
-    def _travel(self, phases: Phases, names: list[str]) -> Arrival:
-        """Run the collective of each phase and hand in what it brought."""
+    def _run_phases(self, phases: Phases, names: list[str]) -> Arrival:
+        """Run the collective that each phase names, and send the result back."""
         received: Optional[Tensor] = None
         while True:
             try:

@@ -80,7 +80,6 @@ def densities(
     sent = []
     for step in range(steps):
         gradient = gradients(step, numel).to(DEVICE)
-        compressor.prepare(["layer"], [gradient])
         residual += gradient
         (selection,) = compressor.select(["layer"], [residual], [element_count(numel, wanted)])
         residual[selection.indices[selection.filled]] = 0
@@ -105,30 +104,19 @@ def test_the_loop_holds_the_density_from_a_start_that_is_far_off_and_through_a_c
 
 
 def test_a_fixed_multiple_of_the_residuals_deviation_runs_away() -> None:
-    sent = densities(SDAGC(threshold="residual_fixed", alpha=4.0, capacity=100), laplace, 140, 0.001)
+    """Why the multiple follows the density: with a fixed one less and less is sent."""
+    residual, sent = torch.zeros(100_000), []
+    for step in range(140):
+        residual += laplace(step, len(residual))
+        chosen = residual.abs() >= 4 * residual.std()
+        residual[chosen] = 0
+        sent.append(float(chosen.float().mean()))
     assert sent[0] > 1e-3
     assert sum(sent[90:140]) / 50 < sent[0] / 30
-    held = densities(SDAGC(threshold="fresh_fixed", alpha=6.0, capacity=100), laplace, 140, 0.001)
-    assert sum(held[90:140]) / 50 == pytest.approx(sum(held[60:90]) / 30, rel=0.3)
-
-
-def test_gaussian_finds_the_quantile_of_a_normal_distribution() -> None:
-    (sent,) = densities(
-        SDAGC(threshold="gaussian", capacity=10),
-        lambda step, numel: torch.randn(numel, generator=torch.Generator().manual_seed(1)),
-        1,
-        0.01,
-    )
-    assert sent == pytest.approx(0.01, rel=0.1)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "threshold": (
-        {"threshold": "open_loop"},
-        r"threshold='open_loop' is unknown; choose one of: residual_closed",
-    ),
     "alpha": ({"alpha": 0.0}, r"alpha=0.0 must be a positive number"),
-    "alpha for gaussian": ({"alpha": 3.0, "threshold": "gaussian"}, r"threshold='gaussian' takes none"),
     "capacity": ({"capacity": 0.5}, r"capacity=0.5 must be at least 1"),
     "momentum": ({"momentum": -0.1}, r"momentum=-0.1 must be 'optimizer'"),
 }

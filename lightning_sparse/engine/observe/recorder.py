@@ -1,11 +1,14 @@
 """Gather the facts of a step from the threads on which they happen."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Optional
 
 import torch
+from torch import Tensor
 
+from lightning_sparse.compressors.end_to_end import at_once
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.observe.clock import Clock, Mark
 from lightning_sparse.engine.observe.facts import StepFacts
 from lightning_sparse.engine.observe.marks import GroupMarks, Span
@@ -54,13 +57,13 @@ class Recorder:
         self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
 
     @contextmanager
-    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[GroupMarks]:
-        """Count the spans inside as those of one group."""
+    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator["GroupObserver"]:
+        """Count the spans inside as those of one group, and look at what it is told of."""
         self._group = GroupMarks(tuple(names))
         self._group.ready = ready
         self.current.marks.groups.append(self._group)
         try:
-            yield self._group
+            yield GroupObserver(self._group, self.current, self.samples)
         finally:
             self._group = None
 
@@ -101,3 +104,53 @@ class Recorder:
     def close_samples(self) -> None:
         """Take note that all has been noted of the step that was asked for."""
         self.last_samples, self.samples = self.samples, None
+
+
+class GroupObserver:
+    """Take note of a group on its way, of as much as somebody asked for.
+
+    Args:
+        marks: of the group.
+        facts: of the step.
+        samples: by parameter; ``None`` unless somebody asked.
+    """
+
+    def __init__(self, marks: GroupMarks, facts: StepFacts, samples: Optional[ParameterSamples]) -> None:
+        self._marks = marks
+        self._facts = facts
+        self._samples = samples
+        self._by_parameter: Callable[[], Sequence[Selection]] = tuple
+        self._sent: Sequence[Selection] = ()
+
+    def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
+        """Look at fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
+        if self._samples is not None:
+            self._samples.add_gradients(self._marks.names, gradients, loss_scale)
+
+    def see_selections(
+        self, selections: Sequence[Selection], counts: Sequence[float], by_parameter: Callable[[], Sequence[Selection]]
+    ) -> None:
+        """Look at what is sent.
+
+        Args:
+            selections: of the group.
+            counts: for each parameter the number of elements that its density asks for.
+            by_parameter: returns what is sent of each parameter; the host may wait for it.
+        """
+        flat = at_once(selections)
+        self._marks.elements = sum(selection.numel for selection in flat)
+        self._marks.dense_elements = sum(selection.numel for selection in flat if selection.indices is None)
+        self._marks.counts = round(sum(counts)) - self._marks.dense_elements
+        self._facts.add_selections(selections)
+        self._by_parameter = by_parameter
+
+    def see_means(self, means: Sequence[Selection]) -> None:
+        """Look at what arrived."""
+        self._facts.add_means(means)
+        if self._samples is not None:
+            self._sent = self._by_parameter()
+
+    def see_parameters(self, means: Sequence[Selection]) -> None:
+        """Look at what arrived of each parameter."""
+        if self._samples is not None:
+            self._samples.add_sent(self._marks.names, self._sent, means)
