@@ -24,7 +24,6 @@ from lightning_sparse import (
     SparseDDPStrategy,
     callbacks,
     compressors,
-    rules,
     schedule,
 )
 from lightning_sparse.strategy.names import systems
@@ -36,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
 PUBLISHED = ["lags", "omgs", "a2sgd", "sdagc", "exdyna"]
-MODULES = (callbacks, compressors, rules, schedule)
+MODULES = (callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect.isclass(each)}
 CLASSES |= {each.__name__: each for each in (AdamCorrection, SparseDDPStrategy, ErrorFeedback, Selection)}
