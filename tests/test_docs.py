@@ -224,9 +224,17 @@ def test_the_compressors_of_the_page_keep_the_laws(tmp_path: Path, subject: str)
     kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", subject)
     # A row of each law on two ranks; the page tells its reader to run all of them.
     some = "not 3] and not layerwise and not single and not bfloat16 and not float16"
-    code, output = run_pytest(tmp_path, *kit, "-k", some)
+    code, output = run_pytest(tmp_path, *kit, "-k", some, "-vv")
     assert code == 0, output
-    assert re.search(r"\b(8|9|1\d) passed", output), output
+    kept = set(re.findall(r"::test_(\w+)\[\S* PASSED", output))
+    assert kept >= {
+        "a_parameter_is_written_where_any_rank_used_it",
+        "replicas_are_identical_and_no_schedule_changes_a_bit",
+        "the_observer_changes_nothing",
+        "a_gradient_that_is_not_finite_moves_nothing_that_is_kept",
+        "edges",
+        "a_model_that_is_one_edge",
+    }, output
 
 
 @pytest.mark.parametrize(
