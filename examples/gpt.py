@@ -1,7 +1,7 @@
 """A small GPT that predicts the next character of a text, and the windows of text that it learns from."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 TRAIN_SHARE = 0.9
+_SEEDS_OF_AN_EPOCH = 1_000_000  # more than there are ranks and seeds of runs
 
 
 class GPTSize(NamedTuple):
@@ -126,17 +127,19 @@ class RandomWindows(IterableDataset[Tensor]):
         batch_size: windows of a batch.
         length: characters of a window, less one.
         seed: of the places, of its own on every rank.
+        epoch_of: returns the epoch that begins; each has windows of its own.
     """
 
-    def __init__(self, text: Tensor, batch_size: int, length: int, seed: int) -> None:
+    def __init__(self, text: Tensor, batch_size: int, length: int, seed: int, epoch_of: Callable[[], int]) -> None:
         self._text = text
         self._batch_size = batch_size
         self._length = length
         self._seed = seed
+        self._epoch_of = epoch_of
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(self._seed + _SEEDS_OF_AN_EPOCH * self._epoch_of())
         while True:
             yield random_windows(self._text, self._batch_size, self._length, generator)
 

@@ -98,7 +98,13 @@ def main() -> None:
         precision=options.precision,
         use_distributed_sampler=False,
     )
-    windows = RandomWindows(text.train, options.batch_size, size.length, 1000 * options.seed + trainer.global_rank)
+    windows = RandomWindows(
+        text.train,
+        options.batch_size,
+        size.length,
+        seed=1000 * options.seed + trainer.global_rank,
+        epoch_of=lambda: trainer.current_epoch,
+    )
     fixed = random_windows(
         text.validation, _VALIDATION_WINDOWS, size.length, torch.Generator().manual_seed(options.seed)
     )

@@ -121,6 +121,17 @@ def test_gpt_example_sends_less_than_ddp(text_file: Path) -> None:
     assert sparse["score"] < 1.5 * dense["score"] < 4
 
 
+def test_every_epoch_of_the_gpt_has_windows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt = import_example(monkeypatch, "gpt")
+
+    def first_batch(epoch: int) -> torch.Tensor:
+        batch: torch.Tensor = next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
+        return batch
+
+    assert not torch.equal(first_batch(0), first_batch(1))
+    assert torch.equal(first_batch(1), first_batch(1))  # so that a resumed training reads what it would have read
+
+
 def test_text_example_sends_less_than_ddp(text_file: Path) -> None:
     flags = ("--text", text_file.name, "--hidden", "32")
     dense = outcome_of("train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
+from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
-from lightning_sparse.engine.wire import WIRE_DTYPES, WireFormat, build_wire
+from lightning_sparse.engine.wire import WIRE_DTYPES, WIRE_FORMATS, WireFormat
 from lightning_sparse.functional import (
     NORMS,
     batched_top_k_indices,
@@ -230,7 +231,7 @@ def exchanged(
     wires: Sequence[WireFormat], given_in: Sequence[Any], numels: Sequence[int]
 ) -> tuple[list[Any], list[int]]:
     """Run the phases of all ranks in this process; return what arrived, and the bytes of each phase of rank 0."""
-    phases = [wire.exchange(*each) for wire, each in zip(wires, given_in)]
+    phases = [wire.exchange(grouped(selections), *rest) for wire, (selections, *rest) in zip(wires, given_in)]
     received: Sequence[Any] = [None] * len(wires)
     arrivals: list[Any] = []
     nbytes = []
@@ -299,7 +300,7 @@ def test_what_travels_and_what_stays_is_all_there_was(
     numels = [tensor.numel() for tensor in accumulated[0]]
     selections = [selections_of(form, each, chance) for each in accumulated]
     used = [torch.tensor([chance.random() < 0.5 for _ in numels], dtype=torch.uint8) for _ in range(ranks)]
-    wires = [build_wire(form, None, WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    wires = [WIRE_FORMATS[form](WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
     handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
     arrivals, nbytes = exchanged(wires, handed_in, numels)
     for place, numel in enumerate(numels):
@@ -332,7 +333,7 @@ def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: A
         [Selection(t, None if form == "reduce" else torch.arange(t.numel()), t.numel()) for t in each]
         for each in accumulated
     ]
-    wires = [build_wire(form, None, WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    wires = [WIRE_FORMATS[form](WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
     arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)], [])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
@@ -356,9 +357,7 @@ def test_codes_arrive_as_they_were_drawn(numbers: Any, levels: int, bucket_size:
             expected[place] += share
             largest[place] = largest[place].maximum(share.abs())
         handed_in.append((selections, accumulated, None))
-    arrivals, _ = exchanged(
-        [build_wire("codes", None, torch.float32, rank, ranks) for rank in range(ranks)], handed_in, []
-    )
+    arrivals, _ = exchanged([WIRE_FORMATS["codes"](torch.float32, rank, ranks) for rank in range(ranks)], handed_in, [])
     for arrival in arrivals:
         for mean, wanted, share in zip(arrival.means, expected, largest):
             # Where ranks cancel each other, the sum is as exact as the largest of them is.

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.observe import Clock
 
@@ -59,7 +58,7 @@ INPUTS: dict[str, Callable[[int, torch.device], Tensor]] = {"normal": normal, "e
 
 def repeat(gradient: Tensor, count: int) -> Iterator[Times]:
     """Measure step after step with the same gradient and the residual that builds up."""
-    memory, compressor, clock = ResidualMemory(), TopK(), Clock(gradient.device)
+    memory, clock = ResidualMemory(), Clock(gradient.device)
     working = torch.empty_like(gradient)
     accepted = torch.ones(1, dtype=torch.bool, device=gradient.device)
     while True:
@@ -67,12 +66,12 @@ def repeat(gradient: Tensor, count: int) -> Iterator[Times]:
         marks = [clock.mark()]
         accumulated = memory.compensate([_NAME], [working], {})
         marks.append(clock.mark())
-        (selection,) = compressor.select([_NAME], accumulated, [count])
+        selected = largest_of_each(accumulated, [count])
         marks.append(clock.mark())
         torch.topk(accumulated[0].abs(), count)
         marks.append(clock.mark())
-        kept = Selection(torch.zeros_like(selection.values), selection.indices, selection.numel)
-        memory.update([_NAME], accumulated, [kept], accepted)
+        kept = selected.replaced(torch.zeros_like(selected.values), selected.indices)
+        memory.update([_NAME], accumulated, kept, accepted)
         marks.append(clock.mark())
         compensate, select, torch_topk, update = map(clock.seconds, marks, marks[1:])
         yield Times(compensate, select, update, torch_topk)

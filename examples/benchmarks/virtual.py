@@ -21,7 +21,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
-from lightning_sparse.engine.wire import build_wire
+from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.optimizers import OptimizerView
 
@@ -123,11 +123,11 @@ class VirtualRank:
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
         dense_format = compressor.dense_wire_format or ("reduce" if corrects else None)
-        wire = build_wire(compressor.wire_format, dense_format, settings.wire, rank, ranks)
+        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = Densities(compressor, settings.density_at(0))
         memory = settings.memory_for({torch.float32}, ranks)
-        self._pipeline = Pipeline(compressor, memory, wire, self._collectives, self.recorder, self._densities.of)
+        self._pipeline = Pipeline(compressor, memory, wires, self._collectives, self.recorder, self._densities.of)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
@@ -168,7 +168,7 @@ class VirtualRank:
         self.recorder.end_backward()
         if self._pipeline.waits_for_whole_step:
             self._pipeline.prepare(step[::-1])
-        self._pipeline.commit([self._pipeline.exchange(step)])
+        self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()
         with self._view.without_corrected():
             self._clip()

@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Gather
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.group_selection import FlatSelection, on_device
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.compressors.topk import TopK
+from lightning_sparse.compressors.topk import TopK, largest_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
@@ -33,6 +34,11 @@ class _Group(NamedTuple):
     wanted: Tensor
     rooms: Tensor
     numels: Tensor
+
+    @classmethod
+    def of(cls, positions: Sequence[int], wanted: Sequence[int], selection: FlatSelection) -> "_Group":
+        columns = (tuple(positions), tuple(wanted), selection.counts, selection.numels)
+        return cls(*(on_device(column, selection.values.device) for column in columns))
 
 
 class _Proposal(NamedTuple):
@@ -97,7 +103,6 @@ class SDAGC(TopK):
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
         self._proposals: list[_Proposal] = []
-        self._groups: dict[tuple[tuple[Any, ...], ...], _Group] = {}
 
     @override
     def begin(self, layout: ModelLayout) -> None:
@@ -106,36 +111,24 @@ class SDAGC(TopK):
         self._resting: dict[str, Tensor] = {}  # alphas of parameters that are frozen now
         self._alphas = torch.full((len(layout.names),), unset, device=layout.device)
         self._proposals.clear()
-        self._groups.clear()
 
     @override
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         rooms = [self.selection_size(tensor.numel(), count).selected for tensor, count in zip(accumulated, counts)]
-        selections = super().select(names, accumulated, rooms)
-        group = self._group(tuple(names), tuple(counts), tuple(rooms), tuple(map(Tensor.numel, accumulated)))
+        selection = largest_of_each(accumulated, rooms)
+        group = _Group.of([self._positions[name] for name in names], counts, selection)
         alphas = self._alphas[group.positions]
         alphas = torch.where(alphas.isnan(), -(group.wanted / group.numels).log() / math.sqrt(2), alphas)
         thresholds = alphas * _deviations(accumulated, group.numels)
-        filled = _reaching(selections, group.rooms, thresholds.masked_fill(group.wanted == group.numels, 0.0))
+        thresholds = thresholds.masked_fill(group.wanted == group.numels, 0.0)
+        filled = _reaching(selection.values, group.rooms, thresholds)
         alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
         self._proposals.append(_Proposal(group.positions, alphas))
-        return [selection._replace(filled=mask) for selection, mask in zip(selections, filled.split(rooms))]
+        return selection.filled_at(filled)
 
     @override
     def selection_size(self, numel: int, count: int) -> SelectionSize:
         return SelectionSize(numel, min(numel, math.ceil(self.capacity * count)))
-
-    def _group(
-        self, names: tuple[str, ...], counts: tuple[int, ...], rooms: tuple[int, ...], numels: tuple[int, ...]
-    ) -> _Group:
-        # Groups are the same step after step, until a schedule or a density changes; to make their tensors anew would
-        # stop the host for a GPU each time.
-        key = (names, counts, rooms)
-        if key not in self._groups:
-            positions = [self._positions[name] for name in names]
-            columns = (positions, counts, rooms, numels)
-            self._groups[key] = _Group(*(torch.tensor(column, device=self._alphas.device) for column in columns))
-        return self._groups[key]
 
     @override
     def finish_step(
@@ -171,9 +164,8 @@ def _segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, reduction, lengths=lengths, axis=0, unsafe=True)
 
 
-def _reaching(selections: Sequence[Selection], lengths: Tensor, thresholds: Tensor) -> Tensor:
+def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
     """Tell which of the chosen elements reach their tensor's threshold; the largest always does, a zero never."""
-    values = torch.cat([selection.values for selection in selections])
     magnitudes = values.abs().float()
     floors = torch.minimum(thresholds, _segments(magnitudes, "max", lengths))
     # What is not a number is not below any threshold, so it is sent, and all ranks learn of it.

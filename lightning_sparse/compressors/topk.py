@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.compressors.end_to_end import EndToEnd
+from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import batched_top_k_indices
 
@@ -36,11 +36,16 @@ class TopK(Compressor):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        indices: dict[int, Tensor] = {}
-        for positions in _alike(accumulated, counts):
-            tensors = [accumulated[position] for position in positions]
-            indices.update(zip(positions, batched_top_k_indices(tensors, counts[positions[0]])))
-        return EndToEnd.of(accumulated, [indices[position] for position in range(len(accumulated))])
+        return largest_of_each(accumulated, counts)
+
+
+def largest_of_each(tensors: Sequence[Tensor], counts: Sequence[int]) -> FlatSelection:
+    """Select so many largest magnitudes of each flat tensor."""
+    indices: dict[int, Tensor] = {}
+    for positions in _alike(tensors, counts):
+        alike = [tensors[position] for position in positions]
+        indices.update(zip(positions, batched_top_k_indices(alike, counts[positions[0]])))
+    return FlatSelection.of(tensors, [indices[position] for position in range(len(tensors))])
 
 
 def _alike(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterable[list[int]]:

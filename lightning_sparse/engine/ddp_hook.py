@@ -145,7 +145,7 @@ class GradientStream:
 
     def _submit_exchange(self, group: list[LocalGradient]) -> None:
         exchanged, ready = self._exchanged, self._recorder.current.marks.ready[group[-1].name]
-        self._worker.submit(lambda: exchanged.append(self._pipeline.exchange(group, ready)))
+        self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, ready)))
 
     def _release_held(self) -> None:
         held, self._held = self._held, []

@@ -23,7 +23,7 @@ from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import Pipeline, StepContext
-from lightning_sparse.engine.wire import build_wire
+from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Merged, Schedule
 from lightning_sparse.schedule.plain import plain
@@ -69,8 +69,8 @@ class Engine:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
         dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
-        wire = build_wire(compressor.wire_format, dense_format, settings.wire, rank, ranks)
-        self._collectives.check(wire.collectives)
+        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks)
+        self._collectives.check(wires.collectives)
         self._layout = layout_of(ddp.module, rank, ranks, device)
         self._numels = dict(zip(self._layout.names, self._layout.numels))
         self._learned: Optional[Mapping[str, Any]] = None
@@ -79,7 +79,7 @@ class Engine:
         # Those of frozen parameters, too: they may be unfrozen.
         self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
         self.pipeline = Pipeline(
-            compressor, self.memory, wire, self._collectives, self.recorder, density_of=self.densities.of
+            compressor, self.memory, wires, self._collectives, self.recorder, density_of=self.densities.of
         )
         self._worker = ExchangeWorker(device)
         diverges, every = compressor.replicas_diverge, compressor.param_sync_every

@@ -1,4 +1,4 @@
-"""What of a group is selected from what: whole parameters, single ones, or those of the group laid end to end."""
+"""Ask a compressor what is sent of a group, and split the group into what travels by one way and by the other."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,46 +10,38 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection, parted
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.wire import Arrival
 from lightning_sparse.functional import add_rows
 
 
-class GroupChoice(NamedTuple):
-    """What is sent of a group.
+class Part(NamedTuple):
+    """The parameters of a group that travel by one way: sent whole, or some elements of each.
 
     Attributes:
-        tensors: what was selected from: those of which elements are sent, then those that are sent whole.
-        selections: one for each of them.
+        positions: of its parameters in the group.
+        tensors: what was selected from: a tensor of each parameter, or one of all of them laid end to end.
+        selection: what is sent of each of these.
         counts: by parameter, the number of elements that its density asks for; its share of them where it is merged.
-        positions: by parameter, where it stands in the order of ``tensors`` with every parameter by itself.
-        merged: parameters that are laid end to end in the first tensor; ``None`` where each has a tensor of its own.
+        merged: the parameters that are laid end to end in the only tensor; ``None`` where each has one of its own.
     """
 
-    tensors: list[Tensor]
-    selections: Sequence[Selection]
-    counts: Sequence[float]
     positions: list[int]
-    merged: Optional["MergedParameters"]
+    tensors: list[Tensor]
+    selection: GroupSelection
+    counts: list[float]
+    merged: Optional["MergedParameters"] = None
 
     def by_parameter(self, arrival: Arrival) -> Arrival:
-        """Turn what arrived for each of ``tensors`` into what arrived for each parameter of the group, in its order."""
-        means, kept = arrival.means, arrival.kept
-        if self.merged is None and self.positions == list(range(len(means))):
+        """Turn what arrived for each of ``tensors`` into what arrived for each parameter."""
+        if self.merged is None:
             return arrival
-        if self.merged is not None:
-            means = [*self.merged.means(means[0]), *means[1:]]
-            kept = [*self.merged.kept(kept[0]), *kept[1:]]
-        return arrival._replace(
-            means=[means[position] for position in self.positions], kept=[kept[position] for position in self.positions]
-        )
+        return arrival._replace(means=self.merged.means(arrival.means[0]), kept=self.merged.kept(arrival.kept[0]))
 
-    def sent_by_parameter(self) -> list[Selection]:
-        """Return what is sent of each parameter of the group, in its order; the host waits where it is merged."""
-        sent = self.selections
-        if self.merged is not None:
-            sent = [*self.merged.sent(sent[0]), *sent[1:]]
-        return [sent[position] for position in self.positions]
+    def sent_by_parameter(self) -> Sequence[Selection]:
+        """Return what is sent of each parameter; the host waits where it is merged."""
+        return self.selection if self.merged is None else self.merged.sent(self.selection[0])
 
 
 class GroupSelector:
@@ -83,7 +75,7 @@ class GroupSelector:
         densities: Sequence[float],
         are_used: Sequence[Optional[bool]],
         whole: AbstractSet[str] = frozenset(),
-    ) -> GroupChoice:
+    ) -> list[Part]:
         """Choose what is sent.
 
         Args:
@@ -92,35 +84,51 @@ class GroupSelector:
             densities: for each the fraction of elements to send.
             are_used: for each whether this rank used it; ``None`` where that is not tracked.
             whole: names of those that are sent whole without asking the compressor, whose density is 1.
+
+        Returns:
+            the parameters of which elements are sent, then those that are sent whole, if there are any of each.
         """
         has_a_way = self._compressor.dense_wire_format is not None
-        sends_whole = [name in whole or (has_a_way and density >= 1) for name, density in zip(names, densities)]
-        order = sorted(range(len(names)), key=sends_whole.__getitem__)
-        few, rest = order[: sends_whole.count(False)], order[sends_whole.count(False) :]
-        counts: list[float] = [element_count(tensor.numel(), each) for tensor, each in zip(accumulated, densities)]
-        tensors = [accumulated[position] for position in few]
-        wanted = [int(counts[position]) for position in few]
-        merged = None
-        if self._compressor.selects_across_group and len(few) > 1:
-            merged = self._merge(tensors, [are_used[position] for position in few])
-            wanted = [_merged_count(tensors, [densities[position] for position in few])]
-            tensors = [merged.flat]
-            for position in few:
-                counts[position] = wanted[0] * accumulated[position].numel() / merged.flat.numel()
-        selections = self._compressor.select([names[position] for position in few], tensors, wanted) if few else []
+        few: list[int] = []
+        rest: list[int] = []
+        for position, (name, density) in enumerate(zip(names, densities)):
+            (rest if name in whole or (has_a_way and density >= 1) else few).append(position)
+        parts = self._ask(few, names, accumulated, densities, are_used) if few else []
         if rest:
-            selections = [*selections, *(_all_of(accumulated[position]) for position in rest)]
-        return GroupChoice(
-            tensors=[*tensors, *(accumulated[position] for position in rest)],
-            selections=selections,
-            counts=counts,
-            positions=sorted(range(len(order)), key=order.__getitem__),
-            merged=merged,
-        )
+            tensors = [accumulated[position] for position in rest]
+            parts.append(Part(rest, tensors, WholeSelection.of(tensors), [tensor.numel() for tensor in tensors]))
+        return parts
 
     def end_step(self) -> None:
         """Take note that nothing of this step is looked at any more: its working memory serves the next one."""
         self._workspace.end_step()
+
+    def _ask(
+        self,
+        positions: list[int],
+        names: Sequence[str],
+        accumulated: Sequence[Tensor],
+        densities: Sequence[float],
+        are_used: Sequence[Optional[bool]],
+    ) -> list[Part]:
+        names, densities = [names[each] for each in positions], [densities[each] for each in positions]
+        tensors = [accumulated[each] for each in positions]
+        if self._compressor.selects_across_group and len(positions) > 1:
+            merged = self._merge(tensors, [are_used[each] for each in positions])
+            count = _merged_count(tensors, densities)
+            [(_, selection)] = parted(self._compressor.select(names, [merged.flat], [count]))
+            shares = [count * tensor.numel() / merged.flat.numel() for tensor in tensors]
+            return [Part(positions, [merged.flat], selection, shares, merged)]
+        counts = [element_count(tensor.numel(), density) for tensor, density in zip(tensors, densities)]
+        return [
+            Part(
+                [positions[place] for place in places],
+                [tensors[place] for place in places],
+                selection,
+                [counts[place] for place in places],
+            )
+            for places, selection in parted(self._compressor.select(names, tensors, counts))
+        ]
 
     def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":
         numel = sum(tensor.numel() for tensor in tensors)
@@ -155,7 +163,7 @@ class MergedParameters(NamedTuple):
             if is_used is False:
                 piece.zero_()
 
-    def sent(self, selection: Selection) -> list[Selection]:
+    def sent(self, selection: Selection) -> Sequence[Selection]:
         """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
         numels = [tensor.numel() for tensor in self.tensors]
         if selection.indices is None:
@@ -170,28 +178,29 @@ class MergedParameters(NamedTuple):
             Selection(values, indices - (stop - numel), numel, taken) for values, indices, numel, stop, taken in pieces
         ]
 
-    def means(self, mean: Selection) -> list[Selection]:
+    def means(self, mean: Selection) -> WholeSelection:
         """Return the mean over ranks of each parameter."""
         if mean.indices is None:
             return self._whole(mean.values.reshape(-1))
         return self._whole(add_rows(mean.values, mean.indices, self.mean.zero_()))
 
-    def kept(self, kept: Selection) -> list[Selection]:
-        """Return what stays here of each parameter; changes ``flat``."""
-        if kept.indices is None:
-            whole = self._whole(kept.values.reshape(-1))
-        else:
-            whole = self._whole(self.flat.index_copy_(0, kept.indices, kept.values))
-        return [
-            Selection(tensor[:0], _no_indices(tensor), tensor.numel()) if is_used is False else selection
-            for selection, tensor, is_used in zip(whole, self.tensors, self.are_used)
-        ]
+    def kept(self, kept: Selection) -> WholeSelection:
+        """Return what stays here of each parameter, all of it where it was not used; changes ``flat``."""
+        flat = kept.values.reshape(-1)
+        if kept.indices is not None:
+            flat = self.flat.index_copy_(0, kept.indices, kept.values)
+        return WholeSelection.of(
+            [
+                tensor if is_used is False else piece
+                for piece, tensor, is_used in zip(self._split(flat), self.tensors, self.are_used)
+            ]
+        )
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return list(flat[: self.flat.numel()].split([tensor.numel() for tensor in self.tensors]))
 
-    def _whole(self, flat: Tensor) -> list[Selection]:
-        return [_all_of(piece) for piece in self._split(flat)]
+    def _whole(self, flat: Tensor) -> WholeSelection:
+        return WholeSelection.of(self._split(flat))
 
 
 class Workspace:
@@ -230,11 +239,3 @@ def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
     for tensor, density in zip(tensors, densities):
         numels[density] += tensor.numel()
     return max(1, round(sum(density * numel for density, numel in numels.items())))
-
-
-def _all_of(tensor: Tensor) -> Selection:
-    return Selection(tensor, None, tensor.numel())
-
-
-def _no_indices(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device=tensor.device)

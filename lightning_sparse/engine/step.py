@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.end_to_end import Chained, EndToEnd
 from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
-from lightning_sparse.engine.observe import Mark, Recorder
-from lightning_sparse.engine.selecting import GroupChoice, GroupSelector
-from lightning_sparse.engine.wire import Arrival, Payload, Phases, WireFormat
-from lightning_sparse.functional import add_rows, copy_elements, layer_deltas, round_to
+from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
+from lightning_sparse.engine.selecting import GroupSelector, Part
+from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
+from lightning_sparse.functional import layer_deltas, round_to
 
 _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
 
@@ -55,12 +55,17 @@ class LocalGradient(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """A group whose exchange is over, but not yet written back."""
+    """Parameters of a group that travelled together, and what arrived of them; not yet written back."""
 
     group: Sequence[LocalGradient]
-    accumulated: list[Tensor]
+    accumulated: Sequence[Tensor]
     counts: Sequence[float]
     arrival: Arrival
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return [local.name for local in self.group]
 
 
 class Pipeline:
@@ -73,7 +78,7 @@ class Pipeline:
     Args:
         compressor: what is sent.
         memory: what is kept.
-        wire: how it is written.
+        wires: how it is written.
         collectives: how it travels.
         recorder: where facts go.
         density_of: fraction of elements to send of the parameter with a given name.
@@ -86,14 +91,14 @@ class Pipeline:
         self,
         compressor: Compressor,
         memory: Memory,
-        wire: WireFormat,
+        wires: Wires,
         collectives: Collectives,
         recorder: Recorder,
         density_of: Callable[[str], float],
     ) -> None:
         self.compressor = compressor
         self.memory = memory
-        self.wire = wire
+        self.wires = wires
         self.collectives = collectives
         self.recorder = recorder
         self.density_of = density_of
@@ -111,7 +116,7 @@ class Pipeline:
             norm = torch.stack(torch._foreach_norm([local.gradient for local in step])).float().norm()
             self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
-    def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> Exchanged:
+    def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Send what is selected of a group, and receive what the other ranks selected.
 
         The gradients of the group are used as working memory until :meth:`commit`.
@@ -119,6 +124,9 @@ class Pipeline:
         Args:
             group: its gradients.
             ready: when the last of them was ready.
+
+        Returns:
+            what arrived, in one or two parts: parameters that are sent whole travel by themselves.
         """
         names, gradients = [local.name for local in group], [local.gradient for local in group]
         with self.recorder.group(names, ready) as observer:
@@ -127,46 +135,62 @@ class Pipeline:
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                choice = self._select(group, accumulated)
-            observer.see_selections(choice.selections, choice.counts, choice.sent_by_parameter)
-            arrival = self._run_phases(self.wire.exchange(choice.selections, choice.tensors, self._used(group)), names)
-            observer.see_means(arrival.means)
-            with self.recorder.span("encode"):
-                arrival = choice.by_parameter(arrival)
-            observer.see_parameters(arrival.means)
-            return Exchanged(group, accumulated, choice.counts, arrival)
+                parts = self._select(group, accumulated)
+            return [self._exchange_part(part, group, accumulated, observer) for part in parts]
 
-    def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> GroupChoice:
+    def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Part]:
         names, whole = [local.name for local in group], self.context.whole
         densities = [1.0 if name in whole else self.density_of(name) for name in names]
         return self._selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
+
+    def _exchange_part(
+        self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], observer: GroupObserver
+    ) -> Exchanged:
+        locals_, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
+        names = [local.name for local in locals_]
+        observer.see_selection(part.selection, part.counts)
+        wire = self.wires.way_of(part.selection)
+        arrival = self._run_phases(wire.exchange(part.selection, part.tensors, self._used(locals_)), names)
+        observer.see_means(arrival.means)
+        with self.recorder.span("encode"):
+            arrival = part.by_parameter(arrival)
+        observer.see_parameters(names, part.sent_by_parameter, arrival.means)
+        return Exchanged(locals_, tensors, part.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
 
         If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself
         is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
+
+        Args:
+            step: all that :meth:`exchange` returned for the groups of the step.
         """
         finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
         means = self._finish_step(step, finite)
         self._learn(step, finite)
         with self.recorder.span("commit"):
-            for (group, accumulated, counts, arrival), group_means in zip(step, means):
-                dense_means = self._dense_means(group, accumulated) if self.context.samples_deltas else None
-                accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
-                self.memory.update([local.name for local in group], accumulated, arrival.kept, accepted)
-                _write_means(group_means, accumulated)
-                if dense_means is not None:
-                    deltas = layer_deltas(dense_means, accumulated, counts)
-                    self.recorder.current.deltas.update(zip((local.name for local in group), deltas.unbind()))
-                self.memory.to_gradients([local.name for local in group], accumulated, group_means)
-                if self.context.loss_scale is not None:
-                    torch._foreach_mul_(accumulated, self.context.loss_scale)
-                for local, tensor in zip(group, accumulated):
-                    if tensor is not local.gradient:
-                        local.gradient.copy_(round_to(tensor, local.gradient.dtype))
+            for exchanged, mean in zip(step, means):
+                self._keep_and_write(exchanged, mean, finite)
         self._selector.end_step()
-        self.wire.end_step()
+        self.wires.end_step()
+
+    def _keep_and_write(self, exchanged: Exchanged, mean: GroupSelection, finite: Tensor) -> None:
+        group, accumulated, counts, arrival = exchanged
+        names = exchanged.names
+        dense_means = self._dense_means(names, accumulated) if self.context.samples_deltas else None
+        accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
+        self.memory.update(names, accumulated, arrival.kept, accepted)
+        mean.scatter(accumulated)
+        if dense_means is not None:
+            deltas = layer_deltas(dense_means, accumulated, counts)
+            self.recorder.current.deltas.update(zip(names, deltas.unbind()))
+        self.memory.to_gradients(names, accumulated, mean)
+        if self.context.loss_scale is not None:
+            torch._foreach_mul_(list(accumulated), self.context.loss_scale)
+        for local, tensor in zip(group, accumulated):
+            if tensor is not local.gradient:
+                local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
     def sample_kept(self) -> None:
         """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""
@@ -181,9 +205,8 @@ class Pipeline:
             self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
 
-    def _dense_means(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Tensor]:
+    def _dense_means(self, names: list[str], accumulated: Sequence[Tensor]) -> list[Tensor]:
         flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
-        names = [local.name for local in group]
         means = self._run_collective(Payload("all_reduce", flat), names)
         return list(means.split([tensor.numel() for tensor in accumulated]))
 
@@ -194,9 +217,10 @@ class Pipeline:
         if not local or not bool(finite):
             return
         self.recorder.current.marks.is_typical = False
-        for group, _, _, arrival in step:
-            are_used = [True] * len(group) if arrival.used is None else arrival.used.tolist()
-            names = [each.name for each, is_used in zip(group, are_used) if is_used and each.name in local]
+        for exchanged in step:
+            used = exchanged.arrival.used
+            are_used = [True] * len(exchanged.group) if used is None else used.tolist()
+            names = [name for name, is_used in zip(exchanged.names, are_used) if is_used and name in local]
             for first in range(0, len(names), _LEARNED_TOGETHER):
                 some = {name: local.pop(name) for name in names[first : first + _LEARNED_TOGETHER]}
                 self.memory.learn(some, self._means(list(some.values()), list(some)))
@@ -208,17 +232,26 @@ class Pipeline:
             flat = self._run_collective(Payload("all_reduce", flat), names).div_(self.collectives.ranks)
         return [mean.to(tensor.dtype) for mean, tensor in zip(flat.split(list(map(Tensor.numel, tensors))), tensors)]
 
-    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> Sequence[Sequence[Selection]]:
+    def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[GroupSelection]:
         """Have the compressor finish the step, for those parameters that it was asked about."""
-        names = [local.name for exchanged in step for local in exchanged.group]
-        means = Chained([exchanged.arrival.means for exchanged in step])
-        if not self.context.whole:
-            finished = self._finished(names, means, finite)
-            return means.parts if finished is means else _by_group(finished, step)
-        asked = {name: mean for name, mean in zip(names, means) if name not in self.context.whole}
-        if asked:
-            asked = dict(zip(asked, self._finished(list(asked), list(asked.values()), finite)))
-        return _by_group([asked.get(name, mean) for name, mean in zip(names, means)], step)
+        means = [exchanged.arrival.means for exchanged in step]
+        if type(self.compressor).finish_step is Compressor.finish_step:
+            return means  # most methods have no state; then nobody has to look at what arrived of each parameter
+        asked = {
+            name: mean
+            for exchanged in step
+            for name, mean in zip(exchanged.names, exchanged.arrival.means)
+            if name not in self.context.whole
+        }
+        before = list(asked.values())
+        after = self._finished(list(asked), before, finite) if asked else before
+        if after is before:
+            return means
+        changed = dict(zip(asked, after))
+        return [
+            grouped([changed.get(name, mean) for name, mean in zip(exchanged.names, exchanged.arrival.means)])
+            for exchanged in step
+        ]
 
     def _finished(self, names: list[str], means: Sequence[Selection], finite: Tensor) -> Sequence[Selection]:
         encoding = ExitStack()
@@ -263,22 +296,3 @@ class Pipeline:
         used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
         # The host need not wait: what is not pinned has been read when this returns.
         return used.to(self.collectives.device, non_blocking=True)
-
-
-def _by_group(means: Sequence[Selection], step: Sequence[Exchanged]) -> list[list[Selection]]:
-    rest = iter(means)
-    return [[next(rest) for _ in exchanged.group] for exchanged in step]
-
-
-def _write_means(means: Sequence[Selection], outs: Sequence[Tensor]) -> None:
-    if isinstance(means, EndToEnd):
-        means.scatter(outs)
-        return
-    scattered = [(received, out) for received, out in zip(means, outs) if received.indices is not None]
-    if scattered:
-        torch._foreach_zero_([out for _, out in scattered])
-    for received, out in zip(means, outs):
-        if received.indices is None:
-            copy_elements(received.values, out)
-        else:
-            add_rows(received.values, received.indices, out)

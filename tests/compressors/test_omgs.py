@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import DGC, OMGS, Compressor
+from lightning_sparse.compressors.group_selection import WholeSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import Arrival
@@ -217,15 +218,17 @@ class Everything(Compressor):
 def test_a_selection_without_indices_is_taken_apart_again() -> None:
     compressor = Everything()
     tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
-    choice = GroupSelector(compressor).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
+    [part] = GroupSelector(compressor).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
     assert compressor.names == ["weight", "bias"]
-    assert choice.selections[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
+    assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    arrival = choice.by_parameter(
-        Arrival(torch.tensor(True), None, [Selection(padded, None, 4)], [Selection(padded / 2, None, 4)])
-    )
+    means, kept = (WholeSelection([Selection(values, None, 4)]) for values in (padded, padded / 2))
+    arrival = part.by_parameter(Arrival(torch.tensor(True), None, means, kept))
     assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
-    assert [kept.values.tolist() for kept in arrival.kept] == [[0.5, 1.0, 1.5], []]
+    assert [kept.values.tolist() for kept in arrival.kept] == [
+        [0.5, 1.0, 1.5],
+        [4.0],
+    ]  # the bias was not used: all of it stays
 
 
 class MergedDGC(DGC):

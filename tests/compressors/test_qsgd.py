@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import QSGD
+from lightning_sparse.compressors.group_selection import WholeSelection
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.wire import WIRE_FORMATS
@@ -254,4 +255,4 @@ def test_the_wire_refuses_what_is_not_quantized() -> None:
     wire = WIRE_FORMATS["codes"](torch.float32, 0, 2)
     tensor = torch.ones(3)
     with pytest.raises(ValueError, match=r"quantization=None cannot travel as wire_format='codes'.*'gather'"):
-        next(wire.exchange([Selection(tensor, None, 3)], [tensor], None))
+        next(wire.exchange(WholeSelection.of([tensor]), [tensor], None))

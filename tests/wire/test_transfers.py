@@ -70,7 +70,7 @@ def test_a_rehearsal_sends_what_is_announced(compressor: str, ranks: int) -> Non
     settings_of = SettingsOf(compressor, DENSITY[compressor])
     pipeline = rehearsed_pipeline(settings_of.build(), sizes, ranks, torch.device("cpu"))
     group = [LocalGradient(str(position), torch.randn(size), None) for position, size in enumerate(sizes)]
-    pipeline.commit([pipeline.exchange(group)])
+    pipeline.commit(pipeline.exchange(group))
     assert pipeline.recorder.current.wire_bytes == announced(compressor, DENSITY[compressor], "float32", [sizes], ranks)
 
 

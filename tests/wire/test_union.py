@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.wire import Arrival
 from lightning_sparse.engine.wire.union import UnionFormat
@@ -34,7 +35,7 @@ def exchange(
         indices = [torch.tensor(choice, dtype=torch.int64, device=device) for choice in choices]
         selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
         flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8, device=device)
-        phases.append(UnionFormat(dtype, rank, ranks).exchange(selections, accumulated[rank], flags))
+        phases.append(UnionFormat(dtype, rank, ranks).exchange(grouped(selections), accumulated[rank], flags))
     sent: list[list[Tensor]] = []
     received: list[Any] = [None] * ranks
     while True:

@@ -22,7 +22,7 @@ from lightning_sparse.cli.plan.rehearsal import (
 from lightning_sparse.compressors import COMPRESSORS, element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.wire import Transfer, build_wire
+from lightning_sparse.engine.wire import Transfer, build_wires
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.schedule.cost.model import CostModel, fit
 from lightning_sparse.schedule.cost.network import Network
@@ -148,12 +148,12 @@ class EngineSystem(Candidate):
     @override
     def transfers(self, sizes: Sequence[int], workers: int) -> list[Transfer]:
         compressor, density = self._settings.compressor, self._settings.density
-        wire = build_wire(compressor.wire_format, compressor.dense_wire_format, self._settings.wire, 0, workers)
+        wires = build_wires(compressor.wire_format, compressor.dense_wire_format, self._settings.wire, 0, workers)
         if compressor.dense_wire_format is not None and density >= 1:
-            return wire.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
+            return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
         if compressor.selects_across_group:
             sizes = [sum(sizes)]
-        return wire.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes])
+        return wires.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes])
 
     @override
     def step_transfers(self, elements: int) -> list[tuple[Transfer, float]]:

@@ -14,7 +14,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient, Pipeline
-from lightning_sparse.engine.wire import build_wire
+from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fit
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
@@ -146,7 +146,7 @@ def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, dev
     return Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks),
-        build_wire(compressor.wire_format, compressor.dense_wire_format, settings.wire, 0, ranks),
+        build_wires(compressor.wire_format, compressor.dense_wire_format, settings.wire, 0, ranks),
         EchoCollectives(ranks, device),
         Recorder(device),
         density_of=lambda name: compressor.density_of(name, settings.density),
@@ -189,7 +189,7 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
     begin = _now(noise.device)
     exchanged = pipeline.exchange(group)
     middle = _now(noise.device)
-    pipeline.commit([exchanged])
+    pipeline.commit(exchanged)
     end = _now(noise.device)
     pipeline.recorder.end_step()
     return StageSeconds(middle - begin, end - middle)

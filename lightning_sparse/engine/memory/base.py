@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
 
 MemoryState = dict[str, dict[str, Tensor]]
@@ -47,7 +48,7 @@ class Memory(ABC):
 
     @abstractmethod
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
     ) -> None:
         """Keep the accumulated gradients, with ``kept`` written over the positions that were sent.
 

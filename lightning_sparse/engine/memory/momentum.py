@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.base import MemoryState
 from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
@@ -75,7 +76,7 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
     ) -> None:
         in_flight = kept_like(self._in_flight, names, accumulated)
         if self._masks_momentum:

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.feedback import Hyperparameters
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.engine.memory.base import Memory, MemoryState, in_widened
 
 
@@ -21,7 +21,7 @@ class NoMemory(Memory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
     ) -> None:
         pass
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.end_to_end import EndToEnd
 from lightning_sparse.compressors.feedback import Hyperparameters
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.engine.memory.base import Memory, MemoryState, in_widened
 from lightning_sparse.functional import copy_elements
 
@@ -88,24 +87,25 @@ class ResidualMemory(Memory):
 
     @override
     def update(
-        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: Sequence[Selection], accepted: Tensor
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
     ) -> None:
         self._accept_rates(names, accepted)
         residuals = kept_like(self._residuals, names, accumulated)
         if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
-            _overwrite(accumulated, kept)
+            kept.overwrite(accumulated)
             for residual, source, is_accepted in zip(residuals, accumulated, accepted.unbind()):
                 torch.where(is_accepted, source, residual, out=residual)
             return
         positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
-        if isinstance(kept, EndToEnd):
+        if kept.is_whole:  # what is overwritten as a whole need not be copied first
+            for position in positions:
+                copy_elements(kept[position].values, residuals[position])
+        elif positions:
             kept.overwrite(accumulated)
-            _copy(accumulated, residuals, positions)
-            return
-        # What is overwritten as a whole need not be copied first.
-        _copy(accumulated, residuals, [each for each in positions if kept[each].indices is not None])
-        _overwrite([residuals[each] for each in positions], [kept[each] for each in positions])
+            torch._foreach_copy_(
+                [residuals[position] for position in positions], [accumulated[position] for position in positions]
+            )
 
     def _accept_rates(self, names: Sequence[str], accepted: Tensor) -> None:
         if not self._new_rates:
@@ -141,19 +141,3 @@ def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Ten
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors by name."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _copy(sources: Sequence[Tensor], outs: Sequence[Tensor], positions: Sequence[int]) -> None:
-    if positions:
-        torch._foreach_copy_([outs[each] for each in positions], [sources[each] for each in positions])
-
-
-def _overwrite(tensors: Sequence[Tensor], kept: Sequence[Selection]) -> None:
-    if isinstance(kept, EndToEnd):
-        kept.overwrite(tensors)
-        return
-    for tensor, selection in zip(tensors, kept):
-        if selection.indices is None:
-            copy_elements(selection.values, tensor)
-        else:
-            tensor.index_copy_(0, selection.indices, selection.values)

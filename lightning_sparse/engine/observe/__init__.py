@@ -3,12 +3,13 @@
 from lightning_sparse.engine.observe.clock import Clock, Mark
 from lightning_sparse.engine.observe.facts import StepFacts, dense_stats
 from lightning_sparse.engine.observe.marks import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.observe.recorder import Recorder
+from lightning_sparse.engine.observe.recorder import GroupObserver, Recorder
 from lightning_sparse.engine.observe.samples import ParameterFacts, ParameterSamples
 
 __all__ = [
     "Clock",
     "GroupMarks",
+    "GroupObserver",
     "Mark",
     "ParameterFacts",
     "ParameterSamples",

@@ -1,13 +1,11 @@
 """What happened in one step on this rank: how much was sent, and how long it took."""
 
 import math
-from collections.abc import Sequence
 from typing import Union
 
 from torch import Tensor
 
-from lightning_sparse.compressors.end_to_end import at_once
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.engine.observe.marks import StepMarks
 from lightning_sparse.engine.observe.samples import sent_count, union_count
 
@@ -28,17 +26,16 @@ class StepFacts:
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
-        self._arrived: list[Union[int, Selection]] = []  # the number where everything arrived: values are not held
+        self._arrived: list[Union[int, FlatSelection]] = []  # the number where everything arrived: values are not held
 
-    def add_selections(self, selections: Sequence[Selection]) -> None:
+    def add_selection(self, selection: GroupSelection) -> None:
         """Take note of what this rank sends of a group."""
-        for selection in at_once(selections):
-            self.elements += selection.numel
-            self._sent.append(sent_count(selection))
+        self.elements += selection.numel
+        self._sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
 
-    def add_means(self, means: Sequence[Selection]) -> None:
+    def add_means(self, means: GroupSelection) -> None:
         """Take note of what arrived from all ranks for a group."""
-        self._arrived.extend(mean.numel if mean.indices is None else mean for mean in at_once(means))
+        self._arrived.append(means.numel if means.is_whole else means.flat())
 
     def union(self) -> int:
         """Return how many elements any rank has sent, which costs a sort of what arrived."""

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.end_to_end import at_once
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.observe.clock import Clock, Mark
 from lightning_sparse.engine.observe.facts import StepFacts
@@ -119,38 +119,28 @@ class GroupObserver:
         self._marks = marks
         self._facts = facts
         self._samples = samples
-        self._by_parameter: Callable[[], Sequence[Selection]] = tuple
-        self._sent: Sequence[Selection] = ()
 
     def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
         """Look at fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
         if self._samples is not None:
             self._samples.add_gradients(self._marks.names, gradients, loss_scale)
 
-    def see_selections(
-        self, selections: Sequence[Selection], counts: Sequence[float], by_parameter: Callable[[], Sequence[Selection]]
-    ) -> None:
-        """Look at what is sent.
+    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
+        """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
+        self._marks.elements += selection.numel
+        if selection.is_whole:
+            self._marks.dense_elements += selection.numel
+        else:
+            self._marks.counts += round(sum(counts))
+        self._facts.add_selection(selection)
 
-        Args:
-            selections: of the group.
-            counts: for each parameter the number of elements that its density asks for.
-            by_parameter: returns what is sent of each parameter; the host may wait for it.
-        """
-        flat = at_once(selections)
-        self._marks.elements = sum(selection.numel for selection in flat)
-        self._marks.dense_elements = sum(selection.numel for selection in flat if selection.indices is None)
-        self._marks.counts = round(sum(counts)) - self._marks.dense_elements
-        self._facts.add_selections(selections)
-        self._by_parameter = by_parameter
-
-    def see_means(self, means: Sequence[Selection]) -> None:
-        """Look at what arrived."""
+    def see_means(self, means: GroupSelection) -> None:
+        """Look at what arrived of them."""
         self._facts.add_means(means)
-        if self._samples is not None:
-            self._sent = self._by_parameter()
 
-    def see_parameters(self, means: Sequence[Selection]) -> None:
-        """Look at what arrived of each parameter."""
+    def see_parameters(
+        self, names: Sequence[str], sent: Callable[[], Sequence[Selection]], means: Sequence[Selection]
+    ) -> None:
+        """Look at what was sent and what arrived of each parameter; the host may wait for the former."""
         if self._samples is not None:
-            self._samples.add_sent(self._marks.names, self._sent, means)
+            self._samples.add_sent(names, sent(), means)

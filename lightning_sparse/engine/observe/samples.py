@@ -6,6 +6,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import magnitude_histogram
 
@@ -113,12 +114,12 @@ class ParameterSamples:
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._arrived, rows)}
 
 
-def sent_count(selection: Selection) -> Union[int, Tensor]:
+def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
     """Return how many elements a rank sends, without asking the device for it."""
     return selection.values.numel() if selection.filled is None else selection.filled.sum()
 
 
-def union_count(mean: Selection) -> int:
+def union_count(mean: Union[Selection, FlatSelection]) -> int:
     """Return how many elements any rank has sent of what arrived, which costs a sort and a look at the device."""
     if mean.indices is None:
         return mean.numel

@@ -1,15 +1,17 @@
 """Wire: how a selection is WRITTEN. Payloads, dtypes and exact bytes; no collective is called here."""
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
 import torch
 
+from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.codes import CodesFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.local import LocalFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.engine.wire.routed import RoutedFormat
 from lightning_sparse.engine.wire.union import UnionFormat
 from lightning_sparse.registry import unknown_name
 
@@ -34,8 +36,47 @@ def wire_dtype(wire: str) -> torch.dtype:
     return WIRE_DTYPES[wire]
 
 
-def build_wire(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: int, ranks: int) -> WireFormat:
-    """Build the format of a name.
+class Wires(NamedTuple):
+    """The two ways of a group: tensors that are sent whole may travel by another format than some of their elements.
+
+    A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a tensor, and its indices; a
+    reduction of the whole tensor takes ``2 (ranks - 1) / ranks``. Which way a tensor goes depends on itself alone, so
+    that it does not matter which others it travels with.
+
+    Attributes:
+        elements: for selections with indices.
+        whole: for selections without indices, which stand for every element; the same object where there is one way.
+    """
+
+    elements: WireFormat
+    whole: WireFormat
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names of the collectives that they ask for."""
+        return tuple(dict.fromkeys((*self.elements.collectives, *self.whole.collectives)))
+
+    def way_of(self, selection: GroupSelection) -> WireFormat:
+        """Return the format by which what is selected of a group travels."""
+        return self.whole if selection.is_whole else self.elements
+
+    def end_step(self) -> None:
+        """Take note that a step is over."""
+        for wire in dict.fromkeys(self):
+            wire.end_step()
+
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        """Return what is handed to collectives for a group, see :meth:`WireFormat.transfers`."""
+        if self.elements is self.whole:
+            return self.elements.transfers(sizes)
+        elements = [size for size in sizes if not size.is_whole]
+        whole = [size for size in sizes if size.is_whole]
+        ways = ((elements, self.elements), (whole, self.whole))
+        return [transfer for part, wire in ways if part for transfer in wire.transfers(part)]
+
+
+def build_wires(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: int, ranks: int) -> Wires:
+    """Build the formats of a group.
 
     Args:
         name: how selections travel.
@@ -45,7 +86,7 @@ def build_wire(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: i
         ranks: size of the process group.
     """
     wire = WIRE_FORMATS[name](dtype, rank, ranks)
-    return wire if dense_name is None else RoutedFormat(wire, WIRE_FORMATS[dense_name](dtype, rank, ranks))
+    return Wires(wire, wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks))
 
 
 __all__ = [
@@ -54,9 +95,9 @@ __all__ = [
     "Arrival",
     "Payload",
     "Phases",
-    "RoutedFormat",
     "Transfer",
     "WireFormat",
-    "build_wire",
+    "Wires",
+    "build_wires",
     "wire_dtype",
 ]

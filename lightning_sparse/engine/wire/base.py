@@ -7,7 +7,8 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.selection import SelectionSize
 
 
 class Payload(NamedTuple):
@@ -51,8 +52,8 @@ class Arrival(NamedTuple):
 
     finite: Tensor
     used: Optional[Tensor]
-    means: Sequence[Selection]
-    kept: Sequence[Selection]
+    means: GroupSelection
+    kept: GroupSelection
 
 
 Phases = Generator[Payload, Tensor, Arrival]
@@ -78,13 +79,11 @@ class WireFormat(ABC):
         self.ranks = ranks
 
     @abstractmethod
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
-        """Write the selections of a group; each ``yield`` is one collective and receives its result.
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        """Write what is selected of a group; each ``yield`` is one collective and receives its result.
 
         Args:
-            selections: one for each tensor of the group; not changed.
+            selection: what is sent of each tensor of the group; not changed.
             accumulated: what was selected from, for a format in which one rank asks for the values of another's
                 choice; not changed.
             used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.

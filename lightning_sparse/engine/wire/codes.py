@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, read_as, unpack_codes
@@ -31,18 +32,16 @@ class CodesFormat(WireFormat):
     collectives: tuple[str, ...] = ("all_gather",)
 
     @override
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
-        quantizations = [_quantization(selection, selections[0]) for selection in selections]
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        quantizations = [_quantization(each, selection[0]) for each in selection]
         scales = torch.cat([quantization.scales for quantization in quantizations])
         levels = quantizations[0].levels
-        codes = torch.cat([selection.values for selection in selections])
+        codes = torch.cat([each.values for each in selection])
         # In unsigned bytes the sum wraps to what it is meant to be.
         packed = pack_codes(codes.view(torch.uint8) + levels, _bits(levels))
         sections = [scales.view(torch.uint8), packed]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
-        return self._read(wires, selections, quantizations, used is not None)
+        return self._read(wires, selection.numels, quantizations, used is not None)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
@@ -53,11 +52,10 @@ class CodesFormat(WireFormat):
     def _read(
         self,
         wires: Tensor,
-        selections: Sequence[Selection],
+        numels: Sequence[int],
         quantizations: Sequence[Quantization],
         has_used: bool,
     ) -> Arrival:
-        numels = [selection.numel for selection in selections]
         buckets = [quantization.scales.numel() for quantization in quantizations]
         _, bucket_size, levels = quantizations[0]
         sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
@@ -68,16 +66,15 @@ class CodesFormat(WireFormat):
         decoded = torch.empty_like(mean)
         for row, unit in zip(codes, units):
             decoded.copy_(unpack_codes(row, _bits(levels), sum(numels))).sub_(levels)
-            for tensor, steps in zip(decoded.split(numels), unit.split(buckets)):
+            for tensor, steps in zip(decoded.split(list(numels)), unit.split(buckets)):
                 _multiply(tensor, steps, bucket_size)
             mean.add_(decoded)
-        pieces = zip(mean.split(numels), numels)
         nothing = mean.new_zeros(())
         return Arrival(
             finite=scales.isfinite().all(),
             used=used.bool().any(dim=0) if has_used else None,
-            means=[Selection(piece, None, numel) for piece, numel in pieces],
-            kept=[Selection(nothing.expand(numel), None, numel) for numel in numels],
+            means=WholeSelection.of(mean.split(list(numels))),
+            kept=WholeSelection.of([nothing.expand(numel) for numel in numels]),
         )
 
 

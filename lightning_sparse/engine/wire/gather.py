@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.end_to_end import EndToEnd, at_once
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional import index_codec, read_as, round_to
 
@@ -28,14 +28,12 @@ class GatherFormat(WireFormat):
     collectives: tuple[str, ...] = ("all_gather",)
 
     @override
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
-        selected = selections if isinstance(selections, EndToEnd) else _end_to_end(selections)
-        values, positions, layout = selected.values, selected.positions, selected.layout
-        codec = index_codec(layout.numel, layout.selected)
-        sent = round_to(_filled(values, selections), self.dtype)
-        sections = [sent.view(torch.uint8), codec.encode(positions, layout.numel)]
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        selected = selection.flat()
+        values, indices, numel = selected.values, selected.indices, selected.numel
+        codec = index_codec(numel, values.numel())
+        sent = round_to(values if selected.filled is None else values.where(selected.filled, 0.0), self.dtype)
+        sections = [sent.view(torch.uint8), codec.encode(indices, numel)]
         wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
         sizes = [section.numel() for section in sections]
         value_bytes, index_bytes, used_bytes = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
@@ -44,8 +42,8 @@ class GatherFormat(WireFormat):
         return Arrival(
             finite=received.isfinite().all(),
             used=None if used is None else used_bytes.bool().any(dim=0),
-            means=EndToEnd(received, codec.decode(index_bytes, layout.numel, layout.selected), layout),
-            kept=EndToEnd(values - sent.to(values.dtype), positions, layout),
+            means=selected.replaced(received, codec.decode(index_bytes, numel, values.numel())),
+            kept=selected.replaced(values - sent.to(values.dtype), indices),
         )
 
     @override
@@ -53,25 +51,3 @@ class GatherFormat(WireFormat):
         numel = sum(size.numel for size in sizes)
         count = sum(size.selected for size in sizes)
         return [Transfer("all_gather", count * self.dtype.itemsize + index_codec(numel, count).nbytes(numel, count))]
-
-
-def _end_to_end(selections: Sequence[Selection]) -> EndToEnd:
-    values = torch.cat([selection.values for selection in selections])
-    return EndToEnd.laid(values, list(map(_positions, selections)), (selection.numel for selection in selections))
-
-
-def _filled(values: Tensor, selections: Sequence[Selection]) -> Tensor:
-    if all(selection.filled is None for selection in at_once(selections)):
-        return values
-    masks = [_all_of(selection) if selection.filled is None else selection.filled for selection in selections]
-    return torch.where(torch.cat(masks), values, 0.0)
-
-
-def _all_of(selection: Selection) -> Tensor:
-    return torch.ones_like(selection.values, dtype=torch.bool)
-
-
-def _positions(selection: Selection) -> Tensor:
-    if selection.indices is None:
-        return torch.arange(selection.numel, device=selection.values.device)
-    return selection.indices

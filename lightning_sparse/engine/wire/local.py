@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
+from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Phases, Transfer, WireFormat
 
 
@@ -21,18 +22,13 @@ class LocalFormat(WireFormat):
     collectives: tuple[str, ...] = ()
 
     @override
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         yield from ()
         return Arrival(
-            finite=torch.ones((), dtype=torch.bool, device=selections[0].values.device),
+            finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
             used=None,
-            means=list(selections),
-            kept=[
-                selection._replace(values=selection.values.new_zeros(()).expand_as(selection.values))
-                for selection in selections
-            ],
+            means=selection,
+            kept=WholeSelection.of([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
         )
 
     @override

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional import round_to
@@ -36,11 +37,9 @@ class ReduceFormat(WireFormat):
         self._is_in_use = False
 
     @override
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
-        values = self._end_to_end([selection.values for selection in selections])
+        values = self._end_to_end([each.values for each in selection])
         sent = round_to(values, self.dtype)
         parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))
         mean = self._mean(parts, values.dtype)
@@ -50,8 +49,8 @@ class ReduceFormat(WireFormat):
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,
-            means=self._split(received, selections),
-            kept=self._split(self._left_here(values, sent, mean, returned), selections),
+            means=self._split(received, selection.numels),
+            kept=self._split(self._left_here(values, sent, mean, returned), selection.numels),
         )
 
     @override
@@ -80,10 +79,9 @@ class ReduceFormat(WireFormat):
             held = self._workspace[name] = likes[0].new_empty(numel)
         return held[:numel].view(self.ranks, -1)
 
-    def _split(self, shards: Tensor, selections: Sequence[Selection]) -> list[Selection]:
-        numels = [selection.numel for selection in selections]
+    def _split(self, shards: Tensor, numels: Sequence[int]) -> WholeSelection:
         pieces = shards.split([-(-numel // self.ranks) for numel in numels], dim=1)
-        return [Selection(piece, None, numel) for piece, numel in zip(pieces, numels)]
+        return WholeSelection([Selection(piece, None, numel) for piece, numel in zip(pieces, numels)])
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         mean = parts[0].to(dtype) / self.ranks

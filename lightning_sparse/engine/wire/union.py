@@ -1,15 +1,21 @@
 """Every rank selects elements of its own, and all ranks contribute their values wherever anybody selected."""
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple, Optional
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.group_selection import (
+    FlatSelection,
+    GroupSelection,
+    WholeSelection,
+    on_device,
+    starts_of,
+)
+from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional import index_codec, read_as
@@ -38,38 +44,34 @@ class UnionFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)
         self._values = ReduceFormat(dtype, rank, ranks)
-        # Groups are the same step after step, until a schedule changes.
-        self._layout = lru_cache(maxsize=1024)(_layout)
 
     @override
-    def exchange(
-        self, selections: Sequence[Selection], accumulated: Sequence[Tensor], used: Optional[Tensor]
-    ) -> Phases:
-        layout = self._layout(tuple(tensor.numel() for tensor in accumulated), accumulated[0].device)
-        union = layout.positions(selections)
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        union = selection.flat().indices
         headers = yield Payload("all_gather", _header(union, used))
         # Nobody knows the sizes of what follows before the counts have travelled. On a GPU the host has to wait for
         # them here, and for the size of the union below.
         counts = _read_counts(headers)
         if max(counts):
-            universe = layout.numel + max(counts) - min(counts)
+            universe = selection.numel + max(counts) - min(counts)
             codec = index_codec(universe, max(counts))
-            padding = torch.arange(layout.numel, layout.numel + max(counts) - counts[self.rank], device=union.device)
+            padding = torch.arange(
+                selection.numel, selection.numel + max(counts) - counts[self.rank], device=union.device
+            )
             wires = yield Payload("all_gather", codec.encode(torch.cat([union, padding]), universe))
             union = codec.decode(wires, universe, max(counts)).unique()
-        chosen = layout.split(union)
-        values = [
-            Selection(tensor.index_select(0, indices), None, indices.numel())
-            for tensor, indices in zip(accumulated, chosen)
-            if indices.numel()
-        ]
-        arrival = _NOTHING if not values else (yield from self._values.exchange(values, accumulated, None))
-        means = _placed(arrival.means, chosen, accumulated)
+        chosen = FlatSelection.at(accumulated, *_cut(union, selection.numels))
+        pieces = [piece for piece in chosen.values.split(chosen.counts) if piece.numel()]
+        used_by_any = None if used is None else headers[:, _COUNT_BYTES:].bool().any(dim=0)
+        if not pieces:
+            finite = torch.ones((), dtype=torch.bool, device=union.device)
+            return Arrival(finite, used_by_any, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
+        arrival = yield from self._values.exchange(WholeSelection.of(pieces), pieces, None)
         return Arrival(
-            finite=arrival.finite.to(union.device),
-            used=None if used is None else headers[:, _COUNT_BYTES:].bool().any(dim=0),
-            means=[Selection(mean[None], indices[None], numel) for mean, indices, numel in means],
-            kept=[Selection(*left) for left in _placed(arrival.kept, chosen, accumulated)],
+            finite=arrival.finite,
+            used=used_by_any,
+            means=chosen.replaced(_laid(arrival.means)[None], chosen.indices[None]),
+            kept=chosen.replaced(_laid(arrival.kept), chosen.indices),
         )
 
     @override
@@ -85,36 +87,11 @@ class UnionFormat(WireFormat):
         return [header, indices, *self._values.transfers(chosen)]
 
 
-_NOTHING = Arrival(finite=torch.ones((), dtype=torch.bool), used=None, means=[], kept=[])
-
-
-class _Layout(NamedTuple):
-    """Where the tensors of a group lie when laid end to end."""
-
-    starts: tuple[int, ...]
-    numel: int
-    bounds: Tensor  # int64 [tensors + 1]: the starts, and where the last tensor ends
-
-    def positions(self, selections: Sequence[Selection]) -> Tensor:
-        pieces = [
-            selection.indices + start
-            for selection, start in zip(selections, self.starts)
-            if selection.indices is not None and selection.indices.numel()
-        ]
-        return torch.cat(pieces) if pieces else self.bounds[:0]
-
-    def split(self, positions: Tensor) -> list[Tensor]:
-        # Ascending, so that whatever is padding comes after the last tensor.
-        places: list[int] = torch.searchsorted(positions, self.bounds).tolist()
-        return [
-            positions[first:last] - start if last > first else positions[:0]
-            for first, last, start in zip(places, places[1:], self.starts)
-        ]
-
-
-def _layout(numels: tuple[int, ...], device: torch.device) -> _Layout:
-    *starts, numel = bounds = [0, *accumulate(numels)]
-    return _Layout(tuple(starts), numel, torch.tensor(bounds).to(device))
+def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return ascending positions in tensors laid end to end, without padding, and how many lie in each tensor."""
+    # Ascending, so that whatever is padding comes after the last tensor.
+    places: list[int] = torch.searchsorted(positions, on_device(starts_of(numels), positions.device)).tolist()
+    return positions[: places[-1]], tuple(last - first for first, last in pairwise(places))
 
 
 def _header(positions: Tensor, used: Optional[Tensor]) -> Tensor:
@@ -126,11 +103,6 @@ def _read_counts(headers: Tensor) -> list[int]:
     return [int(count) for count in read_as(headers[:, :_COUNT_BYTES], torch.int64).flatten().tolist()]
 
 
-def _placed(
-    received: Sequence[Selection], chosen: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield values, indices and number of elements of each tensor; only where there are indices was anything sent."""
-    arrived = iter(received)
-    for indices, tensor in zip(chosen, tensors):
-        values = next(arrived).values.reshape(-1)[: indices.numel()] if indices.numel() else tensor[:0]
-        yield values, indices, tensor.numel()
+def _laid(received: GroupSelection) -> Tensor:
+    """Return shards of several tensors laid end to end, without their padding."""
+    return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.end_to_end import Chained, EndToEnd, at_once, lay_out, runs
+from lightning_sparse.compressors.group_selection import FlatSelection, WholeSelection, grouped, parted, runs
 from lightning_sparse.compressors.selection import Selection
 from tests.helpers.devices import devices
 
@@ -40,13 +40,13 @@ def some_of(numel: int, count: int, seed: int, device: str) -> Tensor:
     return torch.tensor(sorted(random.Random(seed).sample(range(numel), count)), device=device)
 
 
-def selected_by_ranks(ranks: int, device: str) -> EndToEnd:
+def selected_by_ranks(ranks: int, device: str) -> FlatSelection:
     """Return what several ranks sent of tensors of ``NUMELS`` elements, at different places that meet now and then."""
     tensors = [by_themselves(NUMELS, device) for _ in range(ranks)]
     indices = [[some_of(*size, seed, device) for size in zip(NUMELS, COUNTS)] for seed in range(ranks)]
-    each = [EndToEnd.of(*rank) for rank in zip(tensors, indices)]
-    values, positions = (torch.stack(rows) for rows in zip(*((one.values, one.positions) for one in each)))
-    return EndToEnd(values, positions, each[0].layout)
+    each = [FlatSelection.of(*rank) for rank in zip(tensors, indices)]
+    values, places = (torch.stack(rows) for rows in zip(*((one.values, one.indices) for one in each)))
+    return each[0].replaced(values, places)
 
 
 @devices
@@ -54,7 +54,7 @@ def selected_by_ranks(ranks: int, device: str) -> EndToEnd:
 def test_every_tensor_gives_its_own_elements(place: Place, device: str) -> None:
     tensors = place(NUMELS, device)
     indices = [some_of(numel, count, numel, device) for numel, count in zip(NUMELS, COUNTS)]
-    selections = EndToEnd.of(tensors, indices)
+    selections = FlatSelection.of(tensors, indices)
     assert len(selections) == len(tensors)
     for selection, tensor, wanted in zip(selections, tensors, indices):
         assert selection.numel == tensor.numel()
@@ -66,7 +66,9 @@ def test_every_tensor_gives_its_own_elements(place: Place, device: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_overwrites_what_each_would_overwrite(place: Place, device: str) -> None:
     tensors = place(NUMELS, device)
-    selections = EndToEnd.of(by_themselves(NUMELS, device), [some_of(*size, 3, device) for size in zip(NUMELS, COUNTS)])
+    selections = FlatSelection.of(
+        by_themselves(NUMELS, device), [some_of(*size, 3, device) for size in zip(NUMELS, COUNTS)]
+    )
     expected = [tensor.clone() for tensor in tensors]
     for tensor, selection in zip(expected, selections):
         tensor[selection.indices] = selection.values
@@ -90,7 +92,7 @@ def test_scatters_what_each_would_scatter_rank_by_rank(place: Place, device: str
 def test_what_lies_between_the_tensors_is_left_alone() -> None:
     bucket = torch.full((10,), 7.0)
     one, _, other = bucket.split([4, 2, 4])
-    EndToEnd.of([one, other], [torch.tensor([1]), torch.tensor([0])]).scatter([one, other])
+    FlatSelection.of([one, other], [torch.tensor([1]), torch.tensor([0])]).scatter([one, other])
     assert bucket.tolist() == [0, 7, 0, 0, 7, 7, 7, 0, 0, 0]
 
 
@@ -106,22 +108,39 @@ def test_tensors_in_another_order_than_their_memory_are_no_run() -> None:
     assert [flat.tolist() for _, _, flat in runs([other, one])] == [[4, 5], [0, 1, 2, 3]]
 
 
-def test_as_one_selection_it_holds_the_same_elements() -> None:
+def test_selections_of_single_tensors_laid_end_to_end_are_theirs() -> None:
     means = selected_by_ranks(2, "cpu")
-    [whole] = at_once(means)
-    flat = torch.cat([torch.zeros(mean.numel).index_add_(0, mean.indices[0], mean.values[0]) for mean in means])
-    assert torch.equal(torch.zeros(whole.numel).index_add_(0, whole.indices[0], whole.values[0]), flat)
+    laid = grouped(list(means)).flat()
+    assert torch.equal(laid.indices, means.indices)
+    assert torch.equal(laid.values, means.values)
+    assert (laid.numels, laid.counts) == (means.numels, means.counts)
 
 
-def test_other_counts_of_the_same_tensors_are_another_layout() -> None:
-    few, many = (lay_out([10, 10], counts, torch.device("cpu")) for counts in ([1, 2], [2, 1]))
-    assert (few.origins().tolist(), many.origins().tolist()) == ([0, 10, 10], [0, 0, 10])
+def test_what_is_filled_stays_with_its_elements() -> None:
+    filled = torch.tensor([True, False])
+    one = Selection(torch.tensor([1.0, 2.0]), torch.tensor([0, 3]), 5, filled)
+    laid = grouped([Selection(torch.tensor([3.0]), torch.tensor([1]), 2), one]).flat()
+    assert laid.filled is not None
+    assert laid.filled.tolist() == [True, True, False]
+    assert [each.filled.tolist() for each in laid if each.filled is not None] == [[True], [True, False]]
 
 
-def test_chained_sequences_are_one() -> None:
-    alone = Selection(torch.zeros(2), None, 2)
-    means = selected_by_ranks(2, "cpu")
-    chained = Chained([[alone], means])
-    assert len(chained) == len(list(chained)) == 1 + len(means)
-    assert chained[0] is alone
-    assert chained[1:][2] is means[2]
+def test_other_counts_of_the_same_tensors_lie_elsewhere() -> None:
+    for counts, places in (((1, 2), [0, 10, 11]), ((2, 1), [0, 1, 10])):
+        indices = [torch.arange(count) for count in counts]
+        assert FlatSelection.of([torch.zeros(10), torch.zeros(10)], indices).indices.tolist() == places
+
+
+def test_every_element_of_a_tensor_lies_where_all_of_its_indices_would() -> None:
+    whole = WholeSelection.of([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    assert (whole.flat().indices.tolist(), whole.flat().values.tolist()) == ([0, 1, 2], [1.0, 2.0, 3.0])
+
+
+def test_selections_without_indices_are_a_part_by_themselves() -> None:
+    some = Selection(torch.ones(1), torch.zeros(1, dtype=torch.int64), 4)
+    whole = Selection(torch.zeros(2), None, 2)
+    parts = parted([whole, some, whole])
+    assert [(places, part.is_whole, part.numel) for places, part in parts] == [([1], False, 4), ([0, 2], True, 4)]
+    flat = FlatSelection.of([torch.zeros(3)], [torch.tensor([1])])
+    [(places, part)] = parted(flat)
+    assert (places, part) == ([0], flat)

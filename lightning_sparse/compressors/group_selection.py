@@ -1,0 +1,308 @@
+"""What is selected of the tensors of a group, as one flat thing.
+
+A model's many small tensors cost more in calls than in elements. The gradients that DDP hands over together lie beside
+each other in one of its buckets, so what is selected of them is read, written and added there at once.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from threading import local
+from typing import NamedTuple, Optional, Union, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.functional import add_rows, copy_elements
+
+
+class GroupSelection(Sequence[Selection]):
+    """What is sent, or has arrived, of the tensors of a group; as a sequence, a selection of each of them.
+
+    The members are made when somebody asks for one: most steps ask for none.
+
+    Attributes:
+        numels: elements of each tensor.
+        is_whole: whether it is every element of every tensor, or some of each.
+    """
+
+    is_whole: bool
+
+    def __init__(self, numels: tuple[int, ...]) -> None:
+        self.numels = numels
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(self.numels)
+
+    @abstractmethod
+    def flat(self) -> "FlatSelection":
+        """Return the same as elements of the tensors laid end to end."""
+
+    @abstractmethod
+    def overwrite(self, tensors: Sequence[Tensor]) -> None:
+        """Write the values, of one rank, over what flat tensors hold at these places, in place."""
+
+    @abstractmethod
+    def scatter(self, tensors: Sequence[Tensor]) -> None:
+        """Make flat tensors, in place, what the ranks' values add up to, rank by rank, and zero elsewhere."""
+
+    @abstractmethod
+    def _by_tensor(self) -> list[Selection]: ...
+
+    @cached_property
+    def _members(self) -> list[Selection]:
+        return self._by_tensor()
+
+    @override
+    def __len__(self) -> int:
+        return len(self.numels)
+
+    @overload
+    def __getitem__(self, place: int) -> Selection: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Selection]: ...
+
+    @override
+    def __getitem__(self, place: Union[int, slice]) -> Union[Selection, Sequence[Selection]]:
+        return self._members[place]
+
+
+class WholeSelection(GroupSelection):
+    """Every element of each tensor.
+
+    Attributes:
+        selections: of each tensor, without indices.
+    """
+
+    is_whole = True
+
+    def __init__(self, selections: Sequence[Selection]) -> None:
+        super().__init__(tuple(selection.numel for selection in selections))
+        self.selections = list(selections)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "WholeSelection":
+        """Select all of flat tensors."""
+        return cls([Selection(tensor, None, tensor.numel()) for tensor in tensors])
+
+    @override
+    def flat(self) -> "FlatSelection":
+        return FlatSelection.laid(self.selections)
+
+    @override
+    def overwrite(self, tensors: Sequence[Tensor]) -> None:
+        for selection, tensor in zip(self.selections, tensors):
+            copy_elements(selection.values, tensor)
+
+    @override
+    def scatter(self, tensors: Sequence[Tensor]) -> None:
+        self.overwrite(tensors)
+
+    @override
+    def _by_tensor(self) -> list[Selection]:
+        return self.selections
+
+
+class FlatSelection(GroupSelection):
+    """Some elements of each tensor.
+
+    Attributes:
+        values: ``[count]``, or ``[ranks, count]`` where several ranks selected.
+        indices: int64 of the same shape, within the tensors laid end to end; ascending in each row.
+        counts: for each tensor how many of them are its own, in each row.
+        filled: bool ``[count]``, as in :class:`~lightning_sparse.Selection`.
+    """
+
+    is_whole = False
+
+    def __init__(
+        self,
+        values: Tensor,
+        indices: Tensor,
+        numels: tuple[int, ...],
+        counts: tuple[int, ...],
+        filled: Optional[Tensor] = None,
+    ) -> None:
+        super().__init__(numels)
+        self.values = values
+        self.indices = indices
+        self.counts = counts
+        self.filled = filled
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "FlatSelection":
+        """Select elements of flat tensors by their indices, int64 ``[count]`` for each and ascending."""
+        numels, counts = tuple(map(Tensor.numel, tensors)), tuple(map(Tensor.numel, indices))
+        return cls.at(tensors, torch.cat(list(indices)).add_(_origins(numels, counts, tensors[0].device)), counts)
+
+    @classmethod
+    def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: tuple[int, ...]) -> "FlatSelection":
+        """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
+        values = tensors[0].new_empty(len(indices))
+        selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
+        for run in selected._runs(tensors):
+            torch.index_select(run.flat, 0, run.indices, out=run.values)
+        return selected
+
+    @classmethod
+    def laid(cls, selections: Sequence[Selection]) -> "FlatSelection":
+        """Lay selections of single tensors end to end."""
+        each = [_indices(selection) for selection in selections]
+        numels, counts = tuple(one.numel for one in selections), tuple(indices.shape[-1] for indices in each)
+        values = torch.cat([selection.values for selection in selections], dim=-1)
+        filled = None
+        if any(selection.filled is not None for selection in selections):
+            filled = torch.cat([_filled(selection) for selection in selections])
+        return cls(values, torch.cat(each, dim=-1) + _origins(numels, counts, values.device), numels, counts, filled)
+
+    def replaced(self, values: Tensor, indices: Tensor) -> "FlatSelection":
+        """Return as many elements of each tensor, of as many rows as there are, all of them sent."""
+        return FlatSelection(values, indices, self.numels, self.counts)
+
+    def filled_at(self, filled: Tensor) -> "FlatSelection":
+        """Return the same elements, of which only those are sent where ``filled``, bool ``[count]``, is true."""
+        return FlatSelection(self.values, self.indices, self.numels, self.counts, filled)
+
+    @override
+    def flat(self) -> "FlatSelection":
+        return self
+
+    @override
+    def overwrite(self, tensors: Sequence[Tensor]) -> None:
+        for run in self._runs(tensors):
+            run.flat.index_copy_(0, run.indices, run.values)
+
+    @override
+    def scatter(self, tensors: Sequence[Tensor]) -> None:
+        for run in self._runs(tensors):
+            add_rows(run.values, run.indices, run.flat.zero_())
+
+    @override
+    def _by_tensor(self) -> list[Selection]:
+        indices = self.indices - _origins(self.numels, self.counts, self.values.device)
+        filled = [None] * len(self) if self.filled is None else self.filled.split(self.counts)
+        pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
+        return [Selection(*piece) for piece in pieces]
+
+    def _runs(self, tensors: Sequence[Tensor]) -> Iterator["_Run"]:
+        starts, columns = starts_of(self.numels), starts_of(self.counts)
+        for first, stop, flat in runs(tensors):
+            begin, selected = columns[first], columns[stop] - columns[first]
+            indices, values = (each.narrow(-1, begin, selected) for each in (self.indices, self.values))
+            yield _Run(flat, indices - starts[first], values)
+
+
+def parted(selections: Sequence[Selection]) -> list[tuple[list[int], GroupSelection]]:
+    """Part the selections of a group's tensors into those with indices and those without.
+
+    Args:
+        selections: of each tensor, as a compressor returns them; what is a selection of the group already stays one.
+
+    Returns:
+        for each of the two that there are any of, their places and what they are together.
+    """
+    if isinstance(selections, GroupSelection):
+        return [(list(range(len(selections))), selections)]
+    some = [place for place, selection in enumerate(selections) if selection.indices is not None]
+    whole = [place for place, selection in enumerate(selections) if selection.indices is None]
+    parts: list[tuple[list[int], GroupSelection]] = []
+    if some:
+        parts.append((some, FlatSelection.laid([selections[place] for place in some])))
+    if whole:
+        parts.append((whole, WholeSelection([selections[place] for place in whole])))
+    return parts
+
+
+def grouped(selections: Sequence[Selection]) -> GroupSelection:
+    """Return the selections of single tensors as that of a group, with indices if any has some."""
+    is_whole = all(selection.indices is None for selection in selections)
+    return WholeSelection(selections) if is_whole else FlatSelection.laid(selections)
+
+
+class _Known(local):
+    """Groups are the same step after step, until a schedule or a density changes.
+
+    Of each thread, and so of each exchange worker: what a device's stream has copied is read by that stream alone.
+    """
+
+    def __init__(self) -> None:
+        self.on_device = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
+
+
+_known = _Known()
+
+
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers as int64 ``[count]`` on a device; the latest are remembered, so that no copy stops the host."""
+    known: Tensor = _known.on_device(numbers, device)
+    return known
+
+
+@lru_cache(maxsize=512)
+def starts_of(numels: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where tensors of so many elements start when laid end to end, and where the last one ends.
+
+    Example::
+
+        >>> starts_of((4, 2))
+        (0, 4, 6)
+    """
+    return tuple(accumulate(numels, initial=0))
+
+
+def _origins(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return for each element selected where its tensor starts, int64 ``[count]``."""
+    starts, each = on_device(starts_of(numels)[:-1], device), on_device(counts, device)
+    return starts.repeat_interleave(each, output_size=sum(counts))  # the size is known: a GPU need not be asked for it
+
+
+def _indices(selection: Selection) -> Tensor:
+    if selection.indices is None:
+        return torch.arange(selection.numel, device=selection.values.device)
+    return selection.indices
+
+
+def _filled(selection: Selection) -> Tensor:
+    return torch.ones_like(selection.values, dtype=torch.bool) if selection.filled is None else selection.filled
+
+
+class _Run(NamedTuple):
+    flat: Tensor
+    indices: Tensor
+    values: Tensor
+
+
+def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """Find tensors that lie beside each other in memory.
+
+    Args:
+        tensors: flat, contiguous, of one type, none of them empty.
+
+    Yields:
+        the place of the first tensor of a run, that after its last, and the run as one flat tensor that shares their
+        memory; in order.
+
+    Example::
+
+        >>> one, other = torch.arange(6.0).split([4, 2])
+        >>> [(first, stop, len(flat)) for first, stop, flat in runs([one, other, torch.zeros(3)])]
+        [(0, 2, 6), (2, 3, 3)]
+    """
+    first = 0
+    while first < len(tensors):
+        head = tensors[first]
+        storage = head.untyped_storage()
+        start, stop = head.data_ptr(), first + 1
+        end, limit = start + head.nbytes, storage.data_ptr() + storage.nbytes()
+        # Memory that only happens to lie behind is not of this storage.
+        while stop < len(tensors) and tensors[stop].data_ptr() == end and end < limit:
+            end += tensors[stop].nbytes
+            stop += 1
+        yield first, stop, head if stop == first + 1 else head.as_strided(((end - start) // head.itemsize,), (1,))
+        first = stop

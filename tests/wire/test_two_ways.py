@@ -1,0 +1,124 @@
+"""The two ways of a group: what goes which way, that nothing empty travels, and that all comes back."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.selecting import GroupSelector, Part
+from lightning_sparse.engine.wire import Arrival, Payload, build_wires
+
+NUMELS = (7, 300, 1, 40)
+
+
+def selections_of(tensors: list[Tensor], whole: tuple[int, ...]) -> list[Selection]:
+    """Select all of some tensors, and the first element of the others."""
+    first = torch.zeros(1, dtype=torch.int64)
+    return [
+        Selection(tensor, None, tensor.numel())
+        if position in whole
+        else Selection(tensor[:1], first.clone(), tensor.numel())
+        for position, tensor in enumerate(tensors)
+    ]
+
+
+class Answers(Compressor):
+    """Select all of some tensors, without indices, and the first element of the others."""
+
+    default_density = 0.5
+    wire_format = "gather"
+    dense_wire_format = "reduce"
+
+    def __init__(self, whole: tuple[int, ...]) -> None:
+        self._whole = whole
+
+    def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
+        """Select."""
+        return selections_of(accumulated, self._whole)
+
+
+def exchange(
+    whole: tuple[int, ...], poisoned: Optional[int] = None
+) -> tuple[list[tuple[Part, Arrival]], list[list[Tensor]], list[str]]:
+    """Exchange between three ranks that used all tensors but the second; return what arrived, tensors, collectives."""
+    ranks = 3
+    tensors = [
+        list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).split(NUMELS))
+        for rank in range(ranks)
+    ]
+    if poisoned is not None:
+        tensors[1][poisoned][0] = float("nan")
+    used = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+    wires = [build_wires("gather", "reduce", torch.float32, rank, ranks) for rank in range(ranks)]
+    names, densities, unknown = list("abcd"), [0.1] * 4, [None] * 4
+    parts = [GroupSelector(Answers(whole)).select(names, each, densities, unknown) for each in tensors]
+    collectives: list[str] = []
+    arrivals = []
+    for ours in zip(*parts):
+        phases: list[Any] = [
+            wire.way_of(part.selection).exchange(part.selection, part.tensors, used[part.positions])
+            for wire, part in zip(wires, ours)
+        ]
+        arrivals.append((ours[0], run(phases, collectives)))
+    return arrivals, tensors, collectives
+
+
+def run(phases: list[Any], collectives: list[str]) -> Arrival:
+    """Run the phases of all ranks, and note their collectives."""
+    received: list[Any] = [None] * len(phases)
+    while True:
+        try:
+            payloads: list[Payload] = [phase.send(part) for phase, part in zip(phases, received)]
+        except StopIteration as stop:
+            arrival: Arrival = stop.value
+            return arrival
+        collectives.append(payloads[0].collective)
+        rows = torch.stack([payload.tensor for payload in payloads])
+        gathers = payloads[0].collective == "all_gather"
+        received = [rows if gathers else rows[:, rank] for rank in range(len(phases))]
+
+
+@pytest.mark.parametrize(
+    ("whole", "collectives"),
+    [
+        ((), ["all_gather"]),
+        ((0, 1, 2, 3), ["all_to_all", "all_gather", "all_gather"]),
+        ((1, 2), ["all_gather", "all_to_all", "all_gather", "all_gather"]),
+        ((0, 3), ["all_gather", "all_to_all", "all_gather", "all_gather"]),
+    ],
+    ids=str,
+)
+def test_every_tensor_goes_its_way_and_comes_back_in_its_place(whole: tuple[int, ...], collectives: list[str]) -> None:
+    arrivals, tensors, asked_for = exchange(whole)
+    assert asked_for == collectives
+    places = [position for part, _ in arrivals for position in part.positions]
+    assert sorted(places) == [0, 1, 2, 3]
+    for part, arrival in arrivals:
+        assert bool(arrival.finite)
+        assert arrival.used is not None
+        assert arrival.used.tolist() == [position != 1 for position in part.positions]
+        for position, mean, kept in zip(part.positions, arrival.means, arrival.kept):
+            assert mean.numel == kept.numel == NUMELS[position]
+            expected = sum(ours[position] for ours in tensors) / 3
+            if position in whole:
+                assert mean.indices is None
+                torch.testing.assert_close(mean.values.flatten()[: mean.numel], expected)
+            else:
+                assert mean.indices is not None
+                torch.testing.assert_close(mean.values.sum(), expected[0])
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_what_is_not_finite_is_seen_on_either_way(poisoned: int) -> None:
+    arrivals, _, _ = exchange((1, 2), poisoned)
+    assert [bool(arrival.finite) for part, arrival in arrivals] == [
+        poisoned not in part.positions for part, _ in arrivals
+    ]
+
+
+def test_both_ways_are_tried_before_training() -> None:
+    assert build_wires("gather", "reduce", torch.float32, 0, 2).collectives == ("all_gather", "all_to_all")
+    assert build_wires("gather", None, torch.float32, 0, 2).collectives == ("all_gather",)
