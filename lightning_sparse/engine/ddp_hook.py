@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.engine.observe import Recorder, StepMarks
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Schedule
@@ -58,7 +58,7 @@ class GradientStream:
         schedule: how gradients are cut into groups.
         worker: where it is done.
         recorder: where facts go.
-        after_step: called on the worker with the marks of a step that has ended, before the next backward can begin.
+        end_step: called on the worker with what arrived in a step, before the next backward can begin.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class GradientStream:
         schedule: Schedule,
         worker: ExchangeWorker,
         recorder: Recorder,
-        after_step: Callable[[StepMarks], None],
+        end_step: Callable[[Sequence[Exchanged]], None],
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
         self._recorder = recorder
-        self._after_step = after_step
+        self._finish_step = end_step
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
@@ -171,14 +171,7 @@ class GradientStream:
         if not self._keeps_buckets:
             self._keeps_buckets = True
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
-        self._worker.submit(lambda: self._commit(exchanged), settle=lambda: _complete(futures))
-
-    def _commit(self, exchanged: Sequence[Exchanged]) -> None:
-        if exchanged:
-            self._pipeline.commit(exchanged)
-        marks = self._recorder.end_step().marks
-        self._pipeline.sample_kept()
-        self._after_step(marks)
+        self._worker.submit(lambda: self._finish_step(exchanged), settle=lambda: _complete(futures))
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -1,7 +1,7 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from lightning_sparse.engine.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step import Pipeline, StepContext
+from lightning_sparse.engine.step import Exchanged, Pipeline, StepContext
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Merged, Schedule
@@ -93,8 +93,17 @@ class Engine:
         return self._layout.names
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
-        after_step = (lambda marks: None) if self._planner is None else self._planner.end_step
-        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self.recorder, after_step)
+        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self.recorder, self._end_step)
+
+    def _end_step(self, step: Sequence[Exchanged]) -> None:
+        """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
+        if step:  # else every gradient was sparse_coo
+            self.pipeline.commit(step)
+        marks = self.recorder.end_step().marks
+        if self.recorder.samples is not None:  # read now, so that it does not count as time of the step
+            self.recorder.close_samples(self.memory.state_dict())
+        if self._planner is not None:
+            self._planner.end_step(marks)
 
     def detach(self) -> None:
         """Let go of the wrapped model, between two steps; what is kept stays."""

@@ -1,8 +1,8 @@
 """The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Optional
 
 import torch
@@ -146,16 +146,16 @@ class Pipeline:
     def _exchange_part(
         self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], observer: GroupObserver
     ) -> Exchanged:
-        locals_, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
-        names = [local.name for local in locals_]
+        members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
+        names = [local.name for local in members]
         observer.see_selection(part.selection, part.counts)
         wire = self.wires.way_of(part.selection)
-        arrival = self._run_phases(wire.exchange(part.selection, part.tensors, self._used(locals_)), names)
+        arrival = self._run_phases(wire.exchange(part.selection, part.tensors, self._used(members)), names)
         observer.see_means(arrival.means)
         with self.recorder.span("encode"):
             arrival = part.by_parameter(arrival)
         observer.see_parameters(names, part.sent_by_parameter, arrival.means)
-        return Exchanged(locals_, tensors, part.counts, arrival)
+        return Exchanged(members, tensors, part.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -171,44 +171,46 @@ class Pipeline:
         self._learn(step, finite)
         with self.recorder.span("commit"):
             for exchanged, mean in zip(step, means):
-                self._keep_and_write(exchanged, mean, finite)
+                with self._deltas_sampled(exchanged):
+                    self._keep(exchanged, finite)
+                    mean.scatter(exchanged.accumulated)
+                self._write_back(exchanged, mean)
         self._selector.end_step()
         self.wires.end_step()
 
-    def _keep_and_write(self, exchanged: Exchanged, mean: GroupSelection, finite: Tensor) -> None:
-        group, accumulated, counts, arrival = exchanged
-        names = exchanged.names
-        dense_means = self._dense_means(names, accumulated) if self.context.samples_deltas else None
-        accepted = finite.expand(len(group)) if arrival.used is None else arrival.used & finite
-        self.memory.update(names, accumulated, arrival.kept, accepted)
-        mean.scatter(accumulated)
-        if dense_means is not None:
-            deltas = layer_deltas(dense_means, accumulated, counts)
-            self.recorder.current.deltas.update(zip(names, deltas.unbind()))
-        self.memory.to_gradients(names, accumulated, mean)
+    def _keep(self, exchanged: Exchanged, finite: Tensor) -> None:
+        used, accumulated = exchanged.arrival.used, exchanged.accumulated
+        accepted = finite.expand(len(accumulated)) if used is None else used & finite
+        self.memory.update(exchanged.names, accumulated, exchanged.arrival.kept, accepted)
+
+    def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
+        means = list(exchanged.accumulated)
+        self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
-            torch._foreach_mul_(list(accumulated), self.context.loss_scale)
-        for local, tensor in zip(group, accumulated):
+            torch._foreach_mul_(means, self.context.loss_scale)
+        for local, tensor in zip(exchanged.group, means):
             if tensor is not local.gradient:
                 local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
-    def sample_kept(self) -> None:
-        """Take note of what is kept, for those who asked; after the step, so that it does not count as its time."""
-        if self.recorder.samples is not None:
-            kept = self.memory.state_dict()
-            self.recorder.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
-            self.recorder.close_samples()
+    @contextmanager
+    def _deltas_sampled(self, exchanged: Exchanged) -> Iterator[None]:
+        """Compare the means that are written inside with those of all that had accumulated, if somebody asked."""
+        if not self.context.samples_deltas:
+            yield
+            return
+        names, accumulated = exchanged.names, exchanged.accumulated
+        flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
+        flat = self._run_collective(Payload("all_reduce", flat), names)
+        yield
+        dense_means = flat.split([tensor.numel() for tensor in accumulated])
+        deltas = layer_deltas(dense_means, accumulated, exchanged.counts)
+        self.recorder.current.deltas.update(zip(names, deltas.unbind()))
 
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
         with self.recorder.span("exchange"):
             self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
-
-    def _dense_means(self, names: list[str], accumulated: Sequence[Tensor]) -> list[Tensor]:
-        flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
-        means = self._run_collective(Payload("all_reduce", flat), names)
-        return list(means.split([tensor.numel() for tensor in accumulated]))
 
     def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
         """Let the memory learn from the mean of fresh gradients, where it is time for that."""

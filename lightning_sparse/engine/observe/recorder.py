@@ -1,6 +1,6 @@
 """Gather the facts of a step from the threads on which they happen."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Optional
 
@@ -101,8 +101,10 @@ class Recorder:
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
         self.samples = ParameterSamples(counts, histograms)
 
-    def close_samples(self) -> None:
-        """Take note that all has been noted of the step that was asked for."""
+    def close_samples(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Close the samples of the step that was asked for, with what the memory keeps after it."""
+        if self.samples is not None:
+            self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
         self.last_samples, self.samples = self.samples, None
 
 
