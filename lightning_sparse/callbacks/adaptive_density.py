@@ -1,4 +1,4 @@
-"""How much is sent of each parameter, decided by rules as training goes on."""
+"""The callback that lets rules set the density of each parameter as training goes on."""
 
 import math
 from collections.abc import Mapping, Sequence

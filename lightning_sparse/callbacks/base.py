@@ -1,4 +1,4 @@
-"""What the callbacks of this package have in common: whom they look at, at which steps, and what they refuse."""
+"""The base of this package's callbacks: which strategy they look at, at which steps, and what they refuse."""
 
 from typing import Any, ClassVar, Optional
 

@@ -1,4 +1,4 @@
-"""What a compressor is: the answer to WHAT is sent."""
+"""The contract of a compressor, which decides WHAT is sent."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

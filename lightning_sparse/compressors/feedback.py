@@ -1,4 +1,4 @@
-"""What a compressor asks of the memory: plain settings, so that the two need not know each other."""
+"""Settings of error feedback that a compressor asks of the memory, so that the two need not know each other."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FROM_OPTIMIZER = "optimizer"
 
 
 class ErrorFeedback(NamedTuple):
-    """How what is not sent is kept.
+    """Settings of error feedback: how what is not sent is kept.
 
     Attributes:
         keeps_residual: whether what was not sent waits for the next step. Without it, it is dropped, which only an
@@ -60,7 +60,7 @@ class ErrorFeedback(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """What gradients are clipped to; ``None`` where they are not.
+    """Limits to which gradients are clipped; ``None`` where they are not.
 
     Attributes:
         norm: largest norm of the mean gradient.
@@ -75,7 +75,7 @@ NOT_CLIPPED = Clipping()
 
 
 class Hyperparameters(NamedTuple):
-    """What the optimizer does with a parameter in this step.
+    """The optimizer's settings for a parameter in this step.
 
     Attributes:
         learning_rate: of its parameter group.
@@ -91,7 +91,7 @@ class Hyperparameters(NamedTuple):
 
 
 class AdamMoments(NamedTuple):
-    """What Adam keeps of a parameter: the optimizer's own tensors, laid out as its gradient is.
+    """Adam's state of a parameter: the optimizer's own tensors, laid out as its gradient is.
 
     Attributes:
         step: number of the coming step, from 1.

@@ -1,4 +1,4 @@
-"""What is selected of the tensors of a group, as one flat thing.
+"""The selection of a group: elements of its tensors, as one flat thing.
 
 A model's many small tensors cost more in calls than in elements. The gradients that DDP hands over together lie beside
 each other in one of its buckets, so what is selected of them is read, written and added there at once.
@@ -20,7 +20,7 @@ from lightning_sparse.functional import add_rows, copy_elements
 
 
 class GroupSelection(Sequence[Selection]):
-    """What is sent, or has arrived, of the tensors of a group; as a sequence, a selection of each of them.
+    """Elements of a group's tensors that are sent, or have arrived; as a sequence, a selection of each tensor.
 
     The members are made when somebody asks for one: most steps ask for none.
 

@@ -28,7 +28,7 @@ _LEAST_DENSITY = 1e-6
 
 
 class _Group(NamedTuple):
-    """What does not change about the tensors of a group: int64 ``[tensors]`` each."""
+    """Numbers of a group's tensors that stay from step to step: int64 ``[tensors]`` each."""
 
     positions: Tensor
     wanted: Tensor

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Quantization(NamedTuple):
-    """What the integer codes of a selection stand for: ``code * scale of its bucket``.
+    """Meaning of a selection's integer codes: ``code * scale of its bucket``.
 
     Attributes:
         scales: fp32 ``[buckets]``; a bucket is ``bucket_size`` elements in a row, the last one may be shorter.
@@ -20,7 +20,7 @@ class Quantization(NamedTuple):
 
 
 class SelectionSize(NamedTuple):
-    """What is known of a selection before there is a gradient: enough to say how many bytes it takes to send.
+    """Size of a selection, known before there is a gradient: it says how many bytes sending takes.
 
     Attributes:
         numel: number of elements of the tensor selected from.

@@ -39,7 +39,7 @@ class Collectives:
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
-    def in_vain(self, name: str, subject: str, error: Exception) -> ExchangeError:
+    def exchange_error(self, name: str, subject: str, error: Exception) -> ExchangeError:
         """Compose the error for a collective that did not end.
 
         Args:
@@ -78,7 +78,7 @@ class Collectives:
         try:
             gathered = self.all_gather(handed_in)
         except RuntimeError as error:
-            raise self.in_vain("all_gather", f"{len(numbers)} numbers on which ranks agree", error) from error
+            raise self.exchange_error("all_gather", f"{len(numbers)} numbers on which ranks agree", error) from error
         rows: list[list[float]] = gathered.tolist()
         return rows
 

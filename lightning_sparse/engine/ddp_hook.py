@@ -185,7 +185,7 @@ def _complete(futures: list[tuple[Future[Tensor], Tensor]]) -> None:
 
 
 class _KnownBucket(NamedTuple):
-    """What a bucket holds, of parameters that have elements; DDP asks for it again in every step."""
+    """A bucket's gradients, of parameters that have elements; DDP hands them over again in every step."""
 
     buffer: Tensor
     parameters: Sequence[Tensor]

@@ -136,13 +136,13 @@ class Engine:
             self._planner.start_anew()
 
     def leave_optimizers(self) -> None:
-        """Take note that plain DDP makes the next steps, in which optimizers learn from gradients again."""
+        """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
         if isinstance(self.memory, AdamMemory):
             self._worker.run(self.memory.leave)
 
     @property
     def compressor(self) -> Compressor:
-        """What chooses what is sent."""
+        """The compressor."""
         return self.pipeline.compressor
 
     @property
@@ -199,7 +199,7 @@ class Engine:
         whole: AbstractSet[str] = frozenset(),
         steps: int = 0,
     ) -> None:
-        """Take note of what the outside knows of the step whose backward comes next.
+        """Begin a step: its backward comes next.
 
         Args:
             loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
@@ -216,7 +216,7 @@ class Engine:
         self.densities.density = self._settings.density_at(epoch, steps)
 
     def end_step(self) -> None:
-        """Take note that the optimizer has made a step; average the replicas where that is due."""
+        """End a step after the optimizer's; average the replicas where that is due."""
         self._samples_deltas = False
         if self._averager is not None and self._averager.count_step():
             self.synchronize_replicas()
@@ -230,12 +230,12 @@ class Engine:
 
     @property
     def plan(self) -> Optional[Plan]:
-        """What the schedule follows; ``None`` if it follows none, or none yet."""
+        """The plan in force; ``None`` if the schedule follows none, or none yet."""
         return None if self._planner is None else self._planner.plan
 
     @property
     def last_marks(self) -> Optional[StepMarks]:
-        """When the stages of the last step that ended happened; ``None`` before the first."""
+        """Marks of the stages of the last step that ended; ``None`` before the first."""
         return None if self.recorder.last is None else self.recorder.last.marks
 
     def raise_error(self) -> None:

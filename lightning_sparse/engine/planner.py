@@ -93,7 +93,7 @@ class StepPlanner:
             self._begin()
 
     def expect_other_order(self) -> None:
-        """Take note that DDP is new: in its first steps gradients come in an order that means nothing."""
+        """Expect a new DDP, whose first steps bring gradients in an order that means nothing."""
         self._foreign_steps = _FOREIGN_STEPS
 
     def start_anew(self) -> None:

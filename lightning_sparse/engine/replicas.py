@@ -62,7 +62,7 @@ class ReplicaAverager:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self._collectives.in_vain("all_reduce", "the average of the replicas", error) from error
+            raise self._collectives.exchange_error("all_reduce", "the average of the replicas", error) from error
 
     def _differ(self) -> bool:
         tensors = [*_averaged(self._module.parameters()), *_averaged(self._module.buffers())]

@@ -100,7 +100,7 @@ class GroupSelector:
         return parts
 
     def end_step(self) -> None:
-        """Take note that nothing of this step is looked at any more: its working memory serves the next one."""
+        """End a step: nothing of it is looked at any more, so its working memory serves the next one."""
         self._workspace.end_step()
 
     def _ask(

@@ -1,4 +1,4 @@
-"""What the user chose, checked."""
+"""Settings: the user's choices, checked."""
 
 from typing import Optional, Union
 
@@ -14,7 +14,7 @@ AUTO = "auto"
 
 
 class Settings:
-    """What the user chose, checked and with names turned into objects.
+    """The user's choices, checked and with names turned into objects.
 
     Args:
         compressor: name or object.

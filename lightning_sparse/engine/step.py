@@ -1,4 +1,4 @@
-"""The sentence: compensate, select, encode, exchange, decode, keep. The one file that joins the nouns."""
+"""One step: compensate, select, encode, exchange, decode; then agree, finish, keep, write back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -23,7 +23,7 @@ _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message:
 
 
 class StepContext(NamedTuple):
-    """What the outside knows of the step in progress.
+    """Facts of the step in progress that come from outside the pipeline.
 
     Attributes:
         loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
@@ -290,7 +290,7 @@ class Pipeline:
             raise
         except RuntimeError as error:
             subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
-            raise self.collectives.in_vain(payload.collective, subject, error) from error
+            raise self.collectives.exchange_error(payload.collective, subject, error) from error
 
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
         if group[0].is_used is None:

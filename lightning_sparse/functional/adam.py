@@ -35,7 +35,7 @@ class AdamScalars(NamedTuple):
 
     @property
     def root_weight(self) -> float:
-        """What the root of the second moment is divided by."""
+        """Divisor of the root of the second moment."""
         return math.sqrt(self.weight)
 
 

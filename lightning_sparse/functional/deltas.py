@@ -1,4 +1,4 @@
-"""How good a selection is, next to a random one of the same size."""
+"""Measure a selection against a random one of the same size."""
 
 from collections.abc import Sequence
 

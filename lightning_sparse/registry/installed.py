@@ -22,7 +22,7 @@ class InstalledRow:
 
     @property
     def origin(self) -> str:
-        """Where the row comes from.
+        """Origin of the row.
 
         Example::
 

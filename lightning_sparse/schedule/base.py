@@ -1,4 +1,4 @@
-"""What a schedule is: the answer to WHEN and WITH WHOM a gradient travels."""
+"""The contract of a schedule, which decides WHEN and WITH WHOM a gradient travels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

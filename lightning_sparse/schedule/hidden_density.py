@@ -1,4 +1,4 @@
-"""How much can be sent for nothing: the adaptive densities of LAGS-SGD, for groups.
+"""Densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
 lowest compression ratio whose exchange and selection hide behind the computation of the next layer, but none above

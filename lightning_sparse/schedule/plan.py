@@ -1,4 +1,4 @@
-"""What a schedule can follow, and what is known of it."""
+"""Plans: groupings that a schedule can follow, and what is known of them."""
 
 from typing import NamedTuple, Optional
 
@@ -19,7 +19,7 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is followed, and what it is expected to take.
+    """The grouping in force, and the time that it is expected to take.
 
     Attributes:
         groups: names of the parameters of each group.

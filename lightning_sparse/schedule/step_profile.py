@@ -1,4 +1,4 @@
-"""What was measured of a model's steps, as plain numbers: the ground on which a plan stands."""
+"""Measured steps of a model as plain numbers, from which plans are made."""
 
 import math
 from bisect import bisect_left
@@ -14,7 +14,7 @@ _MIN_SIZES = 3  # what a fit needs
 
 
 class GroupSample(NamedTuple):
-    """What one group took in one step.
+    """Sizes and times of one group in one step.
 
     Attributes:
         elements: gradient elements.
@@ -32,7 +32,7 @@ class GroupSample(NamedTuple):
 
 
 class StepSample(NamedTuple):
-    """What one step took; sizes are equal on all ranks, times are not.
+    """Sizes and times of one step; sizes are equal on all ranks, times are not.
 
     Attributes:
         ready: for each tensor, in the order of readiness, the seconds from the start of backward to its gradient.

@@ -22,7 +22,7 @@ from lightning_sparse.functional import apply_updates
 
 
 class ComingStep(NamedTuple):
-    """What an exchange has to know of the step of corrected optimizers that comes next.
+    """Facts of the coming step of corrected optimizers that the exchange needs.
 
     Attributes:
         hyperparameters: of the parameters whose updates are made before selection, by name.

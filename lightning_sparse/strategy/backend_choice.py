@@ -61,7 +61,7 @@ class BackendChoice:
         next(self._course)
 
     def end_step(self) -> None:
-        """Take note that an optimizer has made a step; on every rank."""
+        """End an optimizer's step; on every rank."""
         if self._is_comparing and self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
         border, self._border = self._border, perf_counter()

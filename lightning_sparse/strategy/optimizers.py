@@ -1,4 +1,4 @@
-"""What the optimizers do with each parameter, and the momentum that the memory takes over from them."""
+"""A view of the optimizers: their settings for each parameter, and the momentum that the memory takes over."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ _LINEAR = (SGD, ASGD)
 
 
 class _Taken(NamedTuple):
-    """What a parameter group had before, and the weight decay that it has instead."""
+    """A parameter group's own settings, and the weight decay that it has meanwhile."""
 
     momentum: float
     nesterov: bool
@@ -88,7 +88,7 @@ class OptimizerView:
         return self._feedback.momentum == FROM_OPTIMIZER
 
     def know(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Take note of the parameters that the model has now, by name."""
+        """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self._adam is not None:
             self._adam.names = self._names

@@ -383,7 +383,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files: Lightning's, but atomic, unless the user gives another one."""
+        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, AsyncCheckpointIO):

@@ -23,7 +23,7 @@ class UnfinishedStep:
         self._restored: dict[Parameter, Tensor] = {}
 
     def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
-        """Take note of a backward that begins, under automatic optimization or manual."""
+        """Record a backward that begins, under automatic optimization or manual."""
         self.is_begun = True
         self._waiting = list(optimizers)
         if is_automatic:
@@ -32,7 +32,7 @@ class UnfinishedStep:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad
 
     def end(self, optimizer: Optimizer) -> None:
-        """Take note of a step of an optimizer."""
+        """End a step of an optimizer."""
         self.is_begun = False
         self._waiting = [each for each in self._waiting if each is not optimizer]
         # Only now: DDP puts views of its buckets in their place while, on a GPU, a stream that their memory's allocator

@@ -1,4 +1,4 @@
-"""What is the same to the bit, however deeply it is nested."""
+"""Equality to the bit of nested values."""
 
 from typing import Any
 

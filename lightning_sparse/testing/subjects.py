@@ -1,4 +1,4 @@
-"""Who is held to the laws: compressors by name, or of the user's own, and what each declares."""
+"""Subjects of the laws: compressors by name, or of the user's own, and what each declares."""
 
 import importlib
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""How callbacks show what they found: numbers of all ranks, TensorBoard pages, pictures."""
+"""Reporting for callbacks: numbers of all ranks, TensorBoard pages, pictures."""

@@ -1,4 +1,4 @@
-"""What the ranks tell each other for those who look on: numbers, counts, objects, and how their clocks differ."""
+"""Exchanges between ranks for callbacks: numbers, counts, objects, and how clocks differ."""
 
 import json
 import math

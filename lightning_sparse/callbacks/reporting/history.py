@@ -1,4 +1,4 @@
-"""What was logged so far, for pictures over time."""
+"""A history of what was logged, for pictures over time."""
 
 from collections.abc import Mapping
 

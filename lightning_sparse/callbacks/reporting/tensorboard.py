@@ -1,4 +1,4 @@
-"""What loggers can show beyond scalars: TensorBoard everything, others pictures if they have a way for them."""
+"""Output of loggers beyond scalars: TensorBoard shows everything, others pictures if they have a way for them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

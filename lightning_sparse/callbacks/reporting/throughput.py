@@ -1,4 +1,4 @@
-"""How long steps take, and how many samples they train on."""
+"""Throughput: how long steps take, and how many samples they train on."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What is known of a model's step on one worker: how large its gradients are, and when backward makes them ready."""
+"""The profile of a model's step on one worker: sizes of its gradients, and when backward makes them ready."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What ``lightning-sparse plan`` understands, and what it prints."""
+"""The command ``lightning-sparse plan``: its options and its output."""
 
 import argparse
 import json

@@ -12,7 +12,7 @@ WORTH = 1.05  # speed-up over DDP from which on a change is worth its trouble; l
 
 
 class SystemPrediction(NamedTuple):
-    """What one way to train is predicted to do.
+    """Forecast of one way to train.
 
     Attributes:
         name: strategy name, or DDP with its hook.

@@ -1,4 +1,4 @@
-"""When backward makes each gradient ready: a few clean steps of one process, timed."""
+"""Time when backward makes each gradient ready, in a few clean steps of one process."""
 
 import time
 from collections import Counter

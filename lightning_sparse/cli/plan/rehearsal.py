@@ -43,7 +43,7 @@ class StageCost(NamedTuple):
 
 
 class SelectionCost(NamedTuple):
-    """What a system costs the machine that runs it, its exchanges left out.
+    """Cost of a system on the machine that runs it, its exchanges left out.
 
     Attributes:
         group: residual, selection, encoding and decoding of a group, while the step goes on.
@@ -55,7 +55,7 @@ class SelectionCost(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """What one step of one group took, in the stages of :class:`SelectionCost`."""
+    """Seconds of one step of one group, in the stages of :class:`SelectionCost`."""
 
     group: float
     finish: float

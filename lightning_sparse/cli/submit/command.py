@@ -1,4 +1,4 @@
-"""What ``lightning-sparse submit`` understands, and what it prints."""
+"""The command ``lightning-sparse submit``: its options and its output."""
 
 import argparse
 import shutil

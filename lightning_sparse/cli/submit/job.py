@@ -1,4 +1,4 @@
-"""What is asked of SLURM."""
+"""The job that is asked of SLURM."""
 
 import re
 from pathlib import Path

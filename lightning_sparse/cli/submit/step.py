@@ -1,4 +1,4 @@
-"""What a process that SLURM has started must find, or else waits for others that never come."""
+"""Check a process that SLURM has started: without its peers it would wait for ever."""
 
 import os
 from collections.abc import Mapping

@@ -32,7 +32,7 @@ class _FitReader(SparseCLI):
 
 
 class _Setting(NamedTuple):
-    """What the job decides of the Trainer."""
+    """A setting of the Trainer that the job decides."""
 
     key: str
     value: Any

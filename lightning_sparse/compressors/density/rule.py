@@ -1,4 +1,4 @@
-"""What a rule is: an answer to HOW MUCH is sent of each parameter now, and why."""
+"""The contract of a rule, which decides HOW MUCH is sent of each parameter."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class Moment(NamedTuple):
-    """What rules may know before a step; equal on all ranks.
+    """Facts that rules may use before a step; equal on all ranks.
 
     Attributes:
         step: optimizer steps made so far.
@@ -24,7 +24,7 @@ class Moment(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What a step did, by parameter name, as root mean squares over ranks; so equal on all of them.
+    """Norms of a step by parameter name, as root mean squares over ranks; so equal on all of them.
 
     Attributes:
         gradient_norms: of the ranks' own gradients, before anything was added to them.

@@ -1,4 +1,4 @@
-"""How much is sent of each parameter now."""
+"""The present density of each parameter."""
 
 from collections.abc import Mapping
 

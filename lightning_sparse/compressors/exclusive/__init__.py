@@ -18,7 +18,7 @@ from lightning_sparse.registry import one_of
 
 
 class ExclusiveSelection(Compressor):
-    """What ExDyna and MiCRO have in common; they differ in how the model is cut into partitions.
+    """The common base of ExDyna and MiCRO, which differ in how the model is cut into partitions.
 
     The model is one flat vector, in the order of its definition, and cut into as many partitions as there are ranks.
     In step ``t`` rank ``r`` searches partition ``(t + r) mod ranks`` of its accumulated gradient for magnitudes that

@@ -14,7 +14,7 @@ _INVERSE_IMBALANCE = 0.95238  # and below this too few
 
 
 class Partitions(NamedTuple):
-    """Who looks at what.
+    """Partitions of the flat model, one for each rank.
 
     Attributes:
         edges: where each block starts in the flat vector, ascending, and where the last one ends.

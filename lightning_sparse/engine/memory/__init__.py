@@ -1,4 +1,4 @@
-"""What is KEPT: what has not been sent yet, one flat tensor for each parameter name."""
+"""Memories: what is KEPT because it has not been sent yet, a flat tensor for each parameter name."""
 
 import math
 

@@ -87,7 +87,7 @@ class AdamMemory(ResidualMemory):
         return accumulated
 
     def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
-        """Take note of whether updates are accumulated in this step; what waits changes its unit, not its worth."""
+        """Follow whether updates are accumulated in this step; what waits changes its unit, not its worth."""
         known = self._moments.pop(name, None)
         if present is not None:
             self._moments[name] = present
@@ -205,7 +205,7 @@ class AdamMemory(ResidualMemory):
             self._second_steps[name] = present
 
     def _measure_norms(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
-        """Take note of how long this rank's gradient and the mean are, as an average over the last times."""
+        """Measure the norms of this rank's gradient and of the mean, as an average over the last times."""
         if self._clipping.norm is None:
             return
         self._norm_ratio = None

@@ -1,4 +1,4 @@
-"""What a memory is: the answer to what is KEPT."""
+"""The contract of a memory, which decides what is KEPT."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is SEEN: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
+"""Observers: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
 
 from lightning_sparse.engine.observe.clock import Clock, Mark
 from lightning_sparse.engine.observe.facts import StepFacts, dense_stats

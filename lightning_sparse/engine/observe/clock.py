@@ -1,4 +1,4 @@
-"""When something happened, on the host or on a device, without waiting for it."""
+"""A clock that marks moments on the host or on a device, without waiting for it."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What happened in one step on this rank: how much was sent, and how long it took."""
+"""Facts of one step on this rank: how much was sent, and how long it took."""
 
 import math
 from typing import Union
@@ -11,7 +11,7 @@ from lightning_sparse.engine.observe.samples import sent_count, union_count
 
 
 class StepFacts:
-    """What happened in one step on this rank.
+    """Facts of one step on this rank.
 
     Attributes:
         elements: gradient elements that were to be exchanged.
@@ -29,12 +29,12 @@ class StepFacts:
         self._arrived: list[Union[int, FlatSelection]] = []  # the number where everything arrived: values are not held
 
     def add_selection(self, selection: GroupSelection) -> None:
-        """Take note of what this rank sends of a group."""
+        """Record what this rank sends of a group."""
         self.elements += selection.numel
         self._sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
 
     def add_means(self, means: GroupSelection) -> None:
-        """Take note of what arrived from all ranks for a group."""
+        """Record what arrived from all ranks for a group."""
         self._arrived.append(means.numel if means.is_whole else means.flat())
 
     def union(self) -> int:

@@ -1,4 +1,4 @@
-"""When the stages of a step happened: marks only, so that many steps can be kept, and read when nobody waits."""
+"""Marks of a step's stages; no times yet, so that many steps can be kept, and read when nobody waits."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Optional

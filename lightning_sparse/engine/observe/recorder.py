@@ -44,15 +44,15 @@ class Recorder:
         return self._bytes_before_last + (self.last.wire_bytes if self.last is not None else 0)
 
     def begin_backward(self) -> None:
-        """Take note that a backward begins; of several in one step the last one counts."""
+        """Record that a backward begins; of several in one step the last one counts."""
         self.current.marks.backward_start = self.clock.mark()
 
     def end_backward(self) -> None:
-        """Take note that the last gradient is ready."""
+        """Record that the last gradient is ready."""
         self.current.marks.backward_end = self.clock.mark()
 
     def add_ready(self, names: Sequence[str]) -> None:
-        """Take note that gradients are ready, those of a bucket at once."""
+        """Record that gradients are ready, those of a bucket at once."""
         is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
         self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
 
@@ -68,7 +68,7 @@ class Recorder:
             self._group = None
 
     def add_bytes(self, count: int) -> None:
-        """Take note that bytes were handed to a collective."""
+        """Record that bytes were handed to a collective."""
         self.current.wire_bytes += count
         if self._group is not None:
             self._group.wire_bytes += count
@@ -109,7 +109,7 @@ class Recorder:
 
 
 class GroupObserver:
-    """Take note of a group on its way, of as much as somebody asked for.
+    """Observer of a group on its way, which records as much as somebody asked for.
 
     Args:
         marks: of the group.

@@ -1,4 +1,4 @@
-"""What a step did to each parameter on this rank: more than every step should cost, so only for those who asked."""
+"""Samples of a step by parameter on this rank: more than every step should cost, so only for those who asked."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
@@ -14,7 +14,7 @@ _BINS_OF_A_POWER = 8
 
 
 class ParameterFacts(NamedTuple):
-    """What a step did to one parameter, as plain numbers.
+    """Facts of one parameter in a step, as plain numbers.
 
     Attributes:
         numel: its elements.
@@ -56,13 +56,13 @@ class ParameterSamples:
         self._arrived: dict[str, Union[int, Tensor, Selection]] = {}
 
     def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Optional[Tensor]) -> None:
-        """Take note of fresh gradients that were multiplied by ``scale`` (``None`` for 1)."""
+        """Record fresh gradients that were multiplied by ``scale`` (``None`` for 1)."""
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])
         self._gradient_norms.update(zip(names, (norms if scale is None else norms / scale).unbind()))
         self._numels.update((name, gradient.numel()) for name, gradient in zip(names, gradients))
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection], means: Sequence[Selection]) -> None:
-        """Take note of what this rank sends of parameters, and of what arrived of them from all ranks."""
+        """Record what this rank sends of parameters, and of what arrived of them from all ranks."""
         for name, selection, mean in zip(names, sent, means):
             if self.has_counts:
                 self._sent[name] = sent_count(selection)
@@ -71,7 +71,7 @@ class ParameterSamples:
                 self.sent_magnitudes[name] = _powers_of_two(_sent_values(selection))
 
     def add_kept(self, residuals: Mapping[str, Tensor]) -> None:
-        """Take note of what is kept of the parameters whose gradients were seen."""
+        """Record what is kept of the parameters whose gradients were seen."""
         names = [name for name in self._gradient_norms if name in residuals]
         if not names:
             return

@@ -48,7 +48,7 @@ class RecordedStep(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """How far a clock is ahead of another.
+    """Seconds by which a clock is ahead of another.
 
     Attributes:
         seconds: best guess.

@@ -61,7 +61,7 @@ class Wires(NamedTuple):
         return self.whole if selection.is_whole else self.elements
 
     def end_step(self) -> None:
-        """Take note that a step is over."""
+        """End a step."""
         for wire in dict.fromkeys(self):
             wire.end_step()
 

@@ -1,4 +1,4 @@
-"""What a wire format is: the answer to how a selection is WRITTEN, phase by phase."""
+"""The contract of a wire format, which decides how a selection is WRITTEN, phase by phase."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -27,7 +27,7 @@ class Payload(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """How much one collective carries.
+    """Bytes that one collective carries.
 
     Attributes:
         collective: name as in :class:`Payload`.
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What an exchange brought.
+    """Result of an exchange.
 
     Attributes:
         finite: bool ``[]``, equal on all ranks: whether everything that any rank sent is finite.
@@ -93,7 +93,7 @@ class WireFormat(ABC):
         """
 
     def end_step(self) -> None:
-        """Take note that a step is over: memory that none of its groups needed may be given back."""
+        """End a step: memory that none of its groups needed may be given back."""
         return
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""What things cost: models of a step's stages, fitted to measurements or computed for a network."""
+"""Cost models of a step's stages, fitted to measurements or computed for a network."""

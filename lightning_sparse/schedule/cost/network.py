@@ -1,4 +1,4 @@
-"""What a network costs: two numbers of a link, and what collectives over it take. Pure numbers.
+"""Costs of a network: two numbers of a link, and seconds of collectives over it. Pure numbers.
 
 The model is the usual one of a startup and a time per byte for each message (Hockney 1994), the collectives are rings:
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, sections

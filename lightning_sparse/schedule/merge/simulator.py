@@ -20,7 +20,7 @@ Cost = Callable[[int], float]
 
 
 class Problem(Protocol):
-    """What a plan is made for. Tensors stand in the order in which backward makes their gradients ready."""
+    """Sizes, times and costs to plan for. Tensors stand in the order in which backward makes their gradients ready."""
 
     @property
     def ready(self) -> Sequence[float]:
@@ -38,7 +38,7 @@ class Problem(Protocol):
 
 
 class MergeProblem(NamedTuple):
-    """What a plan is made for, checked. Tensors stand in the order in which backward makes their gradients ready."""
+    """A checked problem to plan for. Tensors stand in the order in which backward makes their gradients ready."""
 
     elements: list[int]  # how many the first k tensors hold together, for k from 0
     ready: list[float]  # seconds of backward, without selection, after which the first k are ready
@@ -69,7 +69,7 @@ class GroupTimes(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a plan leads to."""
+    """Times that a plan leads to."""
 
     groups: tuple[GroupTimes, ...]
     backward_end: float  # with the selections that stopped backward, if they do

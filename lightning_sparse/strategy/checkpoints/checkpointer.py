@@ -124,7 +124,7 @@ class Checkpointer:
                 self._strategy.checkpoint_io.remove_checkpoint(f"{state_folder(filepath)}/{save}")
 
     def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
-        """Take note of a checkpoint of Lightning's that was read."""
+        """Record a checkpoint of Lightning's that was read."""
         self.loaded = Loaded(str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None)
 
     @property

@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint lie, and how a file is written so that it is never half there."""
+"""Files of a checkpoint: where its parts lie, and how each is written so that it is never half there."""
 
 import os
 from contextlib import suppress

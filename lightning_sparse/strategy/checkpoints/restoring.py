@@ -1,4 +1,4 @@
-"""What of a saved state fits the model and the compressor that go on."""
+"""Select what fits the present model and compressor from a saved state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

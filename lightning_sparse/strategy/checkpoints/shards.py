@@ -1,4 +1,4 @@
-"""What a rank writes and reads: checked before anything is made of it, and averaged for another number of ranks."""
+"""Shards of a checkpoint, one for each rank: checked when read, and averaged for another number of ranks."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ CURE = "To go on without what the ranks had kept: SparseDDPStrategy(resume_compr
 
 
 class CheckpointError(RuntimeError):
-    """What the ranks kept cannot be written, read, or used."""
+    """A checkpoint's shards cannot be written, read, or used."""
 
 
 class AbsentError(CheckpointError):

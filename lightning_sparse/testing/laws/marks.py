@@ -1,4 +1,4 @@
-"""What every law is tried with."""
+"""Marks with the cases that every law is tried with."""
 
 import pytest
 

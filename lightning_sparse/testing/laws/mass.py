@@ -1,4 +1,4 @@
-"""What is not sent is kept: nothing is lost by a truncation, a rounding, or a parameter that goes unused."""
+"""The law of mass: nothing is lost by a truncation, a rounding, or a parameter that goes unused."""
 
 from typing import Any
 
