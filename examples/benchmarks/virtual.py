@@ -167,7 +167,7 @@ class VirtualRank:
         self.recorder.add_ready([local.name for local in step])
         self.recorder.end_backward()
         if self._pipeline.waits_for_whole_step:
-            self._pipeline.prepare(step[::-1])
+            self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()
         with self._view.without_corrected():

@@ -151,7 +151,7 @@ class GradientStream:
         held, self._held = self._held, []
         if held:
             step = sorted((local for group in held for local in group), key=lambda local: self._positions[local.name])
-            self._worker.submit(lambda: self._pipeline.prepare(step))
+            self._worker.submit(lambda: self._pipeline.measure_norm(step))
         for group in held:
             self._submit_exchange(group)
 

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     counts: list[float]
     merged: Optional["MergedParameters"] = None
 
-    def by_parameter(self, arrival: Arrival) -> Arrival:
+    def split_by_parameter(self, arrival: Arrival) -> Arrival:
         """Turn what arrived for each of ``tensors`` into what arrived for each parameter."""
         if self.merged is None:
             return arrival

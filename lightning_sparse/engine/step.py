@@ -1,4 +1,21 @@
-"""One step: compensate, select, encode, exchange, decode; then agree, finish, keep, write back."""
+"""One step: compensate, select, encode, exchange, decode; and at its end commit.
+
+The way of one parameter's gradient ``g`` on one rank, with a residual ``r``, at a density below 1:
+
+1. **Compensate**: the memory makes ``v = r + g``; with momentum correction ``g`` is a velocity, with a corrected Adam
+   it is the update that Adam would make of it. The loss scale is divided out before.
+2. **Select**: the compressor chooses the elements of ``v`` that are sent.
+3. **Encode, exchange, decode**: a wire format writes them into payloads, and a collective carries each. Read from what
+   arrives are the means over ranks, whether all of it is finite, whether any rank used the parameter, and what of the
+   elements that were sent stays here (what the wire's type rounded off).
+4. **Commit**, once all groups of the step have arrived: the new residual is ``v``, with what stays written over what
+   was sent; the mean over ranks, zero where nobody sent, is written to the gradient. An Adam update is turned back into
+   a gradient, which the optimizer divides again.
+
+If anything that arrived is not finite, on any rank, no residual of the step changes; the gradients say so to a gradient
+scaler, as with DDP. Where no rank used a parameter, its residual does not change, and DDP leaves its gradient alone. A
+parameter whose density is 1 is a part of its group by itself, and is reduced whole: its residual goes with it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -29,7 +46,8 @@ class StepContext(NamedTuple):
         loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
             step, so what is kept is kept without it.
         hyperparameters: by parameter name; empty where no optimizer is known.
-        whole: names of the parameters whose gradients are sent whole in this step, whatever the compressor.
+        whole: names of the parameters whose gradients are sent whole in this step, whatever the compressor: those of
+            which Adam's second moment is still to be learned.
         samples_deltas: whether to compare what is applied with the dense mean of what had accumulated, which costs a
             dense all-reduce; on all ranks or on none.
     """
@@ -45,8 +63,8 @@ class LocalGradient(NamedTuple):
 
     Attributes:
         name: parameter name.
-        gradient: flat view of where DDP keeps the gradient; the mean over ranks is written here.
-        is_used: whether the parameter took part in this step on this rank; ``None`` where that is not tracked.
+        gradient: flat view of the gradient's storage; the mean over ranks is written here.
+        is_used: whether backward gave the parameter a gradient on this rank; ``None`` where that is not tracked.
     """
 
     name: str
@@ -55,7 +73,16 @@ class LocalGradient(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Parameters of a group that travelled together, and what arrived of them; not yet written back."""
+    """Parameters of a group that travelled together, and what arrived of them; not yet written back.
+
+    Attributes:
+        group: their local gradients.
+        accumulated: of each, gradient plus residual, flat; the means are written over it.
+        counts: for each the number of elements that its density asks for; a share of them, which may be a fraction,
+            where elements were selected across the group.
+        arrival: the means over ranks, what stays here of the elements that were sent, whether all is finite, and
+            whether any rank used each parameter.
+    """
 
     group: Sequence[LocalGradient]
     accumulated: Sequence[Tensor]
@@ -84,7 +111,7 @@ class Pipeline:
         density_of: fraction of elements to send of the parameter with a given name.
 
     Attributes:
-        context: what the outside knows of the step in progress.
+        context: facts of the step in progress that come from outside.
     """
 
     def __init__(
@@ -107,23 +134,27 @@ class Pipeline:
 
     @property
     def waits_for_whole_step(self) -> bool:
-        """Whether the gradients of the whole model have to be seen by :meth:`prepare` before any group is exchanged."""
+        """Whether :meth:`measure_norm` has to see the gradients of the whole model before any group is exchanged."""
         return self.memory.clips_gradients
 
-    def prepare(self, step: Sequence[LocalGradient]) -> None:
-        """Look at the gradients of the whole model, in the order of the model's definition."""
+    def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
+        """Tell the memory the norm of this rank's gradient in this step, for it to clip by.
+
+        Args:
+            gradients: of the whole model, in the order of its definition: no schedule changes a bit of the sum.
+        """
         with self.recorder.span("select"):
-            norm = torch.stack(torch._foreach_norm([local.gradient for local in step])).float().norm()
+            norm = torch.stack(torch._foreach_norm([local.gradient for local in gradients])).float().norm()
             self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
-        """Send what is selected of a group, and receive what the other ranks selected.
+        """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
         The gradients of the group are used as working memory until :meth:`commit`.
 
         Args:
             group: its gradients.
-            ready: when the last of them was ready.
+            ready: when the last of them was ready, for the record.
 
         Returns:
             what arrived, in one or two parts: parameters that are sent whole travel by themselves.
@@ -149,11 +180,11 @@ class Pipeline:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
         names = [local.name for local in members]
         observer.see_selection(part.selection, part.counts)
-        wire = self.wires.way_of(part.selection)
+        wire = self.wires.wire_for(part.selection)
         arrival = self._run_phases(wire.exchange(part.selection, part.tensors, self._used(members)), names)
         observer.see_means(arrival.means)
         with self.recorder.span("encode"):
-            arrival = part.by_parameter(arrival)
+            arrival = part.split_by_parameter(arrival)
         observer.see_parameters(names, part.sent_by_parameter, arrival.means)
         return Exchanged(members, tensors, part.counts, arrival)
 
@@ -173,7 +204,7 @@ class Pipeline:
             for exchanged, mean in zip(step, means):
                 with self._deltas_sampled(exchanged):
                     self._keep(exchanged, finite)
-                    mean.scatter(exchanged.accumulated)
+                    mean.scatter(exchanged.accumulated)  # whose memory serves for the means from here on
                 self._write_back(exchanged, mean)
         self._selector.end_step()
         self.wires.end_step()
@@ -213,12 +244,12 @@ class Pipeline:
         gradient.div_(self.collectives.ranks)
 
     def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
-        """Let the memory learn from the mean of fresh gradients, where it is time for that."""
+        """Average gradients, without residuals, in the few steps in which Adam's second moment learns from them."""
         local = self.memory.take_local_gradients()
-        # The host waits for the device in such a step only, one in ten or fewer.
+        # The host waits for the device in such a step only, at most every tenth.
         if not local or not bool(finite):
             return
-        self.recorder.current.marks.is_typical = False
+        self.recorder.current.marks.is_typical = False  # no plan is made from its times
         for exchanged in step:
             used = exchanged.arrival.used
             are_used = [True] * len(exchanged.group) if used is None else used.tolist()
@@ -235,7 +266,7 @@ class Pipeline:
         return [mean.to(tensor.dtype) for mean, tensor in zip(flat.split(list(map(Tensor.numel, tensors))), tensors)]
 
     def _finish_step(self, step: Sequence[Exchanged], finite: Tensor) -> list[GroupSelection]:
-        """Have the compressor finish the step, for those parameters that it was asked about."""
+        """Have the compressor finish the step, for all parameters but those of ``context.whole``."""
         means = [exchanged.arrival.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
             return means  # most methods have no state; then nobody has to look at what arrived of each parameter
@@ -246,8 +277,8 @@ class Pipeline:
             if name not in self.context.whole
         }
         before = list(asked.values())
-        after = self._finished(list(asked), before, finite) if asked else before
-        if after is before:
+        after = self._call_finish_step(list(asked), before, finite) if asked else before
+        if after is before:  # a method that changes no mean returns the list that it was given
             return means
         changed = dict(zip(asked, after))
         return [
@@ -255,11 +286,11 @@ class Pipeline:
             for exchanged in step
         ]
 
-    def _finished(self, names: list[str], means: Sequence[Selection], finite: Tensor) -> Sequence[Selection]:
+    def _call_finish_step(self, names: list[str], means: Sequence[Selection], finite: Tensor) -> Sequence[Selection]:
         encoding = ExitStack()
 
         def all_gather(tensor: Tensor) -> Tensor:
-            encoding.close()  # what travels takes the network's time, and not the compressor's
+            encoding.close()  # a collective counts as the network's time, not as the compressor's
             with self.recorder.span("exchange"):
                 gathered = self._run_collective(Payload("all_gather", tensor), names)
             encoding.enter_context(self.recorder.span("encode"))
@@ -270,7 +301,7 @@ class Pipeline:
             return self.compressor.finish_step(names, means, finite, all_gather)
 
     def _run_phases(self, phases: Phases, names: list[str]) -> Arrival:
-        """Run the collective that each phase names, and send the result back."""
+        """Run the collective that each phase of a wire format names, and hand its result to the next phase."""
         received: Optional[Tensor] = None
         while True:
             try:
@@ -296,5 +327,5 @@ class Pipeline:
         if group[0].is_used is None:
             return None
         used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
-        # The host need not wait: what is not pinned has been read when this returns.
+        # Not blocking is safe: a copy from memory that is not pinned has read its source when it returns.
         return used.to(self.collectives.device, non_blocking=True)

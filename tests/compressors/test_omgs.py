@@ -223,7 +223,7 @@ def test_a_selection_without_indices_is_taken_apart_again() -> None:
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
     means, kept = (WholeSelection([Selection(values, None, 4)]) for values in (padded, padded / 2))
-    arrival = part.by_parameter(Arrival(torch.tensor(True), None, means, kept))
+    arrival = part.split_by_parameter(Arrival(torch.tensor(True), None, means, kept))
     assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
     assert [kept.values.tolist() for kept in arrival.kept] == [
         [0.5, 1.0, 1.5],

@@ -59,7 +59,7 @@ def exchange(
     arrivals = []
     for ours in zip(*parts):
         phases: list[Any] = [
-            wire.way_of(part.selection).exchange(part.selection, part.tensors, used[part.positions])
+            wire.wire_for(part.selection).exchange(part.selection, part.tensors, used[part.positions])
             for wire, part in zip(wires, ours)
         ]
         arrivals.append((ours[0], run(phases, collectives)))

@@ -185,7 +185,7 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
         gradient.copy_(noise[start : start + gradient.numel()])
     group = [LocalGradient(str(position), gradient, None) for position, gradient in enumerate(gradients)]
     if pipeline.waits_for_whole_step:
-        pipeline.prepare(group)
+        pipeline.measure_norm(group)
     begin = _now(noise.device)
     exchanged = pipeline.exchange(group)
     middle = _now(noise.device)

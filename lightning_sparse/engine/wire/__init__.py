@@ -56,7 +56,7 @@ class Wires(NamedTuple):
         """Names of the collectives that they ask for."""
         return tuple(dict.fromkeys((*self.elements.collectives, *self.whole.collectives)))
 
-    def way_of(self, selection: GroupSelection) -> WireFormat:
+    def wire_for(self, selection: GroupSelection) -> WireFormat:
         """Return the format by which what is selected of a group travels."""
         return self.whole if selection.is_whole else self.elements
 
