@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ def test_the_rooms_are_few() -> None:
     entries = {entry.name for entry in PACKAGE.iterdir() if entry.name not in ("__pycache__", "py.typed")}
     assert {entry.removesuffix(".py") for entry in entries} == set().union(*ROOMS)
     assert len(entries) <= 12
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics", "observe", "prediction", "rules", "rules.warmup"])
+def test_modules_that_have_moved_say_where_they_are(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"has moved: import from lightning_sparse\.") as refusal:
+        import_module(f"lightning_sparse.{name}")
+    assert import_module(str(refusal.value).split()[-1])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
