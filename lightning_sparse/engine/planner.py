@@ -174,7 +174,7 @@ class StepPlanner:
         self, elements: Sequence[int], profile: Profile
     ) -> Generator[None, StepMarks, Optional[CostModel]]:
         seen = yield from self._try(partly_whole_ways(elements), 1)
-        return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.model.startup)
+        return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.startup)
 
     def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
         """Return what rank 0 proposes, and finds room for."""

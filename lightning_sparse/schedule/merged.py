@@ -63,18 +63,6 @@ class Auto(Merged):
     more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and the
     faster way is kept; where they are as good as equal, DDP. It looks again after some time, and when the time of a
     step departs from what it was. Which way is taken depends on measured times, so two runs do not give the same bits.
-
-    Args:
-        recheck_steps: steps after which it looks again, though nothing seems to have changed.
-
-    Raises:
-        ValueError: if ``recheck_steps`` is not positive.
     """
 
     adapts_density: ClassVar[bool] = True
-
-    def __init__(self, recheck_steps: int = 5000) -> None:
-        super().__init__()
-        if recheck_steps < 1:
-            raise ValueError(f"recheck_steps={recheck_steps} must be at least 1 step; 5000 costs next to nothing")
-        self.recheck_steps = recheck_steps

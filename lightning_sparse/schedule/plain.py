@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from lightning_sparse.schedule.cost.model import CostModel, Fit
+from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.plan import Plan
 from lightning_sparse.schedule.step_profile import Profile
 
@@ -45,15 +45,16 @@ def _profile(
         tuple(elements),
         tuple(counts),
         tuple(ready),
-        _fit(*select),
-        _fit(*exchange),
+        _cost(select),
+        _cost(exchange),
         commit_seconds,
         None if dense is None else CostModel(*dense),
     )
 
 
-def _fit(model: list[float], error: float, samples: int, reasons: list[str]) -> Fit:
-    return Fit(CostModel(*model), error, samples, tuple(reasons))
+def _cost(numbers: list[Any]) -> CostModel:
+    # Checkpoints of before have how good the fit was behind the model, and the model in a list of its own.
+    return CostModel(*(numbers[0] if isinstance(numbers[0], list) else numbers))
 
 
 def _lists(value: Any) -> Any:

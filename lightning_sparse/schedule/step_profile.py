@@ -7,7 +7,7 @@ from itertools import accumulate
 from statistics import median
 from typing import NamedTuple, Optional
 
-from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
+from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, fit
 from lightning_sparse.schedule.merge.simulator import Prediction, simulate
 
 _MIN_SIZES = 3  # what a fit needs
@@ -78,8 +78,8 @@ class Profile(NamedTuple):
     elements: tuple[int, ...]
     counts: tuple[int, ...]
     ready: tuple[float, ...]
-    select: Fit
-    exchange: Fit
+    select: CostModel
+    exchange: CostModel
     commit_seconds: float
     dense: Optional[CostModel] = None
 
@@ -103,13 +103,13 @@ class Profile(NamedTuple):
 
     def select_seconds(self, start: int, stop: int) -> float:
         """Return what selecting from a group is going to take; nothing where it is sent whole."""
-        return 0.0 if self.is_dense(start, stop) else self.select.model(self.elements[stop] - self.elements[start])
+        return 0.0 if self.is_dense(start, stop) else self.select(self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start: int, stop: int) -> float:
         """Return what exchanging a group is going to take."""
         if self.dense is not None and self.is_dense(start, stop):
             return self.dense(self.elements[stop] - self.elements[start])
-        return self.exchange.model(self.counts[stop] - self.counts[start])
+        return self.exchange(self.counts[stop] - self.counts[start])
 
     def group_seconds(self, start: int, stop: int, counts: int) -> float:
         """Return what a group is going to take of which so many elements are sent."""
@@ -119,7 +119,7 @@ class Profile(NamedTuple):
         return self._sparse_seconds(elements, counts)
 
     def _sparse_seconds(self, elements: int, counts: int) -> float:
-        return self.select.model(elements) + self.exchange.model(counts)
+        return self.select(elements) + self.exchange(counts)
 
     def predict(self, stops: Sequence[int]) -> Prediction:
         """Predict a step whose groups stop there; the total ends when all means have been written."""
@@ -166,7 +166,7 @@ def dense_cost(samples: Sequence[StepSample], startup: float) -> Optional[CostMo
     whole = [group for sample in samples for group in sample.groups if group.dense_elements == group.elements]
     points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
     if len({size for size, _ in points}) >= _MIN_SIZES:
-        return fit(points, EXCHANGE_SHAPES).model
+        return fit(points, EXCHANGE_SHAPES)
     if not points:
         return None
     return CostModel(startup, max(0.0, median((seconds - startup) / size for size, seconds in points)))
@@ -182,10 +182,8 @@ def _sent(group: GroupSample) -> int:
     return group.counts + group.dense_elements
 
 
-def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) -> Fit:
-    if any(seconds for _, seconds in samples):
-        return fit(samples, shapes)
-    return Fit(CostModel(), 0.0, len(samples), ("nothing was seen to take any time",))
+def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) -> CostModel:
+    return fit(samples, shapes) if any(seconds for _, seconds in samples) else CostModel()
 
 
 def equal_parts(elements: Sequence[int], parts: int) -> list[int]:

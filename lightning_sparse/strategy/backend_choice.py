@@ -22,6 +22,7 @@ _TIE = 1.02  # times as slow as the engine, up to which DDP is preferred: it del
 _WINDOW = 20  # steps, of which the median is compared with what it was
 _DEPARTURE = 0.2  # of the time of a step
 _MAX_DEPARTURE = 0.5  # what counts as one, on a machine where lesser ones have meant nothing
+_RECHECK_STEPS = 5000  # after which to look again, though nothing seems to have changed: costs next to nothing
 _MAX_PATIENCE = 16  # times the interval, where looking again has changed nothing
 
 Steps = Generator[None, float, None]
@@ -33,7 +34,6 @@ class BackendChoice:
     Args:
         engine: tells what it follows, and how ranks agree; is told to send everything, or to plan anew.
         device: where the gradients are.
-        recheck_steps: steps after which to look again, though nothing seems to have changed.
         say: called on rank 0 with a line for the user.
 
     Attributes:
@@ -41,11 +41,10 @@ class BackendChoice:
         chosen: whether plain DDP was the faster one; ``None`` while that is not known.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, recheck_steps: int, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, device: torch.device, say: Callable[[str], None]) -> None:
         self.wants_plain = False
         self._engine = engine
         self._device = device
-        self._recheck_steps = recheck_steps
         self._say = say
         self._is_comparing = False
         self._departure = _DEPARTURE
@@ -86,7 +85,7 @@ class BackendChoice:
     def _stay_sparse(self) -> Generator[None, float, Optional[Plan]]:
         """Compress until it is time to look again; return the plan, if it is out of date."""
         reference = yield from self._window()
-        has_changed, _ = yield from self._watch(self._recheck_steps, reference)
+        has_changed, _ = yield from self._watch(_RECHECK_STEPS, reference)
         if not has_changed:
             return None
         stale = self._engine.plan
@@ -99,7 +98,7 @@ class BackendChoice:
         theirs = yield from self._window()
         while True:
             # What was looked at in vain stays what is compared with: the change may come while it is looked at.
-            has_changed, theirs = yield from self._watch(patience * self._recheck_steps, theirs)
+            has_changed, theirs = yield from self._watch(patience * _RECHECK_STEPS, theirs)
             stale = self._engine.plan
             self._engine.plan_anew()
             # A plan in the making tries one way after the other; none of them sends more than the user asked for.

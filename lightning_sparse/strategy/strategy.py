@@ -206,8 +206,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.engine = Engine(self.model, self.settings, self._timeout, self._say)
         self._is_at_border = False
         if isinstance(self.settings.schedule, Auto):
-            recheck_steps = self.settings.schedule.recheck_steps
-            self._choice = BackendChoice(self.engine, self.root_device, recheck_steps, self._say)
+            self._choice = BackendChoice(self.engine, self.root_device, self._say)
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
         target_of, memory = self.engine.target_density, self.engine.memory

@@ -1,4 +1,4 @@
-"""Fits recover what the timings were made from, and say when they cannot be trusted."""
+"""Fits recover what the timings were made from, on a busy machine too."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, Fit, fit
+from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, fit
 
 SIZES = [2**power for power in range(8, 27)]
 ASKED = [300, 1e4, 1e5, 1e6, 1e7, 6e7]
@@ -42,23 +42,19 @@ def worst_error(found: CostModel, truth: CostModel) -> float:
 @pytest.mark.parametrize("name", MODELS)
 def test_recovers_a_model_from_clean_timings(name: str) -> None:
     found = fit(timings(MODELS[name], repeats=1), shapes_for(name))
-    assert found.model == pytest.approx(MODELS[name], rel=1e-6, abs=1e-15)
-    assert found.median_relative_error < 1e-6
-    assert found.samples == len(SIZES)
-    assert found.reasons == ()
+    assert found == pytest.approx(MODELS[name], rel=1e-6, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recovers_a_model_from_timings_with_noise_and_outliers(name: str) -> None:
     fits = [fit(timings(MODELS[name], noise=0.1, outliers=0.1, seed=seed), shapes_for(name)) for seed in range(15)]
-    assert median(worst_error(found.model, MODELS[name]) for found in fits) < 0.12
-    assert all(0.03 < found.median_relative_error < 0.15 for found in fits)
+    assert median(worst_error(found, MODELS[name]) for found in fits) < 0.12
 
 
 def test_outliers_change_little_without_repetitions_too() -> None:
     fits = [fit(timings(LINE, noise=0.05, outliers=0.1, seed=seed, repeats=1), ("line",)) for seed in range(15)]
-    assert median(worst_error(found.model, LINE) for found in fits) < 0.1
-    assert max(worst_error(found.model, LINE) for found in fits) < 0.4
+    assert median(worst_error(found, LINE) for found in fits) < 0.1
+    assert max(worst_error(found, LINE) for found in fits) < 0.4
 
 
 def test_no_model_falls_with_the_size_or_below_zero() -> None:
@@ -66,16 +62,16 @@ def test_no_model_falls_with_the_size_or_below_zero() -> None:
     for _ in range(25):
         samples = [(float(rng.choice(SIZES)), rng.expovariate(1)) for _ in range(40)]
         for shapes in (EXCHANGE_SHAPES, SELECTION_SHAPES, ("bent",), ("log",)):
-            model = fit(samples, shapes).model
+            model = fit(samples, shapes)
             seconds = [model(size) for size in (0, 1, 2, *SIZES, 1e9, 1e12)]
             assert seconds == sorted(seconds)
             assert seconds[0] >= 0
 
 
 def test_the_bend_is_taken_only_where_the_timings_ask_for_it() -> None:
-    bends = [fit(timings(LINE, noise=0.05, seed=seed)).model.bend for seed in range(20)]
+    bends = [fit(timings(LINE, noise=0.05, seed=seed)).bend for seed in range(20)]
     assert bends.count(math.inf) >= 15
-    assert all(fit(timings(CONCAVE, noise=0.05, seed=seed)).model.bend < math.inf for seed in range(20))
+    assert all(fit(timings(CONCAVE, noise=0.05, seed=seed)).bend < math.inf for seed in range(20))
 
 
 def test_lines_meet_at_the_bend() -> None:
@@ -83,48 +79,33 @@ def test_lines_meet_at_the_bend() -> None:
     assert CONCAVE(2 << 20) == pytest.approx(4e-4 + (1 << 20) * (2.5e-8 + 8e-9))
 
 
-def test_a_negative_slope_is_held_at_zero_with_its_reason() -> None:
+def test_a_negative_slope_is_held_at_zero() -> None:
     found = fit([(1e3, 3e-3), (1e4, 2.9e-3), (1e5, 2e-3), (1e6, 1e-3)], ("line",))
-    assert found.model.per_unit == 0
-    assert 1e-3 <= found.model.startup <= 3e-3
-    assert "per_unit came out at -" in found.reasons[0]
-    assert "held at 0" in str(found)
+    assert found.per_unit == 0
+    assert 1e-3 <= found.startup <= 3e-3
 
 
-def test_a_negative_startup_is_held_at_zero_with_its_reason() -> None:
+def test_a_negative_startup_is_held_at_zero() -> None:
     found = fit([(size, size**1.5 * 1e-9) for size in (1e3, 1e4, 1e5, 1e6)], ("line",))
-    assert found.model.startup == 0
-    assert found.model.per_unit > 0
-    assert any("startup came out at -" in reason for reason in found.reasons)
-
-
-def test_doubts_are_told() -> None:
-    assert "sizes from 1000 to 1200 only" in str(fit([(1000, 0.1), (1100, 0.11), (1200, 0.12)]))
-    rng = random.Random(1)
-    assert "a poor fit" in str(fit([(float(size), rng.lognormvariate(0, 2)) for size in SIZES]))
-
-
-def test_quality_is_shown() -> None:
-    shown = str(Fit(CONCAVE, 0.034, 57, ()))
-    assert shown == "0.4 ms + 25 ns/unit, 8 ns/unit beyond 1.049e+06 (median error 3.4% of 57 samples)"
-    assert str(Fit(LOG, 0.01, 9, ("beware",))) == "0.02 ms + 0.2 ns x n log2 n (median error 1.0% of 9 samples; beware)"
+    assert found.startup == 0
+    assert found.per_unit > 0
 
 
 def test_a_model_is_plain_numbers() -> None:
     assert CostModel(*json.loads(json.dumps(CONCAVE))) == CONCAVE
-    assert CostModel(*map(float, fit(timings(LINE)).model))(1000) == pytest.approx(LINE(1000))
+    assert CostModel(*map(float, fit(timings(LINE))))(1000) == pytest.approx(LINE(1000))
 
 
 def test_thousands_of_sizes_are_pooled() -> None:
     rng = random.Random(2)
     sizes = [10 ** rng.uniform(2, 8) for _ in range(4000)]
     found = fit([(size, CONCAVE(size) * rng.lognormvariate(0, 0.1)) for size in sizes])
-    assert worst_error(found.model, CONCAVE) < 0.15
+    assert worst_error(found, CONCAVE) < 0.15
 
 
 def test_a_few_zero_timings_are_survived() -> None:
     samples = [(float(size), 0.0 if size < 2000 else 1e-8 * size) for size in SIZES]
-    assert fit(samples).model(1e6) == pytest.approx(0.01, rel=0.05)
+    assert fit(samples)(1e6) == pytest.approx(0.01, rel=0.05)
 
 
 @pytest.mark.parametrize(

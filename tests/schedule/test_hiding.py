@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.cost.model import CostModel, Fit
+from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.hidden_density import hidden_densities
 from lightning_sparse.schedule.merge.exact import earliest_stops
 from lightning_sparse.schedule.merge.simulator import simulate
@@ -24,9 +24,7 @@ def made_up(seed: int, has_dense: bool) -> tuple[Profile, list[int]]:
     select = CostModel(chance.choice([0.0, 1e-4]), chance.choice([0.0, 1e-7]))
     exchange = CostModel(chance.choice([1e-4, 2e-3]), chance.choice([1e-7, 1e-5, 1e-4]))
     dense = CostModel(2 * exchange.startup, exchange.per_unit / 2) if has_dense else None
-    profile = Profile(
-        tuple(elements), tuple(counts), tuple(ready), Fit(select, 0.0, 9, ()), Fit(exchange, 0.0, 9, ()), 0.0, dense
-    )
+    profile = Profile(tuple(elements), tuple(counts), tuple(ready), select, exchange, 0.0, dense)
     return profile, earliest_stops(
         profile.ready, lambda start, stop: profile.select_seconds(start, stop) + profile.exchange_seconds(start, stop)
     )

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_sparse.schedule import plan_groups
-from lightning_sparse.schedule.merge.frontier import plan_in_backward
-from lightning_sparse.schedule.merge.greedy import greedy_groups, groups_between
-from lightning_sparse.schedule.merge.simulator import Prediction, checked_problem, predict
+from lightning_sparse.schedule.merge.greedy import greedy_groups
+from lightning_sparse.schedule.merge.simulator import Prediction, predict
 from tests.schedule.problems import Problem, published, random_problem
 
 SELECTIONS = ("worker", "backward")
@@ -62,16 +61,16 @@ def test_equals_brute_force(tensors: int, selection: str) -> None:
 @pytest.mark.parametrize(
     ("selection", "workers", "total"),
     [
-        ("backward", 4, 0.2373),
-        ("backward", 8, 0.2413),
-        ("backward", 16, 0.2634),
-        ("worker", 4, 0.1596),
-        ("worker", 8, 0.1802),
-        ("worker", 16, 0.2484),
+        ("backward", 4, 0.237302),
+        ("backward", 8, 0.241253),
+        ("backward", 16, 0.263407),
+        ("worker", 4, 0.159624),
+        ("worker", 8, 0.180158),
+        ("worker", 16, 0.248392),
     ],
 )
 def test_finds_the_optimum_of_the_published_problem(selection: str, workers: int, total: float) -> None:
-    assert planned_total(published(workers), selection) == pytest.approx(total, abs=5e-5)
+    assert planned_total(published(workers), selection) == pytest.approx(total, abs=5e-7)
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -82,25 +81,6 @@ def test_is_never_worse_than_what_anybody_would_try(selection: str) -> None:
         layerwise, single = [[position] for position in range(count)], [list(range(count))]
         others = [slow_total(groups, problem, selection) for groups in (layerwise, single, greedy_groups(*problem))]
         assert planned_total(problem, selection) <= min(others) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("tolerance", [0.003, 0.01, 0.1, 0.5])
-def test_tolerance_bounds_how_far_from_the_optimum_a_plan_is(tolerance: float) -> None:
-    for seed in range(25):
-        problem = random_problem(seed, 40)
-        exact = slow_total(plan_groups(*problem, selection="backward"), problem, "backward")
-        rough = plan_in_backward(checked_problem(*problem), tolerance)
-        assert exact * (1 - 1e-9) <= slow_total(groups_between(rough), problem, "backward") <= exact * (1 + tolerance)
-
-
-def test_many_tensors_are_planned_within_one_percent() -> None:
-    # 201 tensors, of which the last are nothing: the optimum is that of the first 161.
-    problem = published(8)
-    padded = problem._replace(
-        sizes=[*problem.sizes, *[0] * 40], backward_seconds=[*problem.backward_seconds, *[0.0] * 40]
-    )
-    total = slow_total(plan_groups(*padded, selection="backward"), padded, "backward")
-    assert total <= slow_total(plan_groups(*problem, selection="backward"), problem, "backward") * 1.01
 
 
 def test_a_slower_network_or_more_startup_never_helps() -> None:

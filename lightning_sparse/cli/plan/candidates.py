@@ -236,4 +236,4 @@ def _cast_cost(device: torch.device) -> SelectionCost:
         return fastest(lambda: gradient.copy_(gradient.to(torch.bfloat16).div_(2)), device)
 
     samples = [(size, cast_seconds(size)) for size in fitted_sizes(device)]
-    return SelectionCost(StageCost(fit(samples, ("line",)).model, 0.0), NOTHING.finish)
+    return SelectionCost(StageCost(fit(samples, ("line",)), 0.0), NOTHING.finish)

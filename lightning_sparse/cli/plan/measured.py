@@ -42,7 +42,7 @@ def _cost(collectives: Collectives, name: str, sizes: Sequence[int]) -> CostMode
     seconds = torch.tensor([_seconds(collectives, name, nbytes) for nbytes in sizes], dtype=torch.float64)
     # Every rank has its own times, and all are to conclude the same.
     of_all = collectives.run("all_gather", seconds.to(collectives.device)).view(-1, len(sizes)).mean(dim=0)
-    return fit(list(zip(map(float, sizes), of_all.tolist())), ("line",)).model
+    return fit(list(zip(map(float, sizes), of_all.tolist())), ("line",))
 
 
 def _seconds(collectives: Collectives, name: str, nbytes: int) -> float:

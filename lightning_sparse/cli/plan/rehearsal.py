@@ -110,7 +110,7 @@ def measure_selection(
     short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
     stages = []
     for stage in ("group", "finish"):
-        model = fit([(size, getattr(times, stage)) for size, times in alone.items()], SELECTION_SHAPES).model
+        model = fit([(size, getattr(times, stage)) for size, times in alone.items()], SELECTION_SHAPES)
         more = (getattr(many, stage) - getattr(alone[shared], stage)) / (_MANY_RANKS - 1) / shared
         beside = 0.0 if short is None else max(0.0, getattr(short, stage) - model(sum(short_sizes)))
         stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), max(0.0, more)))

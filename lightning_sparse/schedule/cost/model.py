@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, Optional
 
 from lightning_sparse.registry import one_of
-from lightning_sparse.schedule.cost.regression import Rows, fit_rows, relative_errors
+from lightning_sparse.schedule.cost.regression import Rows, fit_rows
 
 SHAPES = ("line", "bent", "log")
 EXCHANGE_SHAPES = ("line", "bent")
@@ -25,8 +25,6 @@ _MAX_SIZES = 96  # neighbouring sizes are pooled beyond, so that a fit takes mil
 _MIN_SIDE = 3  # distinct sizes on each side of a bend
 _MAX_BENDS = 12  # places tried for the bend
 _WORTH = 0.7  # a less simple shape must bring the error down to this fraction
-_NARROW = 4.0  # largest over smallest size, below which slope and startup are hard to tell apart
-_POOR = 0.25  # relative error from which on a fit is called poor
 
 
 class CostModel(NamedTuple):
@@ -53,31 +51,12 @@ class CostModel(NamedTuple):
         return self.startup + self.per_unit * size
 
 
-class Fit(NamedTuple):
-    """A model, and how far it can be trusted."""
-
-    model: CostModel
-    median_relative_error: float  # of the samples; half of them are closer to the model
-    samples: int
-    reasons: tuple[str, ...]  # for caution; what was forced and why
-
-    def __str__(self) -> str:
-        model = self.model
-        terms = [f"{model.startup * 1e3:.4g} ms"]
-        terms += [f"{model.per_unit * 1e9:.4g} ns/unit"] if model.per_unit or not model.per_unit_log else []
-        terms += [f"{model.per_unit_log * 1e9:.4g} ns x n log2 n"] if model.per_unit_log else []
-        beyond = f", {model.per_unit_beyond * 1e9:.4g} ns/unit beyond {model.bend:.4g}" if model.bend < math.inf else ""
-        quality = f"median error {self.median_relative_error:.1%} of {self.samples} samples"
-        return f"{' + '.join(terms)}{beyond} ({'; '.join([quality, *self.reasons])})"
-
-
 class _Candidate(NamedTuple):
     model: CostModel
     error: float
-    reasons: tuple[str, ...]
 
 
-def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE_SHAPES) -> Fit:
+def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE_SHAPES) -> CostModel:
     """Fit a cost model to timings.
 
     Relative errors count, and their absolute values rather than their squares, after repetitions of a size have been
@@ -96,13 +75,12 @@ def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE
 
     Example::
 
-        >>> round(fit([(n, 0.001 + n * 1e-8) for n in (1000, 10_000, 100_000, 1_000_000)]).model(500_000), 6)
+        >>> round(fit([(n, 0.001 + n * 1e-8) for n in (1000, 10_000, 100_000, 1_000_000)])(500_000), 6)
         0.006
     """
     for shape in shapes:
         one_of("shape", shape, SHAPES)
-    checked = _checked(samples)
-    points = _medians(checked)
+    points = _medians(_checked(samples))
     best: Optional[_Candidate] = None
     for shape in shapes:
         candidate = _fit_shape(points, shape)
@@ -112,8 +90,7 @@ def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE
         raise ValueError(
             f"shapes={tuple(shapes)} need more than {len(points)} distinct sizes: add 'line', or time more sizes"
         )
-    error = median(relative_errors(checked, [best.model(size) for size, _ in checked]))
-    return Fit(best.model, error, len(checked), (*best.reasons, *_doubts(points, error)))
+    return best.model
 
 
 def _checked(samples: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -167,19 +144,5 @@ def _fit_shape(points: list[tuple[float, float]], shape: str) -> Optional[_Candi
 def _fit_terms(
     points: list[tuple[float, float]], terms: tuple[str, ...], rows: Rows, bend: float = math.inf
 ) -> _Candidate:
-    free, values, error = fit_rows(rows, [seconds for _, seconds in points])
-    reasons = tuple(
-        f"{term} came out at {value:.3g} and is held at 0, as nothing takes less than no time"
-        for term, value in zip(terms, free)
-        if value < 0
-    )
-    return _Candidate(CostModel(bend=bend, **dict(zip(terms, values))), error, reasons)
-
-
-def _doubts(points: list[tuple[float, float]], error: float) -> list[str]:
-    doubts = []
-    if points[-1][0] < _NARROW * points[0][0]:
-        doubts.append(f"sizes from {points[0][0]:.4g} to {points[-1][0]:.4g} only: others are a guess")
-    if error > _POOR:
-        doubts.append("a poor fit: the machine or the network was busy, or the shape is another")
-    return doubts
+    values, error = fit_rows(rows, [seconds for _, seconds in points])
+    return _Candidate(CostModel(bend=bend, **dict(zip(terms, values))), error)

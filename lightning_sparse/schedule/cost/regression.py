@@ -12,7 +12,7 @@ _EXACT = 1e-6  # relative errors below this are as good as none
 _TRUSTED = 0.75  # fraction of the targets, those fitted best, by which a fit is judged
 
 
-def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], list[float], float]:
+def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], float]:
     """Find the coefficients, none negative, with the least sum of absolute relative errors.
 
     Least absolute values by least squares, repeated with weights of one over the last error (Schlossmacher, Journal of
@@ -24,8 +24,7 @@ def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], list[fl
         targets: what to reach, not negative.
 
     Returns:
-        the coefficients that would be best if they might be negative, the best ones, and the mean relative error of the
-        latter over the three quarters of the targets that they fit best.
+        the coefficients, and their mean relative error over the three quarters of the targets that they fit best.
     """
     scales = _scales(targets)
     scaled = [[term / scale for term in row] for row, scale in zip(rows, scales)]
@@ -33,19 +32,11 @@ def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], list[fl
     terms = range(len(rows[0]))
     free = _least_absolute(scaled, goals, tuple(terms))
     if min(free) >= 0:
-        return free, free, _trimmed_error(scaled, goals, free)
+        return free, _trimmed_error(scaled, goals, free)
     subsets = [subset for count in terms for subset in combinations(terms, count)]
     allowed = [values for values in (_least_absolute(scaled, goals, subset) for subset in subsets) if min(values) >= 0]
     best = min(allowed, key=lambda values: sum(_errors(scaled, goals, values)))
-    return free, best, _trimmed_error(scaled, goals, best)
-
-
-def relative_errors(pairs: Sequence[tuple[float, float]], predicted: Sequence[float]) -> list[float]:
-    """Return how far predictions are from the second of each pair, as fractions of the larger of the two."""
-    return [
-        abs(value - target) / max(value, target) if value != target else 0.0
-        for (_, target), value in zip(pairs, predicted)
-    ]
+    return best, _trimmed_error(scaled, goals, best)
 
 
 def _scales(targets: Sequence[float]) -> list[float]:

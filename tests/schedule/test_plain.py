@@ -1,0 +1,52 @@
+"""Plans survive being written to a file, in the form of today and in that of before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.schedule.plain import plain, plan_from
+from lightning_sparse.schedule.plan import Plan
+from lightning_sparse.schedule.step_profile import Profile
+
+SELECT = CostModel(startup=2e-5, per_unit_log=2e-10)
+EXCHANGE = CostModel(startup=4e-4, per_unit=2.5e-8, bend=1e6, per_unit_beyond=8e-9)
+
+
+def planned(dense: bool = False, has_profile: bool = True) -> Plan:
+    """Return a plan of three parameters in two groups."""
+    whole = CostModel(1e-3, 1e-8) if dense else None
+    profile = Profile((0, 10, 30, 60), (0, 1, 3, 6), (0.0, 0.1, 0.2, 0.3), SELECT, EXCHANGE, 0.01, whole)
+    return Plan(
+        (("head.weight", "head.bias"), ("body",)),
+        (0.1, 1.0) if dense else (),
+        profile.predict((2, 3)) if has_profile else None,
+        0.35,
+        0.04,
+        ((1, 0.4), (2, 0.35)),
+        profile if has_profile else None,
+    )
+
+
+def through_a_file(state: dict[str, Any], folder: Path) -> Any:
+    """Write and read, without running what a pickle asks for."""
+    torch.save(state, folder / "plan.pt")
+    return torch.load(folder / "plan.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("plan", [planned(), planned(dense=True), planned(has_profile=False)])
+def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
+    assert plan_from(through_a_file(plain(plan), tmp_path)) == plan
+
+
+@pytest.mark.parametrize("plan", [planned(), planned(dense=True)])
+def test_a_plan_is_read_that_says_how_good_its_fits_were(plan: Plan, tmp_path: Path) -> None:
+    # As all checkpoints had it until a fit was nothing but its model.
+    state = plain(plan)
+    elements, counts, ready, _, _, *rest = state["profile"]
+    doubts = ["startup came out at -0.1 and is held at 0, as nothing takes less than no time"]
+    select, exchange = [list(SELECT), 0.034, 57, []], [list(EXCHANGE), 0.3, 12, doubts]
+    state["profile"] = [elements, counts, ready, select, exchange, *rest]
+    assert plan_from(through_a_file(state, tmp_path)) == plan
