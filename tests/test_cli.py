@@ -76,7 +76,7 @@ def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
         (["--trainer.max_epoks=3"], "'trainer.max_epoks' is unknown; did you mean 'trainer.max_epochs'"),
         (["--config={folder}/key.yaml"], "'trainer.max_epoch' is unknown; did you mean 'trainer.max_epochs'"),
         (["--config={folder}/argument.yaml"], "'wyre' is unknown; did you mean 'wire'?"),
-        (["--config={folder}/inner.yaml"], "'max_compresion' is unknown; did you mean 'max_compression'?"),
+        (["--config={folder}/inner.yaml"], "'error_fedback' is unknown; did you mean 'error_feedback'?"),
         (["--model=tests.helpers.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
         (["--trainer.strategy=sparse_lag"], "trainer.strategy='sparse_lag' is unknown"),
         (["--trainer.strategy=sparse_lag"], "(did you mean 'sparse_lags'?)"),
@@ -94,7 +94,7 @@ def test_an_unknown_name_is_refused_with_one_that_is_near(
     strategy = "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args:\n"
     (tmp_path / "key.yaml").write_text("trainer:\n  max_epoch: 3\n")
     (tmp_path / "argument.yaml").write_text(f"{strategy}      wyre: float16\n")
-    compressor = "{class_path: lightning_sparse.compressors.LAGS, init_args: {max_compresion: 3.0}}"
+    compressor = "{class_path: lightning_sparse.compressors.LAGS, init_args: {error_fedback: update}}"
     (tmp_path / "inner.yaml").write_text(f"{strategy}      compressor: {compressor}\n")
     monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
     with pytest.raises(SystemExit) as stop:
