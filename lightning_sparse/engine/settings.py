@@ -133,7 +133,7 @@ class Settings:
         if not self.compressor.has_density_by_parameter:
             raise ValueError(
                 f"{name} does not send a density of each parameter that rules could raise: use compressor='topk',"
-                " 'lags' or 'dgc', or OMGS(per_tensor=True)"
+                " 'lags' or 'dgc'"
             )
         if isinstance(self.schedule, Auto):
             raise ValueError(
@@ -201,7 +201,7 @@ def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None
     if compressor.selects_across_group and correction.masks_momentum:
         raise ValueError(
             f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
-            " sent: set masks_momentum=False, or choose OMGS(per_tensor=True) or compressor='lags'"
+            " sent: set masks_momentum=False, or choose compressor='lags'"
         )
 
 
