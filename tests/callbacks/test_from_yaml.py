@@ -29,7 +29,6 @@ trainer:
             init_args: {{budget: 1000.0}}
           - class_path: lightning_sparse.callbacks.CriticalRegime
             init_args: {{density: 0.02}}
-          - class_path: lightning_sparse.callbacks.HideCommunication
 """
 
 
