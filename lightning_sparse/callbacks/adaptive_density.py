@@ -53,7 +53,7 @@ class AdaptiveDensity(StepObserver):
     Example::
 
         >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
-        >>> adaptive = AdaptiveDensity([Warmup(length=2), ErrorBudget(budget=20.0)], max_density=0.25)
+        >>> adaptive = AdaptiveDensity([Warmup(100, unit="step"), ErrorBudget(budget=20.0)], max_density=0.25)
     """
 
     def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
@@ -183,7 +183,7 @@ class AdaptiveDensity(StepObserver):
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
-    examples = "such as [Warmup(length=4), ErrorBudget(budget=10.0)] from lightning_sparse.callbacks"
+    examples = "such as [ErrorBudget(budget=10.0), CriticalRegime()] from lightning_sparse.callbacks"
     if isinstance(rules, Rule):
         raise TypeError(f"rules={type(rules).__name__}(...) must be a list, also of a single rule: {examples}")
     for rule in rules:

@@ -46,7 +46,7 @@ class Rule(ABC):
     """
 
     measures: ClassVar[bool] = False
-    follows_steps: bool = False
+    follows_steps: ClassVar[bool] = False
 
     @abstractmethod
     def wishes(self, moment: Moment) -> dict[str, float]:
