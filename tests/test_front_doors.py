@@ -27,7 +27,7 @@ if __name__ == "__main__":
     def fit(path):
         model = BoringModel()
         trainer = lightning.pytorch.Trainer(strategy="sparse_topk", **quiet, callbacks=[
-            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1, densities=[0.5])]),
+            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1, unit="step")]),
         ])
         trainer.fit(model, ckpt_path=path)
         return trainer
@@ -134,7 +134,7 @@ def test_strategies_callbacks_and_checkpoints_work_behind_the_other_name(unified
     done = run(unified, FIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted 8") == 2  # both ranks
-    assert "AdaptiveDensity: step 0: 2 parameters at 0.5 (Warmup" in done.stderr
+    assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in done.stderr
 
 
 def test_compressors_have_their_strategies_behind_both_doors(unified: Path) -> None:

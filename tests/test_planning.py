@@ -128,8 +128,8 @@ def test_a_network_that_changes_gets_a_new_plan(pair: Pool) -> None:
 def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str, Tensor], Any, dict[str, float]]:
     """Train with densities that adapt; return parameters, the plan and the last step's statistics."""
     torch.manual_seed(0)
-    compressor = LAGS(adapts_density=True, max_compression=50)
-    with sparse_ddp(Slow(), compressor, density=0.01, say=lambda line: None) as (ddp, engine):
+    compressor = LAGS(adapts_density=True)
+    with sparse_ddp(Slow(), compressor, density=0.02, say=lambda line: None) as (ddp, engine):
         slow_down(engine, network, [0])
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass

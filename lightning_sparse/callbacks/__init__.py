@@ -11,7 +11,6 @@ from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
 from lightning_sparse.compressors.density import (
     CriticalRegime,
     ErrorBudget,
-    HideCommunication,
     Measurement,
     Moment,
     Rule,
@@ -24,7 +23,6 @@ __all__ = [
     "CompressionMonitor",
     "CriticalRegime",
     "ErrorBudget",
-    "HideCommunication",
     "LayerDelta",
     "Measurement",
     "Moment",

@@ -8,7 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import (
-    StrategyChanger,
+    StepObserver,
     checked_interval,
     engine_of,
     log_scalars,
@@ -27,7 +27,7 @@ from lightning_sparse.strategy import SparseDDPStrategy
 _KEY = "lightning_sparse_rules"
 
 
-class AdaptiveDensity(StrategyChanger):
+class AdaptiveDensity(StepObserver):
     """Let rules decide how much is sent of each parameter.
 
     A parameter gets the most of what the rules wish, within ``max_density``, and never less than the user asked for;
@@ -39,21 +39,21 @@ class AdaptiveDensity(StrategyChanger):
 
     Args:
         rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
-        max_density: the most that a rule, or a plan that hides communication, gets of a parameter.
+        max_density: the most that a rule gets of a parameter, or a plan that sends more where that costs no time.
         every_n_steps: optimizer steps between two measurements. One costs a pass over gradients and residuals, a small
             all-gather, and on a GPU a wait for the step.
 
     Raises:
         ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor does not
-            send a density of each parameter, if the schedule decides itself (``"auto"``) or has no plan to adapt to,
-            and if another callback sets densities, too.
+            send a density of each parameter, if the schedule decides itself (``"auto"``), and if another callback sets
+            densities, too.
         TypeError: if something else than a rule is given; at the start, if the Trainer's strategy is not a
             :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Example::
 
         >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
-        >>> adaptive = AdaptiveDensity([Warmup(length=2), ErrorBudget(budget=20.0)], max_density=0.25)
+        >>> adaptive = AdaptiveDensity([Warmup(100, unit="step"), ErrorBudget(budget=20.0)], max_density=0.25)
     """
 
     def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
@@ -77,8 +77,7 @@ class AdaptiveDensity(StrategyChanger):
         if len(alike) > 1:
             raise ValueError(f"{' and '.join(alike)} would both set densities: give one AdaptiveDensity all the rules")
         if stage == "fit":
-            hides = any(rule.hides_communication for rule in self.rules)
-            sparse_strategy(trainer).settings.steer_density(hides)
+            sparse_strategy(trainer).settings.check_rules()
             self._forget()
             for rule in self.rules:
                 rule.begin()
@@ -180,18 +179,11 @@ class AdaptiveDensity(StrategyChanger):
     def _reason(self, name: str, density: float, winners: Mapping[str, Rule]) -> str:
         if name in winners:
             return f"{type(winners[name]).__name__}: {winners[name].reason(name)}"
-        if density <= self._asked[name]:
-            return "as asked for"
-        hiding = [rule for rule in self.rules if rule.hides_communication]
-        return f"{type(hiding[0]).__name__}: {hiding[0].reason(name)}" if hiding else "the strategy's warm-up or plan"
-
-    @override
-    def give_back(self, strategy: SparseDDPStrategy) -> None:
-        strategy.settings.hides_communication = False
+        return "as asked for" if density <= self._asked[name] else "the strategy's warm-up or plan"
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
-    examples = "such as [Warmup(length=4), ErrorBudget(budget=10.0)] from lightning_sparse.callbacks"
+    examples = "such as [ErrorBudget(budget=10.0), CriticalRegime()] from lightning_sparse.callbacks"
     if isinstance(rules, Rule):
         raise TypeError(f"rules={type(rules).__name__}(...) must be a list, also of a single rule: {examples}")
     for rule in rules:

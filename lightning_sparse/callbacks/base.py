@@ -79,23 +79,6 @@ class StepObserver(Callback):
                 self.after_step(trainer, pl_module, strategy, step_of(trainer))
 
 
-class StrategyChanger(StepObserver):
-    """An observer that changes the strategy for the time of a ``fit``, and undoes it however that ends."""
-
-    def give_back(self, strategy: SparseDDPStrategy) -> None:
-        """Undo what was changed; called once more than needed now and then."""
-        raise NotImplementedError
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, SparseDDPStrategy):
-            self.give_back(trainer.strategy)
-
-
 def sparse_strategy(trainer: Trainer) -> SparseDDPStrategy:
     """Return the Trainer's strategy."""
     assert isinstance(trainer.strategy, SparseDDPStrategy)

@@ -6,7 +6,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StrategyChanger, engine_of, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
 from lightning_sparse.callbacks.reporting.statistics import memory_statistics
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
@@ -14,7 +14,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
-class MomentumCorrection(StrategyChanger):
+class MomentumCorrection(StepObserver):
     """Accumulate SGD's momentum before compression, as Deep Gradient Compression does (arXiv 1712.01887).
 
     With momentum in the optimizer, an element that waited meets a momentum that has forgotten it. Here every rank
@@ -99,5 +99,10 @@ class MomentumCorrection(StrategyChanger):
         log_scalars(trainer, {f"sparse/{name}": value for name, value in means.items()}, step)
 
     @override
-    def give_back(self, strategy: SparseDDPStrategy) -> None:
-        strategy.correct_momentum(None)
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, SparseDDPStrategy):
+            trainer.strategy.correct_momentum(None)

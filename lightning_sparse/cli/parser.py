@@ -15,7 +15,6 @@ from typing_extensions import override
 
 import lightning_sparse  # noqa: F401  # registers the strategy names
 from lightning_sparse.callbacks import RequeueAtStepEnd
-from lightning_sparse.cli.origin import HEADER, newer_files
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.strategy.names import systems
 
@@ -51,20 +50,8 @@ class SparseCLI(LightningCLI):
         super().__init__(**{**defaults, **kwargs})
 
     @override
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = super().init_parser(**kwargs)
-        parser.dump_header = [*(parser.dump_header or []), HEADER]
-        return parser
-
-    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        try:
-            super().parse_arguments(parser, args)
-        except SystemExit as refusal:
-            words = sys.argv[1:] if args is None else args
-            if refusal.code and isinstance(words, list):
-                print(*newer_files(words), sep="\n", file=sys.stderr)
-            raise
+        super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         strategy = config.trainer.strategy
         if isinstance(strategy, str) and strategy.startswith("sparse") and strategy not in StrategyRegistry:

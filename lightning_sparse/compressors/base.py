@@ -48,10 +48,10 @@ class Compressor(ABC):
 
     default_density: ClassVar[Optional[float]]
     default_warmup_epochs: ClassVar[int] = 0
-    has_density_by_parameter: bool = False
+    has_density_by_parameter: ClassVar[bool] = False
     wire_format: ClassVar[str]
     dense_wire_format: ClassVar[Optional[str]] = None
-    selects_across_group: bool = False
+    selects_across_group: ClassVar[bool] = False
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None

@@ -24,16 +24,16 @@ class LAGS(TopK):
 
     Args:
         densities: density by parameter name, for those that are not to have the strategy's.
-        max_compression: largest compression ratio that ``densities`` may ask for, ``c_u`` of the paper.
         error_feedback: ``"gradient"`` or ``"update"``.
         adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
-            and never less than the strategy's density, its warm-up's or ``1 / max_compression``. What hides is measured
-            in the first steps, so two runs no longer give the same bits; off by default for that reason. Needs
-            ``schedule="merged"``. See :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
+            and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
+            hides is measured in the first steps, so two runs no longer give the same bits; off by default for that
+            reason. Needs ``schedule="merged"``. See
+            :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
 
     Raises:
-        ValueError: for an unknown ``error_feedback``, or a density outside ``[1 / max_compression, 1]``; at the start
-            of training, for a name that no parameter has.
+        ValueError: for an unknown ``error_feedback``, or a density outside ``(0, 1]``; at the start of training, for a
+            name that no parameter has.
 
     Example::
 
@@ -46,22 +46,18 @@ class LAGS(TopK):
     def __init__(
         self,
         densities: Optional[Mapping[str, float]] = None,
-        max_compression: float = 1000.0,
         error_feedback: str = "gradient",
         adapts_density: bool = False,
     ) -> None:
-        if max_compression < 1:
-            raise ValueError(f"max_compression={max_compression} must be at least 1; 1000 sends at least 0.1 %")
-        self.max_compression = max_compression
         self.error_feedback = one_of("error_feedback", error_feedback, ("gradient", "update"))
         self.feedback = ErrorFeedback(follows_learning_rate=error_feedback == "update")
         self.adapts_density = adapts_density
         self.densities = dict(densities or {})
         for name, density in self.densities.items():
-            if not 1 / max_compression <= density <= 1:
+            if not 0 < density <= 1:
                 raise ValueError(
-                    f"densities[{name!r}]={density} must lie between 1 / max_compression = {1 / max_compression:g} and"
-                    " 1; raise the density, or max_compression"
+                    f"densities[{name!r}]={density} must be a fraction of elements with 0 < density <= 1; 0.01 sends"
+                    " one in a hundred"
                 )
 
     @override
@@ -71,5 +67,4 @@ class LAGS(TopK):
 
     @override
     def density_of(self, name: str, density: float) -> float:
-        found = self.densities.get(name, density)
-        return max(found, 1 / self.max_compression) if self.adapts_density else found
+        return self.densities.get(name, density)

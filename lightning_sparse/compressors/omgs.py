@@ -26,10 +26,6 @@ class OMGS(TopK):
     Takes 8 bytes an element more than layer-wise top-k, to lay the gradients of a group end to end and to add up what
     arrives.
 
-    Args:
-        per_tensor: whether every layer of a group sends ``max(1, round(density * n))`` of its own ``n`` elements, so
-            that none starves. That is LAGS' selection in OMGS' messages, and does not depend on the schedule.
-
     Example::
 
         >>> import torch
@@ -38,7 +34,5 @@ class OMGS(TopK):
     """
 
     default_density: ClassVar[Optional[float]] = 0.01
-
-    def __init__(self, per_tensor: bool = False) -> None:
-        self.selects_across_group = not per_tensor
-        self.has_density_by_parameter = per_tensor
+    selects_across_group: ClassVar[bool] = True
+    has_density_by_parameter: ClassVar[bool] = False

@@ -30,7 +30,7 @@ class TopK(Compressor):
     """
 
     default_density: ClassVar[Optional[float]] = 0.01
-    has_density_by_parameter: bool = True
+    has_density_by_parameter: ClassVar[bool] = True
     wire_format: ClassVar[str] = "gather"
     dense_wire_format: ClassVar[Optional[str]] = "reduce"
 

@@ -27,7 +27,6 @@ class Settings:
     Attributes:
         feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
             :meth:`correct_adam` changes it.
-        hides_communication: whether a rule wants the plan to send more where that costs no time.
 
     Raises:
         ValueError: for an unknown name, a density out of range, a density for a compressor that has none, or a
@@ -50,7 +49,6 @@ class Settings:
         self.schedule = SCHEDULES.resolve(schedule)
         self.wire = wire_dtype(wire)
         self.feedback = self._asked_feedback = self.compressor.feedback
-        self.hides_communication = False
         self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
         self._check_adaptation(schedule)
 
@@ -58,7 +56,7 @@ class Settings:
     def adapts_density(self) -> bool:
         """Whether a plan may send more than the density asks for."""
         by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
-        return self.compressor.adapts_density or by_schedule or self.hides_communication
+        return self.compressor.adapts_density or by_schedule
 
     @property
     def is_sparse(self) -> bool:
@@ -120,32 +118,23 @@ class Settings:
         self.feedback = correction._replace(follows_learning_rate=own.follows_learning_rate)
         self._asked_feedback = self.feedback
 
-    def steer_density(self, hides_communication: bool = False) -> None:
-        """Have rules raise densities, in each fit that follows.
-
-        Args:
-            hides_communication: whether the plan is to send more where that costs no time.
+    def check_rules(self) -> None:
+        """Refuse rules for densities where they could raise none.
 
         Raises:
-            ValueError: if the compressor has no density for each parameter, or the schedule no plan to adapt to.
+            ValueError: if the compressor has no density for each parameter, or the schedule decides itself.
         """
         name = type(self.compressor).__name__
         if not self.compressor.has_density_by_parameter:
             raise ValueError(
                 f"{name} does not send a density of each parameter that rules could raise: use compressor='topk',"
-                " 'lags' or 'dgc', or OMGS(per_tensor=True)"
+                " 'lags' or 'dgc'"
             )
         if isinstance(self.schedule, Auto):
             raise ValueError(
                 "schedule='auto' decides itself how much is sent, and leaves steps to DDP: use schedule='merged', such"
                 " as strategy='sparse_lags'"
             )
-        if hides_communication and not isinstance(self.schedule, Merged):
-            raise ValueError(
-                f"schedule={type(self.schedule).__name__!r} follows no plan that could tell which exchange hides behind"
-                " backward: use schedule='merged'"
-            )
-        self.hides_communication = hides_communication
 
     def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
         name = type(self.compressor).__name__
@@ -201,7 +190,7 @@ def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None
     if compressor.selects_across_group and correction.masks_momentum:
         raise ValueError(
             f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
-            " sent: set masks_momentum=False, or choose OMGS(per_tensor=True) or compressor='lags'"
+            " sent: set masks_momentum=False, or choose compressor='lags'"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
-from lightning_sparse.compressors import DGC, LAGS, OMGS
+from lightning_sparse.compressors import DGC, LAGS
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, weights
 
@@ -140,7 +140,7 @@ def test_what_cannot_go_together_is_refused(
 
 @pytest.mark.parametrize(
     ("compressor", "masks_momentum"),
-    [(OMGS(), False), (OMGS(per_tensor=True), True), ("exdyna", True), ("dense", True)],
+    [("omgs", False), ("lags", True), ("exdyna", True), ("dense", True)],
 )
 def test_what_keeps_residuals_is_accepted(pair: Pool, compressor: Any, masks_momentum: bool) -> None:
     correction = MomentumCorrection(masks_momentum=masks_momentum)

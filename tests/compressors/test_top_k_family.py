@@ -130,9 +130,8 @@ def accumulated_norm(rank: int, clip_norm: float) -> float:
 
 REFUSALS: dict[str, tuple[Any, str]] = {
     "error feedback": (lambda: LAGS(error_feedback="lr"), r"error_feedback='lr' is unknown; .*gradient, update"),
-    "density of a layer": (lambda: LAGS({"first.weight": 2.0}), r"densities\['first.weight'\]=2.0 must lie between"),
-    "beyond c_u": (lambda: LAGS({"first.weight": 1e-4}), r"=0.0001 must lie between 1 / max_compression = 0.001"),
-    "c_u": (lambda: LAGS(max_compression=0.5), r"max_compression=0.5 must be at least 1"),
+    "density of a layer": (lambda: LAGS({"first.weight": 2.0}), r"densities\['first.weight'\]=2.0 must be a fraction"),
+    "nothing of a layer": (lambda: LAGS({"first.weight": 0.0}), r"densities\['first.weight'\]=0.0 must be a fraction"),
     "momentum": (lambda: DGC(momentum=1.0), r"momentum=1.0 must be 'optimizer'"),
     "momentum word": (lambda: DGC(momentum="sgd"), r"momentum='sgd' must be 'optimizer'"),
     "clip": (lambda: DGC(clip_norm=0.0), r"clip_norm=0.0 must be a positive norm"),

@@ -15,24 +15,19 @@ def moment(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float =
     return Moment(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
 
 
-def test_a_warm_up_by_epoch_is_that_of_the_strategy() -> None:
+def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch() -> None:
     settings = Settings("topk", 0.001, "merged", "float32", warmup_epochs=4)
-    for epoch in range(4):
-        assert Warmup(4).wishes(moment(epoch=epoch))["weight"] == pytest.approx(settings.density_at(epoch))
-    assert Warmup(4).wishes(moment(epoch=4)) == {}
+    rule = Warmup(4, unit="step")
+    for place in range(4):
+        assert rule.wishes(moment(step=place))["weight"] == pytest.approx(settings.density_at(place))
 
 
-def test_a_warm_up_by_step_counts_steps() -> None:
+def test_a_warm_up_counts_steps() -> None:
     rule = Warmup(100, unit="step")
     wishes = [rule.wishes(moment(step=step, epoch=7))["weight"] for step in range(100)]
     assert wishes[0] == pytest.approx(0.001 ** (1 / 101))
     assert wishes == sorted(wishes, reverse=True)
     assert rule.wishes(moment(step=100)) == {}
-
-
-def test_a_list_is_passed_through_in_equal_shares() -> None:
-    rule = Warmup(6, densities=[0.5, 0.1, 0.02])
-    assert [rule.wishes(moment(epoch=epoch))["weight"] for epoch in range(6)] == [0.5, 0.5, 0.1, 0.1, 0.02, 0.02]
 
 
 def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[list[float], list[float]]:
@@ -115,10 +110,10 @@ def test_what_was_learned_goes_on(build: Any) -> None:
 
 
 REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
-    (Warmup, {"length": 0}, "length=0 must be a whole number of epochs"),
-    (Warmup, {"unit": "batch"}, "unit"),
-    (Warmup, {"densities": [0.5, 1.5]}, "must be fractions"),
-    (Warmup, {"length": 1, "densities": [0.5, 0.1]}, "raise length=1 to at least 2"),
+    (Warmup, {"length": 0, "unit": "step"}, "length=0 must be a whole number of steps"),
+    (Warmup, {"length": 4, "unit": "batch"}, "unit='batch' must be 'step'"),
+    (Warmup, {"length": 4, "unit": "epoch"}, r"give SparseDDPStrategy\(warmup_epochs=4\) in place of this rule"),
+    (Warmup, {"length": 4}, r"give SparseDDPStrategy\(warmup_epochs=4\) in place of this rule"),
     (ErrorBudget, {"budget": 0.0}, "budget=0.0 must be a positive ratio"),
     (CriticalRegime, {"density": 0.0}, "density=0.0 must be a fraction"),
     (CriticalRegime, {"threshold": -1.0}, "threshold=-1.0 must be a positive"),

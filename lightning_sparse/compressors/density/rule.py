@@ -43,12 +43,10 @@ class Rule(ABC):
     Attributes:
         measures: whether :meth:`observe` wants to be called.
         follows_steps: whether :meth:`wishes` may answer something else after every step.
-        hides_communication: whether the schedule's plan is to send more where that costs no time.
     """
 
     measures: ClassVar[bool] = False
-    hides_communication: ClassVar[bool] = False
-    follows_steps: bool = False
+    follows_steps: ClassVar[bool] = False
 
     @abstractmethod
     def wishes(self, moment: Moment) -> dict[str, float]:
