@@ -7,8 +7,8 @@ import torch
 from pytorch_lightning import Trainer
 
 from lightning_sparse.cli.plan import BackwardProfile, profile_model
+from tests.cli.plan.models import Data, Plain
 from tests.helpers.trainers import EXPECTED_WARNINGS
-from tests.plan.models import Data, Plain
 
 # Lightning's own parser calls what jsonargparse has renamed.
 pytestmark = [
@@ -19,7 +19,7 @@ CPU = "--trainer.accelerator=cpu"
 
 
 def profile(name: str, *args: str) -> BackwardProfile:
-    return profile_model([f"--model=tests.plan.models.{name}", CPU, *args])
+    return profile_model([f"--model=tests.cli.plan.models.{name}", CPU, *args])
 
 
 def test_gradients_stand_in_the_order_of_backward() -> None:
@@ -39,8 +39,8 @@ def test_a_data_module_and_a_yaml_file_are_understood(tmp_path: Path) -> None:
     config.write_text(
         "seed_everything: 1\n"
         "trainer: {accelerator: cpu, strategy: sparse_topk, devices: 4, precision: bf16-true, max_epochs: 3}\n"
-        "model: {class_path: tests.plan.models.Plain, init_args: {width: 8}}\n"
-        "data: {class_path: tests.plan.models.Data, init_args: {batch_size: 2}}\n"
+        "model: {class_path: tests.cli.plan.models.Plain, init_args: {width: 8}}\n"
+        "data: {class_path: tests.cli.plan.models.Data, init_args: {batch_size: 2}}\n"
         "ckpt_path: null\n"
     )
     profiled = profile_model(["--config", str(config)])
@@ -57,7 +57,7 @@ def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     checkpoint = torch.load(path, weights_only=True)
     with pytest.raises(ValueError, match=r"does not say of which class its model is.*--model"):
         profile_model([f"--ckpt_path={path}", CPU])
-    checkpoint["hyper_parameters"]["_class_path"] = "tests.plan.models.WithData"  # as LightningCLI writes it
+    checkpoint["hyper_parameters"]["_class_path"] = "tests.cli.plan.models.WithData"  # as LightningCLI writes it
     torch.save(checkpoint, path)
     assert sum(profile_model([f"--ckpt_path={path}", CPU]).sizes) == 2 * 32 * 16 + 16 + 32
     with pytest.raises(ValueError, match=r"(?s)holds no weights of this model: .*size mismatch"):

@@ -38,7 +38,7 @@ def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
 
 def as_in_contributing(folder: Path) -> str:
     """Write CONTRIBUTING's compressor to a module of the user's, beside a test of their own."""
-    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (folder / "mypackage.py").write_text(code)
     (folder / "test_mine.py").write_text("def test_mine():\n    pass\n")

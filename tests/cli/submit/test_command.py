@@ -11,7 +11,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.cli.submit import check_step, parse_time
 
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
-FIT = ["--model=tests.submit.models.Slow", "--trainer.strategy=sparse_topk"]
+FIT = ["--model=tests.cli.submit.models.Slow", "--trainer.strategy=sparse_topk"]
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def run(unified: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Run a script that finds the package."""
     path = unified / "script.py"
     path.write_text(script)
-    paths = [str(unified), str(Path(__file__).parent.parent)]
+    paths = [str(unified), str(Path(__file__).parents[2])]
     return subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,

@@ -13,8 +13,8 @@ from lightning_sparse.cli import main
 from lightning_sparse.cli.plan import BackwardProfile
 from lightning_sparse.strategy.names import systems
 
-ROOT = Path(__file__).parents[2]
-MODEL = ["--model=tests.plan.models.WithData", "--trainer.accelerator=cpu"]
+ROOT = Path(__file__).parents[3]
+MODEL = ["--model=tests.cli.plan.models.WithData", "--trainer.accelerator=cpu"]
 NETWORK = ["--bandwidth=1gbit", "--latency=100us", "--workers=4"]
 PROFILE = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.03)
 
@@ -140,7 +140,7 @@ def test_a_profile_of_another_number_of_workers_is_refused(tmp_path: Path, capsy
 
 
 def test_a_frozen_model_is_refused() -> None:
-    done = run("lightning_sparse", "plan", "--model=tests.plan.models.Frozen", MODEL[1], *NETWORK)
+    done = run("lightning_sparse", "plan", "--model=tests.cli.plan.models.Frozen", MODEL[1], *NETWORK)
     assert done.returncode == 2
     assert "no parameter of the model requires a gradient" in done.stderr
 
