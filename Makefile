@@ -17,8 +17,9 @@ test: $(READY)
 # The loop of a change: functions, doctests, and the laws once for every compressor, on two ranks.
 SLOW_LAWS := layerwise or single or float16 or float64 or 3] or two_of or (accumulation and not no)
 quick: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile lightning_sparse tests/functional tests/compressors/density \
-		tests/schedule tests/test_architecture.py tests/compressors/test_group_selection.py tests/testing/test_laws.py \
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile lightning_sparse tests/functional tests/schedule \
+		tests/compressors/density tests/compressors/test_group_selection.py tests/test_architecture.py \
+		tests/testing/test_laws.py \
 		-k "not test_planner and not 1000003 and not (test_laws and ($(SLOW_LAWS)))"
 
 # The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.

@@ -95,6 +95,13 @@ def test_only_the_doors_know_lightning(path: Path) -> None:
         assert not any("lightning" in name and not name.startswith("lightning_sparse") for name in imported(path))
 
 
+def test_tests_lie_where_what_they_test_does() -> None:
+    tests = Path(__file__).parent
+    for path in tests.rglob("test_*.py"):
+        folder = path.parent.relative_to(tests)
+        assert (PACKAGE / folder).is_dir(), f"{path} is not where the package has a folder"
+
+
 def test_what_tests_share_lies_beside_them() -> None:
     for path in Path(__file__).parent.rglob("*.py"):
         assert not any(re.match(r"tests\.(.*\.)?test_", name) for name in imported(path)), f"{path} imports a test"
