@@ -116,13 +116,16 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
     assert_goes_on(forked, histories, ranks, point, path)
 
 
-def test_out_of_memory_in_an_exchange_is_not_told_as_the_death_of_another_rank(forked: dict[int, Pool]) -> None:
+@pytest.mark.parametrize(("how", "error"), [("memory", "OutOfMemoryError"), ("assertion", "AcceleratorError")])
+def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_of_another(
+    forked: dict[int, Pool], how: str, error: str
+) -> None:
     from lightning_sparse.engine.collectives import Collectives
 
     point = Point(Collectives, "run", 0)
-    kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, "memory", os.devnull + "-unused")]
+    kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, how, os.devnull + "-unused")]
     forked[2].stop()
-    assert kinds == ["ExchangeError", "OutOfMemoryError"]
+    assert kinds == ["ExchangeError", error]
 
 
 SCRIPT = """

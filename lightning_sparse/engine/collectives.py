@@ -1,6 +1,7 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -39,20 +40,29 @@ class Collectives:
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
-    def exchange_error(self, name: str, subject: str, error: Exception) -> ExchangeError:
-        """Compose the error for a collective that did not end.
+    @contextmanager
+    def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:
+        """Say what a collective inside was about, if it does not end.
 
         Args:
+            subject: what travels, in words.
             name: of the collective.
-            subject: what travelled, in words.
-            error: of the backend.
+
+        Raises:
+            ExchangeError: in place of the backend's error. What this rank's own device raises (out of memory, a failed
+                assertion in a kernel, which surfaces at whatever call comes next) stays what it is.
         """
-        return ExchangeError(
-            f"rank {self.rank} of {self.ranks} waited in vain in {name} of {subject}: another rank has died, or did not"
-            " get there before the process group's timeout. Look at the other ranks' output for the first error; give"
-            " SparseDDPStrategy a longer timeout=... if they are only slow. To go on, start the job again from its last"
-            f" checkpoint (ckpt_path=...). The backend said: {error}"
-        )
+        try:
+            yield
+        except _ERRORS_OF_THIS_RANK:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.ranks} waited in vain in {name} of {subject}: another rank has died, or did"
+                " not get there before the process group's timeout. Look at the other ranks' output for the first"
+                " error; give SparseDDPStrategy a longer timeout=... if they are only slow. To go on, start the job"
+                f" again from its last checkpoint (ckpt_path=...). The backend said: {error}"
+            ) from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
@@ -75,11 +85,8 @@ class Collectives:
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather equally many numbers from every rank; the host waits for them."""
         handed_in = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        try:
-            gathered = self.all_gather(handed_in)
-        except RuntimeError as error:
-            raise self.exchange_error("all_gather", f"{len(numbers)} numbers on which ranks agree", error) from error
-        rows: list[list[float]] = gathered.tolist()
+        with self.telling_of(f"{len(numbers)} numbers on which ranks agree"):
+            rows: list[list[float]] = self.all_gather(handed_in).tolist()
         return rows
 
     def check(self, names: Iterable[str]) -> None:
@@ -98,9 +105,16 @@ class Collectives:
                     " compressor."
                 ) from error
 
-    def close(self) -> None:
-        """Give the process group back; safe to call twice."""
-        if self.group is not None and dist.is_initialized():
+    def close(self, has_failed: bool = False) -> None:
+        """Give the process group back; safe to call twice.
+
+        Args:
+            has_failed: whether this rank gives up while others may still wait for it. With gloo they are told by the
+                end of the group. NCCL would have this rank wait for them first, with the error that nobody has seen
+                yet; there the group stays until the process ends.
+        """
+        is_there = self.group is not None and dist.is_initialized()
+        if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
             dist.destroy_process_group(self.group)
         self.group = None
 
@@ -123,4 +137,5 @@ def gather_apart(thing: Any, timeout: Optional[timedelta] = None) -> list[Any]:
     return gathered
 
 
+_ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}

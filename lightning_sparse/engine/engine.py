@@ -97,8 +97,7 @@ class Engine:
 
     def _end_step(self, step: Sequence[Exchanged]) -> None:
         """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
-        if step:  # else every gradient was sparse_coo
-            self.pipeline.commit(step)
+        self.pipeline.commit(step)
         marks = self.recorder.end_step().marks
         if self.recorder.samples is not None:  # read now, so that it does not count as time of the step
             self.recorder.close_samples(self.memory.state_dict())
@@ -304,8 +303,11 @@ class Engine:
         is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
         return is_ours and self._planner is not None and self._planner.restore(state)
 
-    def close(self) -> bool:
+    def close(self, has_failed: bool = False) -> bool:
         """End the worker and give the process group back; safe to call twice.
+
+        Args:
+            has_failed: whether training ends by an error of this rank, so that others may wait for it.
 
         Returns:
             whether what is kept is that of a whole step: no exchange has failed, or hangs.
@@ -314,5 +316,5 @@ class Engine:
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = self._worker.close()
         if has_ended:
-            self._collectives.close()
+            self._collectives.close(has_failed or self._worker.error is not None)
         return has_ended and self._worker.error is None

@@ -55,14 +55,10 @@ class ReplicaAverager:
             ExchangeError: if another rank does not get there.
         """
         self.sent_bytes = 0
-        try:
+        with self._collectives.telling_of("the average of the replicas", "all_reduce"):
             # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
             if self._steps > 0 or self._differ():
                 self._average()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self._collectives.exchange_error("all_reduce", "the average of the replicas", error) from error
 
     def _differ(self) -> bool:
         tensors = [*_averaged(self._module.parameters()), *_averaged(self._module.buffers())]

@@ -131,6 +131,7 @@ class Pipeline:
         self.density_of = density_of
         self.context = StepContext()
         self._selector = GroupSelector(compressor)
+        self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
     @property
     def waits_for_whole_step(self) -> bool:
@@ -197,7 +198,10 @@ class Pipeline:
         Args:
             step: all that :meth:`exchange` returned for the groups of the step.
         """
-        finite = torch.stack([exchanged.arrival.finite for exchanged in step]).all()
+        are_finite, self._are_finite = self._are_finite, []
+        if not step:
+            return  # every gradient had a sparse layout
+        finite = torch.stack([*are_finite, *(exchanged.arrival.finite for exchanged in step)]).all()
         means = self._finish_step(step, finite)
         self._learn(step, finite)
         with self.recorder.span("commit"):
@@ -242,6 +246,7 @@ class Pipeline:
         with self.recorder.span("exchange"):
             self._run_collective(Payload("all_reduce", gradient), [name])
         gradient.div_(self.collectives.ranks)
+        self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
     def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
         """Average gradients, without residuals, in the few steps in which Adam's second moment learns from them."""
@@ -315,13 +320,9 @@ class Pipeline:
 
     def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
         self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size())
-        try:
+        subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+        with self.collectives.telling_of(subject, payload.collective):
             return self.collectives.run(*payload)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
-            raise self.collectives.exchange_error(payload.collective, subject, error) from error
 
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
         if group[0].is_used is None:

@@ -7,15 +7,20 @@ from lightning_sparse.engine.observe import Clock, StepMarks
 from lightning_sparse.schedule.step_profile import GroupSample, StepSample
 
 
-def averaged(collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool) -> list[StepSample]:
+def averaged(
+    collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
+) -> list[StepSample]:
     """Average what steps took over ranks, which costs one exchange and a look at the device's clock.
 
     Args:
         collectives: between the ranks, which all call, with as many steps of the same groups.
         steps: what this rank saw.
         holds_groups: whether no group is exchanged before backward has ended.
+        has_ready: whether to tell when each gradient was ready; only where all ranks have marked it.
     """
     samples = [sample_of(marks, holds_groups) for marks in steps]
+    if not has_ready:
+        samples = [sample._replace(ready=()) for sample in samples]
     rows = collectives.gather_numbers([seconds for sample in samples for seconds in sample.times()])
     times = (sum(column) / len(column) for column in zip(*rows))
     return [sample.with_times(times) for sample in samples]

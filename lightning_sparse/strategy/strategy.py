@@ -126,6 +126,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._optimizer_view: Optional[OptimizerView] = None
         self._step = UnfinishedStep()
         self._is_at_border = False
+        self._has_failed = False
         self._final_stats: dict[str, float] = {}
         self._final_state: Optional[dict[str, Any]] = None
         # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
@@ -204,7 +205,7 @@ class SparseDDPStrategy(DDPStrategy):
             return
         corrects = self._correct_adam(trainer)
         self.engine = Engine(self.model, self.settings, self._timeout, self._say)
-        self._is_at_border = False
+        self._is_at_border = self._has_failed = False
         if isinstance(self.settings.schedule, Auto):
             self._choice = BackendChoice(self.engine, self.root_device, self._say)
         assert self.lightning_module is not None
@@ -457,11 +458,20 @@ class SparseDDPStrategy(DDPStrategy):
         return unused
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         if self.engine is not None:
-            self._final_stats = self.compression_stats()
+            # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
+            can_ask = not self._has_failed or self.root_device.type == "cpu"
+            if can_ask:
+                self._final_stats = self.compression_stats()
+            is_whole = self.engine.close(self._has_failed)
             # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
-            self._final_state = on_host(self.engine.state_dict()) if self.engine.close() else None
+            self._final_state = on_host(self.engine.state_dict()) if is_whole and can_ask else None
             self.engine, self._choice = None, None
             if self._optimizer_view is not None:
                 self._optimizer_view.close()

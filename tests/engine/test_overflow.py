@@ -7,13 +7,13 @@ from typing import Any, Optional
 import pytest
 import torch
 from pytorch_lightning.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
 from tests.helpers.trainers import Small, make_trainer
 
 
@@ -78,3 +78,42 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, comp
             assert after["parameters"].isfinite().all()
     kept = [notes[Overflowing.overflow_at]["kept"]["memory"].get("residual", {}) for notes in answers]
     assert all(residual.any() for residuals in kept for name, residual in residuals.items() if "weight" in name)
+
+
+class SparseEmbedding(nn.Module):
+    """A layer, and an embedding whose gradient has a sparse layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, sparse=True)
+        self.linear = nn.Linear(8, 30)
+
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        """Return a loss in which the embedding alone has a factor."""
+        loss: Tensor = self.linear(torch.ones(8, device=tokens.device)).square().mean()
+        return loss + factor * self.embedding(tokens).sum()
+
+
+def kept_over_a_poisoned_embedding(rank: int, compressor: str) -> tuple[Any, Any, bool]:
+    """Exchange a step whose sparse gradient is infinite on rank 1; return what was kept before and after it."""
+    torch.manual_seed(0)
+    with sparse_ddp(SparseEmbedding(), compressor) as (ddp, engine):
+        tokens = torch.arange(4, device=DEVICE)
+        backpropagate(ddp, engine, ddp(tokens, 1.0))
+        before = copy.deepcopy(engine.state_dict()["memory"])
+        backpropagate(ddp, engine, ddp(tokens, float("inf") if rank == 1 else 1.0))
+        after = copy.deepcopy(engine.state_dict()["memory"])
+        backpropagate(ddp, engine, ddp(tokens, 1.0))
+        has_moved = any(
+            not torch.equal(tensor, after[kind][name])
+            for kind, tensors in engine.state_dict()["memory"].items()
+            for name, tensor in tensors.items()
+        )
+        return before, after, has_moved
+
+
+@pytest.mark.parametrize("compressor", ["topk", "sdagc"])
+def test_an_infinity_in_a_sparse_layout_moves_nothing_that_is_kept(pair: Pool, compressor: str) -> None:
+    for before, after, has_moved in pair.run(kept_over_a_poisoned_embedding, compressor):
+        assert_same(before, after)
+        assert has_moved  # by a step without one

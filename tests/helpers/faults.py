@@ -97,6 +97,8 @@ def strike(how: str) -> None:
     """Do to this process what is to happen to it."""
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if how == "assertion":
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
     os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
 
 

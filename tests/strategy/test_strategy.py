@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -491,6 +492,36 @@ def fit_interrupted(rank: int) -> tuple[list[str], bool]:
 
 def test_an_interrupted_fit_ends_the_worker(pair: Pool) -> None:
     assert pair.run(fit_interrupted) == [([], True)] * 2
+
+
+class Failing(Small):
+    """A model that raises in the third batch."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Raise."""
+        if batch_index == 3:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_index)
+
+
+def groups_given_back(rank: int, module: type[Small], backend: str) -> tuple[int, int]:
+    """Fit over what calls itself another backend; return how many process groups are given back, and state is kept."""
+    strategy = SparseDDPStrategy()
+    distributed = Mock(wraps=dist, get_backend=lambda _: backend)
+    with patch("lightning_sparse.engine.collectives.dist", distributed), suppress(ZeroDivisionError):
+        make_trainer(rank, strategy).fit(module())
+    return distributed.destroy_process_group.call_count, len(strategy.compression_stats())
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "groups"), [(Small, "nccl", 1), (Failing, "nccl", 0), (Failing, "gloo", 1)]
+)
+def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(
+    pair: Pool, module: type[Small], backend: str, groups: int
+) -> None:
+    for given_back, statistics in pair.run(groups_given_back, module, backend):
+        assert given_back == groups
+        assert statistics > 0
 
 
 def test_statistics_are_empty_before_the_first_step() -> None:

@@ -1,5 +1,6 @@
 """Write what each rank keeps beside Lightning's checkpoint, read it again, and delete both together."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -121,7 +122,15 @@ class Checkpointer:
     def _remove_saves(self, filepath: PathLike, saves: set[str]) -> None:
         if self._strategy.local_rank == 0:
             for save in saves.intersection(saves_beside(filepath)):
-                self._strategy.checkpoint_io.remove_checkpoint(f"{state_folder(filepath)}/{save}")
+                path = f"{state_folder(filepath)}/{save}"
+                try:
+                    self._strategy.checkpoint_io.remove_checkpoint(path)
+                except OSError as error:
+                    # The new save is complete. Who raises here leaves the other ranks waiting.
+                    warnings.warn(
+                        f"{path} is of a save before and could not be removed ({error}): delete it by hand if it stays",
+                        stacklevel=2,
+                    )
 
     def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
         """Record a checkpoint of Lightning's that was read."""

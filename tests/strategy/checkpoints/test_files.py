@@ -1,5 +1,6 @@
 """Checkpoints as files: complete or not there, deleted together, and refused with a cure where they are broken."""
 
+import errno
 import os
 import pickle
 import re
@@ -444,6 +445,30 @@ class Old(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove."""
         os.remove(path)
+
+
+class Reluctant(TorchCheckpointIO):
+    """A file system on which folders cannot be removed, as NFS while somebody reads them."""
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Refuse."""
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+
+def save_twice(rank: int, path: str) -> tuple[int, list[str]]:
+    """Save twice under one name; return how far training went, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit_actions(rank, Reluctant, {4: partial(_save, path), 8: partial(_save, path)})
+    return max(history), [str(each.message) for each in caught if "could not be removed" in str(each.message)]
+
+
+def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(pair: Pool, tmp_path: Path) -> None:
+    (last, warned), (other, silent) = pair.run(save_twice, str(tmp_path / "twice.ckpt"))
+    assert last == other == 12
+    assert len(warned) == 1
+    assert "Stale file handle" in warned[0]
+    assert silent == []
 
 
 def test_a_plugin_that_cannot_read_safely_is_refused(saved: Path) -> None:
