@@ -58,7 +58,7 @@ class ExDyna(ExclusiveSelection):
     @override
     def _first_partitions(self, layout: ModelLayout) -> Partitions:
         edges = (published_edges if self.mode == "paper" else spread_edges)(layout.numel, layout.ranks)
-        self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64)
+        self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
         return Partitions(edges, even_cuts(len(edges) - 1, layout.ranks))
 
     @override

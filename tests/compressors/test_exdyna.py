@@ -212,3 +212,14 @@ def test_each_rank_examines_its_share_alone(method: str, mode: str) -> None:
         # Views; the one norm of everything takes a list of tensors.
         assert too_wide <= {"slice", "split", "detach"}
     assert examined == {ranks: 65_536 // ranks for ranks in (1, 2, 4, 8)}
+
+
+def test_its_state_is_the_hosts_whatever_the_default_device() -> None:
+    exdyna = ExDyna()
+    with torch.device("meta"):
+        exdyna.begin(ModelLayout(("weight",), (64,), 0, 2, torch.device("cpu")))
+        state = exdyna.state_dict()
+    assert {name: tensor.device.type for name, tensor in state.items() if isinstance(tensor, Tensor)} == {
+        "cuts": "cpu",
+        "loads": "cpu",
+    }

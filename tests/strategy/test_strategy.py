@@ -325,6 +325,18 @@ def test_a_backend_without_the_collective_is_refused(forked: dict[int, Pool]) ->
     forked[2].stop()
 
 
+def collectives_at_start(rank: int) -> int:
+    """Set up an engine; return how often it connects all pairs of ranks."""
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all:
+        with sparse_ddp(nn.Linear(4, 4), "topk"):
+            pass
+        return all_to_all.call_count
+
+
+def test_all_pairs_of_ranks_are_not_connected_before_that_is_needed(pair: Pool) -> None:
+    assert pair.run(collectives_at_start) == [0, 0]
+
+
 def test_one_process_trains_and_says_that_nothing_is_compressed(
     forked: dict[int, Pool], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,5 +124,9 @@ def _check_lines(job: Job) -> None:
                 f"--sbatch={option} is for this command to write, since it must agree with the training: use --nodes,"
                 " --gpus-per-node, --tasks-per-node, --time, --signal-seconds"
             )
+    for source, path in (("the working directory", job.start), ("--directory", job.directory)):
+        if not str(path).isprintable():
+            # A line of the script ends there, and a shell would run the rest.
+            raise ValueError(f"{source} {str(path)!r} has characters that are no text: rename it")
     if job.interface is not None and not re.fullmatch(r"[\w.,:^=@-]+", job.interface):
         raise ValueError(f"--interface {job.interface!r} must be the name of a network interface, such as eth0 or ib0")

@@ -147,7 +147,7 @@ class ExclusiveSelection(Compressor):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the step counter, the threshold (0 for none) and where partitions are cut."""
-        cuts = torch.tensor(self._partitions.cuts)
+        cuts = torch.tensor(self._partitions.cuts, device="cpu")
         return {"step": self._step, "threshold": self._threshold or 0.0, "cuts": cuts}
 
     @override

@@ -124,6 +124,7 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
         (["--job-name=my job"], "must consist of letters, digits"),
         (["--interface=eth0; rm"], "must be the name of a network interface"),
         (["--sbatch=--nodes=7"], "--sbatch=--nodes=7 is for this command to write"),
+        (["--directory=jobs\nrm -r ~"], "rm -r ~' has characters that are no text: rename it"),
         (["--sbatch=long"], "--sbatch 'long' must be one option of sbatch"),
         (["--trainer.max_epoks=3"], "did you mean"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
