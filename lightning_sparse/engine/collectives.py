@@ -82,12 +82,11 @@ class Collectives:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gather equally many numbers from every rank; the host waits for them."""
+    def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
+        """Gather equally many numbers from every rank, as float64 ``[ranks, numbers]`` on the device."""
         handed_in = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         with self.telling_of(f"{len(numbers)} numbers on which ranks agree"):
-            rows: list[list[float]] = self.all_gather(handed_in).tolist()
-        return rows
+            return self.all_gather(handed_in)
 
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, so that a backend without one is refused before training.

@@ -168,9 +168,9 @@ class Engine:
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
-        rows: list[list[float]] = []
-        self._worker.run(lambda: rows.extend(self._collectives.gather_numbers([number])))
-        return sum(row[0] for row in rows) / len(rows)
+        means: list[float] = []
+        self._worker.run(lambda: means.append(float(self._collectives.gather_numbers([number]).mean())))
+        return means[0]
 
     def send_all(self, is_wanted: bool) -> None:
         """Send every gradient whole in the next steps, with what waits; all ranks must call."""

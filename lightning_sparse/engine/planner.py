@@ -252,6 +252,6 @@ def _agreed(collectives: Collectives, proposed: Way, tensors: int) -> Way:
     """Return what rank 0 proposes for so many tensors: another machine's logarithms may round otherwise."""
     room = [0.0] * (tensors - len(proposed.stops))
     densities = proposed.densities or (0.0,) * len(proposed.stops)
-    numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0]
+    numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0].tolist()
     stops = tuple(int(stop) for stop in numbers[:tensors] if stop)
     return Way(stops, tuple(numbers[tensors:][: len(stops)]) if proposed.densities else ())

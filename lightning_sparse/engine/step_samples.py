@@ -21,9 +21,9 @@ def averaged(
     samples = [sample_of(marks, holds_groups) for marks in steps]
     if not has_ready:
         samples = [sample._replace(ready=()) for sample in samples]
-    rows = collectives.gather_numbers([seconds for sample in samples for seconds in sample.times()])
-    times = (sum(column) / len(column) for column in zip(*rows))
-    return [sample.with_times(times) for sample in samples]
+    times = collectives.gather_numbers([seconds for sample in samples for seconds in sample.times()])
+    means = iter(times.mean(dim=0).tolist())  # thousands of numbers from each of many ranks: not one by one
+    return [sample.with_times(means) for sample in samples]
 
 
 def sample_of(marks: StepMarks, holds_groups: bool = False) -> StepSample:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Optional
 
+import torch
+from torch import Tensor
+
 from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.step_samples import averaged
 
@@ -13,10 +16,10 @@ class Told:
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+    def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Note how many there are."""
         self.counts.append(len(numbers))
-        return [list(numbers)]
+        return torch.tensor([numbers])
 
 
 def step(ready: Optional[float]) -> StepMarks:
