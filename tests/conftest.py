@@ -1,6 +1,8 @@
 """Fixtures beside those of ``lightning_sparse.testing.plugin``, which users of the kit have as well."""
 
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -10,6 +12,13 @@ from tests.helpers.faults import GROUP_TIMEOUT
 
 # What every forked process has imported when it starts. A forked process cannot use a GPU.
 IMPORTED = ["tests.helpers.faults", "tests.helpers.trainers"] if DEVICE.type == "cpu" else []
+
+
+@pytest.fixture(autouse=True)
+def environment_of_its_own() -> Iterator[None]:
+    """Take back what a test, or Lightning in it, leaves in the environment: a seed would be that of all that follow."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Real processes: started once, given many functions to run, never waited for without a limit."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 import warnings
@@ -9,6 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -130,6 +132,8 @@ def _serve(
         except EOFError:
             return
         try:
-            connection.send((None, moved(function(rank, *args), "cpu")))
+            with patch.dict(os.environ):  # a seed that one test has Lightning leave there is not the next one's
+                answer = moved(function(rank, *args), "cpu")
+            connection.send((None, answer))
         except BaseException:
             connection.send((traceback.format_exc(), None))
