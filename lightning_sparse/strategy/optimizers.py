@@ -138,7 +138,8 @@ class OptimizerView:
     def complete(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Write what was taken into an optimizer's state dictionary, so that it can be loaded without us."""
         index = next((index for index, known in enumerate(self._optimizers) if known is optimizer), None)
-        for position, group in enumerate(state["param_groups"]):
+        # ZeroRedundancyOptimizer gives its state to rank 0 alone.
+        for position, group in enumerate(state.get("param_groups", ())):
             if index is not None and (index, position) in self._taken:
                 group.update(_meant(group, self._taken[index, position]))
         return state

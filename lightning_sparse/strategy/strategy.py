@@ -180,6 +180,15 @@ class SparseDDPStrategy(DDPStrategy):
         self.settings.correct_momentum(correction)
 
     @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "mps":  # which Lightning refuses for names that contain "ddp"
+            raise ValueError(
+                f"accelerator='mps' cannot go together with {type(self).__name__}, as its tensors cannot be exchanged"
+                " between processes: use accelerator='cpu', or strategy='auto' for one device"
+            )
+        super().setup_environment()
+
+    @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         return self._wrapped(model)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import Trainer
 from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 
@@ -291,6 +292,13 @@ def refused(rank: int, module: Any, optimize_ddp: Any = True) -> str:
 def test_a_complex_parameter_is_refused(pair: Pool) -> None:
     for message in pair.run(refused, Complex):
         assert message.startswith("parameters that are not real floating point cannot be compressed: phase (torch.co")
+
+
+def test_the_gpu_of_a_mac_is_refused() -> None:
+    strategy = SparseDDPStrategy()
+    strategy.cluster_environment, strategy.parallel_devices = LightningEnvironment(), [torch.device("mps")]
+    with pytest.raises(ValueError, match=r"accelerator='mps' cannot go together .* use accelerator='cpu'"):
+        strategy.setup_environment()
 
 
 def test_the_python_reducer_is_refused(pair: Pool) -> None:

@@ -68,7 +68,7 @@ class Checkpointer:
             kept: this rank's part; ``None`` where nothing is kept.
             compressor: class name of what it belongs to.
             checkpoint: Lightning's.
-            filepath: of Lightning's file.
+            filepath: of Lightning's file; that of rank 0 counts.
             storage_options: for the plugin.
             write_file: writes Lightning's file, given the other three; does nothing on ranks above 0.
         """
@@ -83,7 +83,9 @@ class Checkpointer:
         if self._is_asynchronous:
             # Waits until the last file is written; the next one starts it again.
             self._strategy.checkpoint_io.teardown()
-        save = Save(self._strategy.broadcast(uuid4().hex), self._strategy.world_size, compressor)
+        # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
+        name, filepath = self._strategy.broadcast((uuid4().hex, str(filepath)))
+        save = Save(name, self._strategy.world_size, compressor)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, save.name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint

@@ -447,6 +447,41 @@ class Old(CheckpointIO):
         os.remove(path)
 
 
+def save_under_names_of_their_own(rank: int, folder: str) -> list[str]:
+    """Save as a callback that puts the number of its process into the name; return what differs after going on."""
+    history = fit_actions(rank, None, {4: partial(_save, f"{folder}/{rank}.ckpt")})
+    resumed = go_on(rank, f"{folder}/0.ckpt")
+    return differences({seen: history[seen] for seen in resumed}, resumed)
+
+
+def test_the_path_of_rank_0_counts(pair: Pool, tmp_path: Path) -> None:
+    assert pair.run(save_under_names_of_their_own, str(tmp_path)) == [[], []]
+    assert files_in(tmp_path) == with_ranks("0.ckpt")
+
+
+class Sharded(Saves):
+    """A model whose ranks share out the state of their optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD with momentum."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what is imported beside it
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def save_sharded(rank: int, folder: str) -> float:
+    """Fit and save with topk; return what rank 0 has saved of the optimizer's momentum."""
+    path = f"{folder}/sharded.ckpt"
+    fit_numbered(rank, SparseDDPStrategy("topk", density=0.05), Sharded({4: partial(_save, path)}))
+    state = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    return float(sum(each["momentum_buffer"].abs().sum() for each in state.values()))
+
+
+def test_an_optimizer_whose_state_is_shared_out_is_saved(pair: Pool, tmp_path: Path) -> None:
+    assert min(pair.run(save_sharded, str(tmp_path))) > 0
+
+
 class Reluctant(TorchCheckpointIO):
     """A file system on which folders cannot be removed, as NFS while somebody reads them."""
 
