@@ -211,12 +211,7 @@ def parted(selections: Sequence[Selection]) -> list[tuple[list[int], GroupSelect
         return [(list(range(len(selections))), selections)]
     some = [place for place, selection in enumerate(selections) if selection.indices is not None]
     whole = [place for place, selection in enumerate(selections) if selection.indices is None]
-    parts: list[tuple[list[int], GroupSelection]] = []
-    if some:
-        parts.append((some, FlatSelection.laid([selections[place] for place in some])))
-    if whole:
-        parts.append((whole, WholeSelection([selections[place] for place in whole])))
-    return parts
+    return [(places, grouped([selections[place] for place in places])) for places in (some, whole) if places]
 
 
 def grouped(selections: Sequence[Selection]) -> GroupSelection:

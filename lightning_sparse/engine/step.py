@@ -76,6 +76,7 @@ class Exchanged(NamedTuple):
     """Parameters of a group that travelled together, and what arrived of them; not yet written back.
 
     Attributes:
+        names: parameter names.
         group: their local gradients.
         accumulated: of each, gradient plus residual, flat; the means are written over it.
         counts: for each the number of elements that its density asks for; a share of them, which may be a fraction,
@@ -84,15 +85,11 @@ class Exchanged(NamedTuple):
             whether any rank used each parameter.
     """
 
+    names: list[str]
     group: Sequence[LocalGradient]
-    accumulated: Sequence[Tensor]
+    accumulated: list[Tensor]
     counts: Sequence[float]
     arrival: Arrival
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters."""
-        return [local.name for local in self.group]
 
 
 class Pipeline:
@@ -187,7 +184,7 @@ class Pipeline:
         with self.recorder.span("encode"):
             arrival = part.split_by_parameter(arrival)
         observer.see_parameters(names, part.sent_by_parameter, arrival.means)
-        return Exchanged(members, tensors, part.counts, arrival)
+        return Exchanged(names, members, tensors, part.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients.
@@ -219,7 +216,7 @@ class Pipeline:
         self.memory.update(exchanged.names, accumulated, exchanged.arrival.kept, accepted)
 
     def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
-        means = list(exchanged.accumulated)
+        means = exchanged.accumulated
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
@@ -234,7 +231,7 @@ class Pipeline:
             yield
             return
         names, accumulated = exchanged.names, exchanged.accumulated
-        flat = torch.cat(list(accumulated)).div_(self.collectives.ranks)
+        flat = torch.cat(accumulated).div_(self.collectives.ranks)
         flat = self._run_collective(Payload("all_reduce", flat), names)
         yield
         dense_means = flat.split([tensor.numel() for tensor in accumulated])

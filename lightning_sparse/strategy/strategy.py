@@ -189,10 +189,7 @@ class SparseDDPStrategy(DDPStrategy):
         super().setup_environment()
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        return self._wrapped(model)
-
-    def _wrapped(self, model: Module, **changes: Any) -> DistributedDataParallel:
+    def _setup_model(self, model: Module, **changes: Any) -> DistributedDataParallel:
         _check_parameters(model)
         if self._optimizer_view is not None:
             self._optimizer_view.know(dict(model.named_parameters()))
@@ -372,7 +369,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.model = None  # two reducers would both take every gradient
         self._wrapping.is_plain = is_plain
         # Replicas are the same already, unless they have new parameters.
-        self.model = self._wrapped(module, init_sync=self._wrapping.trained.has_new())
+        self.model = self._setup_model(module, init_sync=self._wrapping.trained.has_new())
         self.model.require_backward_grad_sync = synchronizes
         if self.engine is not None and not is_plain:
             self.engine.attach(self.model)

@@ -101,10 +101,12 @@ class Recorder:
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
         self.samples = ParameterSamples(counts, histograms)
 
-    def close_samples(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Close the samples of the step that was asked for, with what the memory keeps after it."""
-        if self.samples is not None:
-            self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
+    def close_samples(self, kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]]) -> None:
+        """Close the samples of a step, if somebody asked for them, with what the memory keeps after it."""
+        if self.samples is None:
+            return
+        kept = kept_after()
+        self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
         self.last_samples, self.samples = self.samples, None
 
 
