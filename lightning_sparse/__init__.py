@@ -16,6 +16,7 @@ from lightning_sparse.compressors import Compressor, available_compressors, regi
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -51,6 +52,7 @@ __all__ = [
     "Compressor",
     "ErrorFeedback",
     "ModelLayout",
+    "Owners",
     "Quantization",
     "Schedule",
     "Selection",

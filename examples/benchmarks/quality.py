@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from virtual import VirtualRanks
 
+from lightning_sparse import Owners
 from lightning_sparse.engine.settings import AUTO, Settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -214,6 +215,7 @@ class Run(NamedTuple):
     steps: int
     ranks: int
     wire: str
+    exchange: str = "gather"
 
     def settings(self) -> Optional[Settings]:
         """Build what the user chose, anew; ``None`` for DDP."""
@@ -223,7 +225,9 @@ class Run(NamedTuple):
         correction: Any = None if name != self.system else AUTO
         # With SGD the density falls over the first epochs, as the examples have it; Adam's correction has its own fall.
         epochs = 4 if self.optimizer == "sgd" else 0
-        return Settings(name, self.density, "single", self.wire, epochs, correction)
+        way, _, keep = self.exchange.partition(":")
+        exchange = Owners(float(keep)) if keep else way
+        return Settings(name, self.density, "single", self.wire, epochs, correction, exchange)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -284,8 +288,9 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         rates = [best * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)] if options.tune else [best]
         densities = [None] if system == "ddp" else options.densities
         wire = "float32" if system == "ddp" else options.wire
-        for density, rate, seed in product(densities, rates, options.seeds):
-            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire)
+        exchanges = ["gather"] if system == "ddp" else options.exchanges
+        for density, rate, seed, exchange in product(densities, rates, options.seeds, exchanges):
+            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire, exchange)
 
 
 def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
@@ -293,7 +298,7 @@ def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {Run(**{field: line[field] for field in Run._fields}): line for line in lines}
+    return {Run(**{field: line[field] for field in Run._fields if field in line}): line for line in lines}
 
 
 def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
@@ -304,11 +309,11 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     yield "| task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | seeds | bytes / ddp |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
-        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32"), [])
+        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather"), [])
         values = [line["score"] for line in lines]
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         ratio = fmean(values) / fmean([line["score"] for line in ddp]) if ddp else math.nan
-        sent = "" if run.density is None else f"{run.density:g}, {run.wire}"
+        sent = "" if run.density is None else f"{run.density:g}, {run.wire}, {run.exchange}"
         volume = fmean([line["bytes"] for line in lines])
         yield (
             f"| {run.task} | {run.optimizer}, {run.rate:g} | {run.steps}, {run.ranks} | {run.system} | {sent} |"
@@ -349,6 +354,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--wire", default="bfloat16", help="type of the values sent (default bfloat16)")
+    parser.add_argument(
+        "--exchanges", nargs="+", default=["gather"], help="gather, owners or auto; owners:2 keeps twice a selection"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")
     parser.add_argument("--tune", action="store_true", help="DDP at a quarter to four times the rate")

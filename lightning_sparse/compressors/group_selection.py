@@ -5,11 +5,11 @@ each other in one of its buckets, so what is selected of them is read, written a
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from threading import local
-from typing import NamedTuple, Optional, Union, overload
+from typing import NamedTuple, Optional, TypeVar, Union, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import add_rows, copy_elements
+
+Way = TypeVar("Way", bound=Hashable)
 
 
 class GroupSelection(Sequence[Selection]):
@@ -117,6 +119,7 @@ class FlatSelection(GroupSelection):
         indices: int64 of the same shape, within the tensors laid end to end; ascending in each row.
         counts: for each tensor how many of them are its own, in each row.
         filled: bool ``[count]``, as in :class:`~lightning_sparse.Selection`.
+        is_distinct: whether no element stands in two rows.
     """
 
     is_whole = False
@@ -128,12 +131,14 @@ class FlatSelection(GroupSelection):
         numels: tuple[int, ...],
         counts: tuple[int, ...],
         filled: Optional[Tensor] = None,
+        is_distinct: bool = False,
     ) -> None:
         super().__init__(numels)
         self.values = values
         self.indices = indices
         self.counts = counts
         self.filled = filled
+        self.is_distinct = is_distinct or indices.dim() == 1 or len(indices) == 1
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "FlatSelection":
@@ -198,20 +203,34 @@ class FlatSelection(GroupSelection):
             yield _Run(flat, indices - starts[first], values)
 
 
-def parted(selections: Sequence[Selection]) -> list[tuple[list[int], GroupSelection]]:
-    """Part the selections of a group's tensors into those with indices and those without.
+def parted(
+    selections: Sequence[Selection], way_of: Callable[[int, Optional[int]], Way]
+) -> list[tuple[Way, list[int], GroupSelection]]:
+    """Part the selections of a group's tensors by the way that they travel, those with indices from those without.
 
     Args:
-        selections: of each tensor, as a compressor returns them; what is a selection of the group already stays one.
+        selections: of each tensor, as a compressor returns them; what is a selection of the group already, and travels
+            by one way, stays one.
+        way_of: way of a tensor, by its elements and by how many of them are selected, ``None`` for all.
 
     Returns:
-        for each of the two that there are any of, their places and what they are together.
+        for each part that there is its way, the places of its tensors, and what they are together.
     """
-    if isinstance(selections, GroupSelection):
-        return [(list(range(len(selections))), selections)]
-    some = [place for place, selection in enumerate(selections) if selection.indices is not None]
-    whole = [place for place, selection in enumerate(selections) if selection.indices is None]
-    return [(places, grouped([selections[place] for place in places])) for places in (some, whole) if places]
+    places: dict[tuple[bool, Way], list[int]] = {}
+    for place, (numel, count) in enumerate(_sizes(selections)):
+        places.setdefault((count is None, way_of(numel, count)), []).append(place)
+    if len(places) == 1 and isinstance(selections, GroupSelection):
+        [((_, way), every)] = places.items()
+        return [(way, every, selections)]
+    in_order = sorted(places.items(), key=lambda part: part[0][0])  # those without indices come last
+    return [(way, some, grouped([selections[place] for place in some])) for (_, way), some in in_order]
+
+
+def _sizes(selections: Sequence[Selection]) -> Iterable[tuple[int, Optional[int]]]:
+    if isinstance(selections, FlatSelection):
+        return zip(selections.numels, selections.counts)
+    counts = (None if each.indices is None else each.indices.shape[-1] for each in selections)
+    return ((each.numel, count) for each, count in zip(selections, counts))
 
 
 def grouped(selections: Sequence[Selection]) -> GroupSelection:

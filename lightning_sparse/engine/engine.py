@@ -30,6 +30,8 @@ from lightning_sparse.schedule.plain import plain
 from lightning_sparse.schedule.plan import Plan
 
 _LOGGER = logging.getLogger(__name__)
+_ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
+_RESIDUAL_BYTES = 4
 
 
 class Engine:
@@ -69,8 +71,10 @@ class Engine:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
         dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
-        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks)
+        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange)
         self._collectives.check(wires.collectives)
+        if wires.owners is None and compressor.wire_format == "gather":
+            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, say)
         self._layout = layout_of(ddp.module, rank, ranks, device)
         self._numels = dict(zip(self._layout.names, self._layout.numels))
         self._learned: Optional[Mapping[str, Any]] = None
@@ -317,3 +321,12 @@ class Engine:
         if has_ended:
             self._collectives.close(has_failed or self._worker.error is not None)
         return has_ended and self._worker.error is None
+
+
+def _tell_of_memory(arrival_bytes: float, say: Callable[[str], None]) -> None:
+    """Say so where what arrives in a step takes more bytes for each parameter than the residual."""
+    if arrival_bytes > _RESIDUAL_BYTES:
+        say(
+            f"what arrives in a step takes {arrival_bytes:.1f} bytes for each parameter, beside {_RESIDUAL_BYTES} for"
+            " what waits: exchange='auto' takes ways that do not grow with the number of ranks."
+        )

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple, Optional
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection, parted
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.wire import Arrival
+from lightning_sparse.engine.wire import Arrival, WireFormat, Wires
 from lightning_sparse.functional import add_rows
 
 
@@ -24,6 +25,7 @@ class Part(NamedTuple):
         tensors: what was selected from: a tensor of each parameter, or one of all of them laid end to end.
         selection: what is sent of each of these.
         counts: by parameter, the number of elements that its density asks for; its share of them where it is merged.
+        wire: the way.
         merged: the parameters that are laid end to end in the only tensor; ``None`` where each has one of its own.
     """
 
@@ -31,6 +33,7 @@ class Part(NamedTuple):
     tensors: list[Tensor]
     selection: GroupSelection
     counts: list[float]
+    wire: WireFormat
     merged: Optional["MergedParameters"] = None
 
     def split_by_parameter(self, arrival: Arrival) -> Arrival:
@@ -47,18 +50,20 @@ class Part(NamedTuple):
 class GroupSelector:
     """Ask a compressor for its selections of a group.
 
-    A parameter whose density is 1 is sent whole, where the compressor has a way for that; it is asked for the others,
-    one by one or, where it selects across the group, laid end to end.
+    A parameter whose density is 1 is sent whole, where the compressor has a way for that, and one of which that is much
+    less than some elements; it is asked for the others, one by one or, where it selects across the group, laid end to
+    end.
 
     Args:
         compressor: who selects.
+        wires: the ways.
 
     Raises:
         ValueError: if it selects across the group and asks for momentum factor masking: what it sent of a parameter is
             then no longer known by element.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
         if compressor.selects_across_group and feedback.momentum is not None and feedback.masks_momentum:
             raise ValueError(
@@ -66,6 +71,8 @@ class GroupSelector:
                 " group cannot mask the momentum of what it sent: set masks_momentum=False, or momentum=None"
             )
         self._compressor = compressor
+        self._wires = wires
+        self._way_of = cache(wires.way_of)
         self._workspace = Workspace()
 
     def select(
@@ -86,18 +93,25 @@ class GroupSelector:
             whole: names of those that are sent whole without asking the compressor, whose density is 1.
 
         Returns:
-            the parameters of which elements are sent, then those that are sent whole, if there are any of each.
+            the parameters of which elements are sent, by each way, then those that are sent whole, if there are any.
         """
-        has_a_way = self._compressor.dense_wire_format is not None
         few: list[int] = []
         rest: list[int] = []
-        for position, (name, density) in enumerate(zip(names, densities)):
-            (rest if name in whole or (has_a_way and density >= 1) else few).append(position)
+        for position, (name, tensor, density) in enumerate(zip(names, accumulated, densities)):
+            (rest if name in whole or self._is_sent_whole(tensor.numel(), density) else few).append(position)
         parts = self._ask(few, names, accumulated, densities, are_used) if few else []
         if rest:
             tensors = [accumulated[position] for position in rest]
-            parts.append(Part(rest, tensors, WholeSelection.of(tensors), [tensor.numel() for tensor in tensors]))
+            counts: list[float] = [tensor.numel() for tensor in tensors]
+            parts.append(Part(rest, tensors, WholeSelection.of(tensors), counts, self._wires.whole))
         return parts
+
+    def _is_sent_whole(self, numel: int, density: float) -> bool:
+        if self._compressor.dense_wire_format is None:
+            return False
+        if density >= 1 or self._compressor.selects_across_group:
+            return density >= 1
+        return self._way_of(numel, element_count(numel, density)) is self._wires.whole
 
     def end_step(self) -> None:
         """End a step: nothing of it is looked at any more, so its working memory serves the next one."""
@@ -116,9 +130,9 @@ class GroupSelector:
         if self._compressor.selects_across_group and len(positions) > 1:
             merged = self._merge(tensors, [are_used[each] for each in positions])
             count = _merged_count(tensors, densities)
-            [(_, selection)] = parted(self._compressor.select(names, [merged.flat], [count]))
+            [(wire, _, selection)] = parted(self._compressor.select(names, [merged.flat], [count]), self._format_of)
             shares = [count * tensor.numel() / merged.flat.numel() for tensor in tensors]
-            return [Part(positions, [merged.flat], selection, shares, merged)]
+            return [Part(positions, [merged.flat], selection, shares, wire, merged)]
         counts = [element_count(tensor.numel(), density) for tensor, density in zip(tensors, densities)]
         return [
             Part(
@@ -126,9 +140,17 @@ class GroupSelector:
                 [tensors[place] for place in places],
                 selection,
                 [counts[place] for place in places],
+                wire,
             )
-            for places, selection in parted(self._compressor.select(names, tensors, counts))
+            for wire, places, selection in parted(self._compressor.select(names, tensors, counts), self._format_of)
         ]
+
+    def _format_of(self, numel: int, count: Optional[int]) -> WireFormat:
+        """Return the way of what a compressor has selected of a tensor, ``None`` for all of it."""
+        if count is None:
+            return self._wires.whole
+        wire = self._way_of(numel, count)
+        return self._wires.elements if wire is self._wires.whole else wire
 
     def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":
         numel = sum(tensor.numel() for tensor in tensors)

@@ -7,7 +7,7 @@ import torch
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, NOT_CLIPPED, AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
-from lightning_sparse.engine.wire import wire_dtype
+from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_dtype
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
 AUTO = "auto"
@@ -23,6 +23,7 @@ class Settings:
         wire: name of the type of the values that travel.
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
         optimizer_correction: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
+        exchange: likewise.
 
     Attributes:
         feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
@@ -42,6 +43,7 @@ class Settings:
         wire: str,
         warmup_epochs: Optional[int] = None,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        exchange: Union[str, Owners] = AUTO,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
@@ -50,6 +52,7 @@ class Settings:
         self.wire = wire_dtype(wire)
         self.feedback = self._asked_feedback = self.compressor.feedback
         self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
+        self.exchange = _checked_exchange(exchange, self.compressor)
         self._check_adaptation(schedule)
 
     @property
@@ -222,6 +225,16 @@ def _checked_correction(
             " such as compressor='topk'"
         )
     return correction
+
+
+def _checked_exchange(exchange: Union[str, Owners], compressor: Compressor) -> Exchange:
+    chosen = exchange_of(exchange)
+    if exchange != AUTO and compressor.wire_format != "gather":
+        raise ValueError(
+            f"exchange={exchange!r} was given to {type(compressor).__name__}, whose selections travel in a way of their"
+            " own: leave it out, or choose a compressor that sends a fixed number of elements, such as 'topk'"
+        )
+    return chosen
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

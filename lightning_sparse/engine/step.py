@@ -127,7 +127,7 @@ class Pipeline:
         self.recorder = recorder
         self.density_of = density_of
         self.context = StepContext()
-        self._selector = GroupSelector(compressor)
+        self._selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
     @property
@@ -155,7 +155,7 @@ class Pipeline:
             ready: when the last of them was ready, for the record.
 
         Returns:
-            what arrived, in one or two parts: parameters that are sent whole travel by themselves.
+            what arrived, in a part for each way: parameters that are sent whole travel by themselves.
         """
         names, gradients = [local.name for local in group], [local.gradient for local in group]
         with self.recorder.group(names, ready) as observer:
@@ -178,8 +178,7 @@ class Pipeline:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
         names = [local.name for local in members]
         observer.see_selection(part.selection, part.counts)
-        wire = self.wires.wire_for(part.selection)
-        arrival = self._run_phases(wire.exchange(part.selection, part.tensors, self._used(members)), names)
+        arrival = self._run_phases(part.wire.exchange(part.selection, part.tensors, self._used(members)), names)
         observer.see_means(arrival.means)
         with self.recorder.span("encode"):
             arrival = part.split_by_parameter(arrival)

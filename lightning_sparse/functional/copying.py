@@ -64,7 +64,6 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         if indices.numel() <= _FEW:
             return out.put_(indices, values, accumulate=True)
         return out.index_add_(0, indices.flatten(), values.flatten())
-    # One call for all would add duplicates in an order that a GPU does not promise.
-    for row, row_indices in zip(values, indices):
-        out.index_add_(0, row_indices, row)
-    return out
+    # One call, however many ranks there are. It sorts by place, and so adds what is at one place in an order that is
+    # the same on all ranks; index_add_ promises none.
+    return out.index_put_((indices.flatten(),), values.flatten(), accumulate=True)

@@ -23,6 +23,7 @@ from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, Erro
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.backend_choice import BackendChoice
@@ -87,6 +88,11 @@ class SparseDDPStrategy(DDPStrategy):
             are: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with a warm-up of
             its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
             with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
+        exchange: how selections travel, where each rank sends a fixed number of elements: ``"gather"`` hands every
+            rank's to every rank, so that a step's bytes grow with their number; ``"owners"`` has every element's owner
+            add them up, and applies the largest sums, so that they do not; an :class:`~lightning_sparse.Owners` says
+            how many. ``"auto"`` gathers, except for the tensors of which another way takes half the bytes or less:
+            that is so from about 12 ranks on. See the page on scaling.
         **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
             ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
 
@@ -113,12 +119,13 @@ class SparseDDPStrategy(DDPStrategy):
         warmup_epochs: Optional[int] = None,
         resume_compression: bool = True,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        exchange: Union[str, Owners] = AUTO,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
-        self.settings = Settings(compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
+        self.settings = Settings(compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange)
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)

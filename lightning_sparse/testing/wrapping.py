@@ -13,6 +13,7 @@ from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.ddp_hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.subjects import built
@@ -28,12 +29,13 @@ def sparse_ddp(
     warmup_epochs: Optional[int] = 0,
     say: Callable[[str], None] = print,
     correction: Optional[AdamCorrection] = None,
+    exchange: "str | Owners" = "auto",
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
-    settings = Settings(built(compressor), density, schedule, wire, warmup_epochs, correction)
+    settings = Settings(built(compressor), density, schedule, wire, warmup_epochs, correction, exchange)
     if settings.can_correct_adam:
         settings.correct_adam()
     engine = Engine(ddp, settings, say=say)

@@ -139,8 +139,19 @@ def test_every_element_of_a_tensor_lies_where_all_of_its_indices_would() -> None
 def test_selections_without_indices_are_a_part_by_themselves() -> None:
     some = Selection(torch.ones(1), torch.zeros(1, dtype=torch.int64), 4)
     whole = Selection(torch.zeros(2), None, 2)
-    parts = parted([whole, some, whole])
-    assert [(places, part.is_whole, part.numel) for places, part in parts] == [([1], False, 4), ([0, 2], True, 4)]
+    parts = parted([whole, some, whole], lambda numel, count: "way")
+    assert [(places, part.is_whole, part.numel) for _, places, part in parts] == [([1], False, 4), ([0, 2], True, 4)]
     flat = FlatSelection.of([torch.zeros(3)], [torch.tensor([1])])
-    [(places, part)] = parted(flat)
+    [(_, places, part)] = parted(flat, lambda numel, count: "way")
     assert (places, part) == ([0], flat)
+
+
+def test_what_goes_another_way_is_a_part_by_itself() -> None:
+    tensors = [torch.randn(numel) for numel in (5, 50, 7)]
+    flat = FlatSelection.of(tensors, [torch.tensor([1]), torch.tensor([3, 40]), torch.tensor([0])])
+    few, many = parted(flat, lambda numel, count: "many" if count == 2 and numel == 50 else "few")
+    assert [(way, places, part.numels) for way, places, part in (few, many)] == [
+        ("few", [0, 2], (5, 7)),
+        ("many", [1], (50,)),
+    ]
+    assert torch.equal(many[2][0].values, tensors[1][[3, 40]])

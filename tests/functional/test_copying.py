@@ -1,9 +1,11 @@
 """Copying between flat tensors."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.functional import add_rows
 
@@ -33,3 +35,29 @@ def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(
     for row, row_values in zip(rows, values):
         expected[row] += row_values
     assert torch.equal(add_rows(values, indices, torch.zeros(numel, dtype=dtype)), expected)
+
+
+class Calls(TorchDispatchMode):
+    """Count the operations of a device that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_device_is_called_as_often_for_many_ranks_as_for_few() -> None:
+    counts = []
+    for ranks in (4, 64):
+        values, indices = (
+            torch.zeros(ranks, 10, device="meta"),
+            torch.zeros(ranks, 10, dtype=torch.int64, device="meta"),
+        )
+        with Calls() as calls:
+            add_rows(values, indices, torch.zeros(100, device="meta"))
+        counts.append(calls.count)
+    assert counts[0] == counts[1]

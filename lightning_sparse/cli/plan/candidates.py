@@ -147,8 +147,9 @@ class EngineSystem(Candidate):
 
     @override
     def transfers(self, sizes: Sequence[int], workers: int) -> list[Transfer]:
-        compressor, density = self._settings.compressor, self._settings.density
-        wires = build_wires(compressor.wire_format, compressor.dense_wire_format, self._settings.wire, 0, workers)
+        settings, compressor, density = self._settings, self._settings.compressor, self._settings.density
+        ways = (compressor.wire_format, compressor.dense_wire_format)
+        wires = build_wires(*ways, settings.wire, 0, workers, settings.exchange)
         if compressor.dense_wire_format is not None and density >= 1:
             return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
         if compressor.selects_across_group:

@@ -3,6 +3,7 @@
 import math
 from typing import Union
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
@@ -26,7 +27,8 @@ class StepFacts:
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
-        self._arrived: list[Union[int, FlatSelection]] = []  # the number where everything arrived: values are not held
+        # Counts, those of a device as tensors; or what has to be sorted for them, until the step ends whole.
+        self._arrived: list[Union[int, Tensor, FlatSelection]] = []
 
     def add_selection(self, selection: GroupSelection) -> None:
         """Record what this rank sends of a group."""
@@ -35,11 +37,19 @@ class StepFacts:
 
     def add_means(self, means: GroupSelection) -> None:
         """Record what arrived from all ranks for a group."""
-        self._arrived.append(means.numel if means.is_whole else means.flat())
+        if means.is_whole:
+            self._arrived.append(means.numel)
+        else:
+            flat = means.flat()
+            self._arrived.append(torch.count_nonzero(flat.values) if flat.is_distinct else flat)
+
+    def close(self) -> None:
+        """Hold no more of the step than a byte for each of its elements, however many ranks there are."""
+        self._arrived = [_held(arrived) if isinstance(arrived, FlatSelection) else arrived for arrived in self._arrived]
 
     def union(self) -> int:
         """Return how many elements any rank has sent, which costs a sort of what arrived."""
-        return sum(arrived if isinstance(arrived, int) else union_count(arrived) for arrived in self._arrived)
+        return sum(map(_union_of, self._arrived))
 
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
@@ -54,6 +64,20 @@ class StepFacts:
             "exchange_seconds": self.marks.seconds("exchange"),
             "exposed_seconds": self.marks.exposed_seconds,
         }
+
+
+def _held(arrived: FlatSelection) -> Union[Tensor, FlatSelection]:
+    """Return what arrived of a group, or where something did, uint8 ``[numel]``, if that takes less memory."""
+    if arrived.values.nbytes + arrived.indices.nbytes <= arrived.numel:
+        return arrived
+    sent = (arrived.values != 0).flatten().byte()
+    return sent.new_zeros(arrived.numel).scatter_reduce_(0, arrived.indices.flatten(), sent, "amax")
+
+
+def _union_of(arrived: Union[int, Tensor, FlatSelection]) -> int:
+    if isinstance(arrived, FlatSelection):
+        return union_count(arrived)
+    return int(arrived.sum()) if isinstance(arrived, Tensor) else arrived
 
 
 def dense_stats(elements: int, total_wire_bytes: int) -> dict[str, float]:

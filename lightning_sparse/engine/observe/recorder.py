@@ -84,6 +84,7 @@ class Recorder:
     def end_step(self) -> StepFacts:
         """Close the facts of this step, open the next, and return the former."""
         self.current.marks.end = self.clock.mark()
+        self.current.close()
         self._bytes_before_last = self.total_wire_bytes
         self.last, self.current = self.current, StepFacts()
         return self.last

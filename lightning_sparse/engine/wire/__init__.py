@@ -1,16 +1,17 @@
 """Wire: how a selection is WRITTEN. Payloads, dtypes and exact bytes; no collective is called here."""
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 
-from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.codes import CodesFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.local import LocalFormat
+from lightning_sparse.engine.wire.owners import LEAST_FOR_AN_OWNER, Owners, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.engine.wire.union import UnionFormat
 from lightning_sparse.registry import unknown_name
@@ -22,6 +23,7 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
+_WORTH = 2.0  # times fewer bytes make up for a second collective, and for what arrives a step later
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,46 +38,107 @@ def wire_dtype(wire: str) -> torch.dtype:
     return WIRE_DTYPES[wire]
 
 
-class Wires(NamedTuple):
-    """The two ways of a group: tensors that are sent whole may travel by another format than some of their elements.
+class Exchange(NamedTuple):
+    """How selections with indices travel.
 
-    A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a tensor, and its indices; a
-    reduction of the whole tensor takes ``2 (ranks - 1) / ranks``. Which way a tensor goes depends on itself alone, so
-    that it does not matter which others it travels with.
+    Attributes:
+        owners: settings of the exchange through owners; ``None`` to gather.
+        chooses: whether each tensor takes the way on which it receives the fewest bytes, all of it if need be.
+    """
+
+    owners: Optional[Owners] = None
+    chooses: bool = False
+
+
+EXCHANGES = {"auto": Exchange(Owners(), chooses=True), "gather": Exchange(), "owners": Exchange(Owners())}
+
+
+def exchange_of(exchange: Union[str, Owners]) -> Exchange:
+    """Return what an ``exchange`` argument stands for.
+
+    Raises:
+        ValueError: if it is no known name.
+    """
+    if isinstance(exchange, Owners):
+        return Exchange(exchange)
+    if exchange not in EXCHANGES:
+        raise ValueError(unknown_name("exchange", str(exchange), EXCHANGES))
+    return EXCHANGES[exchange]
+
+
+class Wires(NamedTuple):
+    """The ways of a group's tensors.
+
+    A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a selection; through owners it is
+    some five times, however many ranks there are; a reduction of the whole tensor takes twice its volume. Which way a
+    tensor goes depends on itself and the number of ranks alone, so that it does not matter which others it travels
+    with, nor how fast the network was when somebody looked.
 
     Attributes:
         elements: for selections with indices.
         whole: for selections without indices, which stand for every element; the same object where there is one way.
+        owners: another way for selections with indices; ``None`` where there is none.
+        chooses: whether a tensor takes another way than ``elements`` only where it then receives half the bytes.
     """
 
     elements: WireFormat
     whole: WireFormat
+    owners: Optional[OwnersFormat] = None
+    chooses: bool = False
+
+    @property
+    def formats(self) -> tuple[WireFormat, ...]:
+        """The ways, each once: for elements first, for whole tensors last."""
+        return tuple(dict.fromkeys(wire for wire in (self.elements, self.owners, self.whole) if wire is not None))
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Names of the collectives that they ask for."""
-        return tuple(dict.fromkeys((*self.elements.collectives, *self.whole.collectives)))
+        return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
-    def wire_for(self, selection: GroupSelection) -> WireFormat:
-        """Return the format by which what is selected of a group travels."""
-        return self.whole if selection.is_whole else self.elements
+    def way_of(self, numel: int, count: int) -> WireFormat:
+        """Return the format by which so many elements of a tensor travel, or all of it where that is much less."""
+        if self.owners is None or numel < self.owners.ranks:  # not every rank would own an element
+            return self.elements
+        gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.elements, self.owners))
+        if not self.chooses:
+            has_enough = count >= LEAST_FOR_AN_OWNER * self.owners.ranks
+            return self.owners if has_enough or owned <= gathered else self.elements
+        whole = math.inf
+        if self.whole is not self.elements:
+            whole = self._received(self.whole, SelectionSize(numel, numel, is_whole=True))
+        if _WORTH * min(whole, owned) > gathered:
+            return self.elements
+        return self.whole if whole <= owned else self.owners
 
     def end_step(self) -> None:
         """End a step."""
-        for wire in dict.fromkeys(self):
+        for wire in self.formats:
             wire.end_step()
 
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         """Return what is handed to collectives for a group, see :meth:`WireFormat.transfers`."""
-        if self.elements is self.whole:
-            return self.elements.transfers(sizes)
-        elements = [size for size in sizes if not size.is_whole]
-        whole = [size for size in sizes if size.is_whole]
-        ways = ((elements, self.elements), (whole, self.whole))
-        return [transfer for part, wire in ways if part for transfer in wire.transfers(part)]
+        ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
+        for size in sizes:
+            wire = self.whole if size.is_whole else self.way_of(size.numel, size.selected)
+            is_sent_whole = wire is self.whole and wire is not self.elements
+            ways[wire].append(SelectionSize(size.numel, size.numel, is_whole=True) if is_sent_whole else size)
+        return [transfer for wire, part in ways.items() if part for transfer in wire.transfers(part)]
+
+    def _received(self, wire: WireFormat, size: SelectionSize) -> float:
+        """Return the bytes that a rank receives from each other for a tensor that travels alone."""
+        shares = {"all_gather": 1.0, "all_to_all": 1 / wire.ranks}
+        return sum(shares[transfer.collective] * transfer.nbytes for transfer in wire.transfers([size]))
 
 
-def build_wires(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: int, ranks: int) -> Wires:
+def build_wires(
+    name: str,
+    dense_name: Optional[str],
+    dtype: torch.dtype,
+    rank: int,
+    ranks: int,
+    exchange: Exchange = EXCHANGES["gather"],
+) -> Wires:
     """Build the formats of a group.
 
     Args:
@@ -84,20 +147,29 @@ def build_wires(name: str, dense_name: Optional[str], dtype: torch.dtype, rank: 
         dtype: type of the values that travel.
         rank: this rank within its process group.
         ranks: size of the process group.
+        exchange: how selections travel that would be gathered; without effect on others.
     """
     wire = WIRE_FORMATS[name](dtype, rank, ranks)
-    return Wires(wire, wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks))
+    whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
+    if exchange.owners is None or not isinstance(wire, GatherFormat):
+        return Wires(wire, whole)
+    owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)
+    return Wires(wire, whole, owners, exchange.chooses)
 
 
 __all__ = [
+    "EXCHANGES",
     "WIRE_DTYPES",
     "WIRE_FORMATS",
     "Arrival",
+    "Exchange",
+    "Owners",
     "Payload",
     "Phases",
     "Transfer",
     "WireFormat",
     "Wires",
     "build_wires",
+    "exchange_of",
     "wire_dtype",
 ]

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
 from lightning_sparse.functional import bucket_views, pack_codes, packed_nbytes, read_as, unpack_codes
 
 
@@ -21,6 +21,7 @@ class CodesFormat(WireFormat):
         scales  4 bytes a bucket
         codes   ceil(log2(2 * levels + 1)) bits each, eight of them in as many bytes
         used    1 byte a tensor, only where unused parameters are tracked
+        padding up to a multiple of 16 bytes
 
     Contributions are decoded and added rank by rank, so that no more than two tensors of the group's size are held.
     What quantization changed is not kept: it is for methods whose codes are right on average.
@@ -40,14 +41,14 @@ class CodesFormat(WireFormat):
         # In unsigned bytes the sum wraps to what it is meant to be.
         packed = pack_codes(codes.view(torch.uint8) + levels, _bits(levels))
         sections = [scales.view(torch.uint8), packed]
-        wires = yield Payload("all_gather", torch.cat(sections if used is None else [*sections, used]))
+        wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
         return self._read(wires, selection.numels, quantizations, used is not None)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         buckets = sum(-(-size.numel // size.bucket_size) for size in sizes)
         numel = sum(size.numel for size in sizes)
-        return [Transfer("all_gather", 4 * buckets + packed_nbytes(numel, _bits(sizes[0].levels)))]
+        return [Transfer("all_gather", aligned(4 * buckets + packed_nbytes(numel, _bits(sizes[0].levels))))]
 
     def _read(
         self,
@@ -59,7 +60,7 @@ class CodesFormat(WireFormat):
         buckets = [quantization.scales.numel() for quantization in quantizations]
         _, bucket_size, levels = quantizations[0]
         sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
-        scale_bytes, codes, used = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
+        scale_bytes, codes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
         scales = read_as(scale_bytes, torch.float32)
         units = _units(scales / self.ranks, levels)
         mean = torch.zeros(sum(numels), device=wires.device)
@@ -72,7 +73,7 @@ class CodesFormat(WireFormat):
         nothing = mean.new_zeros(())
         return Arrival(
             finite=scales.isfinite().all(),
-            used=used.bool().any(dim=0) if has_used else None,
+            used=rest[:, : len(numels)].bool().any(dim=0) if has_used else None,
             means=WholeSelection.of(mean.split(list(numels))),
             kept=WholeSelection.of([nothing.expand(numel) for numel in numels]),
         )

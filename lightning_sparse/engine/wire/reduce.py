@@ -1,6 +1,6 @@
 """Everything travels, and is added on the way: shards go to their owner, sums come back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 import torch
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned
 from lightning_sparse.functional import round_to
 
 
@@ -61,12 +61,18 @@ class ReduceFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        shard_bytes = sum(-(-size.numel // self.ranks) for size in sizes) * self.dtype.itemsize
+        shard_bytes = aligned(sum(-(-size.numel // self.ranks) for size in sizes) * self.dtype.itemsize)
         return [Transfer("all_to_all", shard_bytes * self.ranks), Transfer("all_gather", shard_bytes)]
 
     def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
         sharded = [self._sharded(tensor) for tensor in tensors]
+        sharded.append(tensors[0].new_zeros(self.ranks, self._padding(tensor.numel() for tensor in tensors)))
         return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
+
+    def _padding(self, numels: Iterable[int]) -> int:
+        """Return by how many elements the shards of a group are filled up."""
+        nbytes = sum(-(-numel // self.ranks) for numel in numels) * self.dtype.itemsize
+        return (aligned(nbytes) - nbytes) // self.dtype.itemsize
 
     def _sharded(self, tensor: Tensor) -> Tensor:
         padding = -tensor.numel() % self.ranks
@@ -80,7 +86,7 @@ class ReduceFormat(WireFormat):
         return held[:numel].view(self.ranks, -1)
 
     def _split(self, shards: Tensor, numels: Sequence[int]) -> WholeSelection:
-        pieces = shards.split([-(-numel // self.ranks) for numel in numels], dim=1)
+        pieces = shards.split([*(-(-numel // self.ranks) for numel in numels), self._padding(numels)], dim=1)
         return WholeSelection([Selection(piece, None, numel) for piece, numel in zip(pieces, numels)])
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:

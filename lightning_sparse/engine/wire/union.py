@@ -32,8 +32,9 @@ class UnionFormat(WireFormat):
        :mod:`lightning_sparse.functional.indices`), padded to the largest count with positions beyond the last element
        (all-gather).
     3. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and
-       all-gather). To it the chosen elements of each tensor are a small dense tensor, so that with a 16-bit wire, too,
-       nothing depends on where in a group a tensor lies.
+       all-gather). To it the chosen elements are a small dense tensor; those of each tensor one of its own where the
+       wire rounds, so that nothing depends on where in a group a tensor lies. That takes room for a few elements of
+       each tensor and each rank more.
 
     Where nobody selected anything, the first phase is the last. Ranks may select different numbers of elements, and the
     same ones.
@@ -61,7 +62,7 @@ class UnionFormat(WireFormat):
             wires = yield Payload("all_gather", codec.encode(torch.cat([union, padding]), universe))
             union = codec.decode(wires, universe, max(counts)).unique()
         chosen = FlatSelection.at(accumulated, *_cut(union, selection.numels))
-        pieces = [piece for piece in chosen.values.split(chosen.counts) if piece.numel()]
+        pieces = [piece for piece in self._apart(chosen) if piece.numel()]
         used_by_any = None if used is None else headers[:, _COUNT_BYTES:].bool().any(dim=0)
         if not pieces:
             finite = torch.ones((), dtype=torch.bool, device=union.device)
@@ -83,8 +84,14 @@ class UnionFormat(WireFormat):
         if not count:
             return [header]
         chosen = [SelectionSize(size.selected, size.selected) for size in sizes if size.selected]
+        if self.dtype is torch.float32:
+            chosen = [SelectionSize(sum(size.selected for size in chosen), sum(size.selected for size in chosen))]
         indices = Transfer("all_gather", index_codec(numel, count).nbytes(numel, count))
         return [header, indices, *self._values.transfers(chosen)]
+
+    def _apart(self, chosen: FlatSelection) -> Sequence[Tensor]:
+        """Return what travels as tensors of its own: whose share an element is matters only where rounding is kept."""
+        return [chosen.values] if chosen.values.dtype is self.dtype else chosen.values.split(chosen.counts)
 
 
 def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

@@ -54,14 +54,13 @@ def exchange(
     used = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
     wires = [build_wires("gather", "reduce", torch.float32, rank, ranks) for rank in range(ranks)]
     names, densities, unknown = list("abcd"), [0.1] * 4, [None] * 4
-    parts = [GroupSelector(Answers(whole)).select(names, each, densities, unknown) for each in tensors]
+    parts = [
+        GroupSelector(Answers(whole), own).select(names, each, densities, unknown) for own, each in zip(wires, tensors)
+    ]
     collectives: list[str] = []
     arrivals = []
     for ours in zip(*parts):
-        phases: list[Any] = [
-            wire.wire_for(part.selection).exchange(part.selection, part.tensors, used[part.positions])
-            for wire, part in zip(wires, ours)
-        ]
+        phases: list[Any] = [part.wire.exchange(part.selection, part.tensors, used[part.positions]) for part in ours]
         arrivals.append((ours[0], run(phases, collectives)))
     return arrivals, tensors, collectives
 

@@ -1,0 +1,137 @@
+"""Count what a rank receives, and holds, as the number of ranks grows: no network and no other rank is needed.
+
+Bytes are those that the engine announces, which ``tests/engine/wire/test_transfers.py`` holds it to. Memory is that of
+a process that makes steps with a pipeline whose collectives answer as so many ranks would::
+
+    python ranks.py
+    python ranks.py --picture ranks.png
+    python ranks.py --memory
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
+from lightning_sparse.compressors import element_count
+from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step import LocalGradient
+from lightning_sparse.engine.wire import EXCHANGES, build_wires
+
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+DENSITY = 0.01
+# GPT-2 with 124 million parameters: embeddings, and twelve blocks.
+_BLOCK = (768, 768, 2304 * 768, 2304, 768 * 768, 768, 768, 768, 3072 * 768, 3072, 3072 * 768, 768)
+SIZES = (50257 * 768, 1024 * 768, *_BLOCK * 12, 768, 768)
+
+
+def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
+    """Return the bytes that a rank receives in a step; ``exchange`` may also be ``ddp`` or ``ddp, bf16``."""
+    if exchange.startswith("ddp"):
+        return (2 if "bf16" in exchange else 4) * sum(sizes) * 2 * (ranks - 1) / ranks
+    wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
+    shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
+    transfers = wires.transfers([SelectionSize(size, element_count(size, DENSITY)) for size in sizes])
+    return sum(shares[transfer.collective] * transfer.nbytes for transfer in transfers)
+
+
+def table() -> Iterator[str]:
+    """Yield a Markdown table of megabytes."""
+    rows = ("ddp", "ddp, bf16", *EXCHANGES)
+    yield f"| megabytes that a rank receives in a step | {' | '.join(map(str, RANKS))} |"
+    yield "| --- |" + " ---: |" * len(RANKS)
+    for row in rows:
+        yield f"| {row} | " + " | ".join(f"{received(row, ranks) / 1e6:.3g}" for ranks in RANKS) + " |"
+
+
+def draw(path: Path) -> None:
+    """Draw the same."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    styles = {"ddp": ":", "ddp, bf16": "--", "gather": "-", "owners": "-", "auto": "-"}
+    for row, style in styles.items():
+        width = 4 if row == "auto" else 1.8
+        axes.plot(RANKS, [received(row, ranks) / 1e6 for ranks in RANKS], style, label=row, linewidth=width, alpha=0.75)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="megabytes that a rank receives in a step")
+    axes.set_xticks(RANKS, map(str, RANKS))
+    axes.set_title(f"124 million parameters, density {DENSITY:g}, fp32 values")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def memory(exchange: str, ranks: int) -> str:
+    """Make steps in this process; return bytes for each element, at the peak and between steps, beside gradients."""
+    torch.set_num_threads(1)
+    _steps([1 << 17], exchange, ranks)  # what the libraries allocate when they are first called is not the engine's
+    sizes = [1 << 20] * 48
+    peak, held = _steps(sizes, exchange, ranks)
+    return f"{peak / sum(sizes):.2f}, {held / sum(sizes):.2f}"
+
+
+def _steps(sizes: Sequence[int], exchange: str, ranks: int) -> tuple[int, int]:
+    """Make steps; return the bytes that are resident at the peak and afterwards, more than before."""
+    settings = Settings("topk", DENSITY, "merged", "float32", 0, exchange=exchange)
+    pipeline = rehearsed_pipeline(settings, sizes, ranks, torch.device("cpu"))
+    gradients = [torch.randn(size) for size in sizes]
+    before = _resident()
+    for _ in range(3):
+        for gradient in gradients:
+            gradient.normal_()
+        groups = [[LocalGradient(str(place), gradient, None)] for place, gradient in enumerate(gradients)]
+        pipeline.commit([part for group in groups for part in pipeline.exchange(group)])
+        pipeline.recorder.end_step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak - before, _resident() - before
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def memory_table() -> Iterator[str]:
+    """Yield a Markdown table of bytes for each element; each cell is measured in a process of its own."""
+    yield "| bytes an element beside gradients: at the peak, between steps | 4 ranks | 64 | 1024 |"
+    yield "| --- | ---: | ---: | ---: |"
+    # What is freed goes back to the system at once, so that what is resident is what is held.
+    given = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    for exchange in ("gather", "owners"):
+        cells = []
+        for ranks in (4, 64, 1024):
+            command = [sys.executable, __file__, "--one", exchange, str(ranks)]
+            if exchange == "gather" and ranks == 1024:
+                cells.append("not tried")  # more than most machines have
+            else:
+                cells.append(
+                    subprocess.run(command, check=True, capture_output=True, text=True, env=given).stdout.strip()
+                )
+        yield f"| {exchange} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print a table, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the bytes")
+    parser.add_argument("--memory", action="store_true", help="measure memory")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(memory(options.one[0], int(options.one[1])))
+    elif options.picture is not None:
+        draw(options.picture)
+    else:
+        print("\n".join(memory_table() if options.memory else table()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The exchange through owners keeps the laws that the gather keeps; in real processes, for all that may take it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse import Owners, SparseDDPStrategy
+from lightning_sparse.compressors.dgc import DGC
+from lightning_sparse.schedule import FixedSize
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.laws.finiteness import NOT_FINITE, train_with_gaps
+from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance, train_branches
+from lightning_sparse.testing.laws.replicas import train_sluggishly
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp
+
+COMPRESSORS = {
+    "topk": "topk",
+    "lags": "lags",
+    "omgs": "omgs",
+    "sdagc": "sdagc",
+    "dgc": DGC(momentum=0.9, masks_momentum=True),
+}
+each_compressor = pytest.mark.parametrize("name", COMPRESSORS)
+each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+
+
+def settings_of(name: str, wire: str = "float32", **more: Any) -> dict[str, Any]:
+    """Return settings with which the larger parameters of the models here travel through owners, at 3 ranks too."""
+    return {"compressor": COMPRESSORS[name], "density": 0.08, "wire": wire, "exchange": Owners(keep=1.5), **more}
+
+
+def wire_bytes(rank: int, settings: dict[str, Any]) -> float:
+    """Return the bytes that a rank hands in during a step."""
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
+        return engine.compression_stats()["wire_bytes"]
+
+
+def test_the_models_here_do_travel_through_owners(pools: dict[int, Pool]) -> None:
+    for name in COMPRESSORS:
+        with_owners = pools[3].run(wire_bytes, settings_of(name))
+        gathered = pools[3].run(wire_bytes, settings_of(name, exchange="gather"))
+        assert with_owners != gathered
+
+
+@pytest.mark.parametrize(
+    ("name", "wire"), [("topk", "float32"), *((name, "bfloat16") for name in ("topk", "omgs", "sdagc"))]
+)
+def test_mass_is_conserved(pools: dict[int, Pool], name: str, wire: str) -> None:
+    assert_mass_is_conserved(pools[3].run(balance, settings_of(name, wire), 4))
+
+
+@each_compressor
+def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools: dict[int, Pool], name: str) -> None:
+    outcomes = []
+    for schedule in ("layerwise", "single", FixedSize(2600)):
+        settings = settings_of(name, "bfloat16", schedule=schedule)
+        histories = pools[3].run(train_sluggishly, settings, 3, False)
+        for history in histories[1:]:
+            assert_same(history, histories[0])
+        outcomes.append(histories)
+    if name != "omgs":  # whose choice depends on what travels together
+        for outcome in outcomes[1:]:
+            assert_same(outcome, outcomes[0])
+
+
+@each_compressor
+def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(pair: Pool, name: str) -> None:
+    for gaps in pair.run(train_with_gaps, settings_of(name), 1):
+        for poison, (before, after, poisoned, recovered) in zip(NOT_FINITE, gaps):
+            assert_same(before, after)
+            assert not poisoned.isfinite().all(), f"{poison} is hidden"
+            assert recovered, f"{poison} is not forgotten"
+
+
+@each_wire
+def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(pair: Pool, wire: str) -> None:
+    for entries in zip(*pair.run(train_branches, settings_of("topk", wire) | {"density": 0.5})):
+        for name in ("shared", "sometimes", "never"):
+            owed = sum(owed[name].double() for owed, _, _ in entries) / 2
+            kept = sum(after[name].double() for _, _, after in entries) / 2
+            torch.testing.assert_close(entries[0][1][name].double() + kept, owed, rtol=1e-5, atol=1e-6)
+
+
+def momentum_where_nothing_was_sent(rank: int, wire: str) -> tuple[bool, bool]:
+    """Return whether momentum is zero just where this rank's own elements were sent."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), **settings_of("dgc", wire)) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
+        state = engine.memory.state_dict()
+        momentum, residual = (state[kind]["matrix"] for kind in ("momentum", "residual"))
+        was_sent = momentum == 0
+        # In the first step the velocity is the gradient. What rounding left is far less.
+        return bool(was_sent.any()), bool((residual[~was_sent].abs() >= momentum[~was_sent].abs() * 0.9).all())
+
+
+@each_wire
+def test_only_the_momentum_of_what_was_sent_is_masked(pair: Pool, wire: str) -> None:
+    for some_are_sent, others_stay in pair.run(momentum_where_nothing_was_sent, wire):
+        assert some_are_sent
+        assert others_stay
+
+
+def lines_said(rank: int, settings: dict[str, Any]) -> list[str]:
+    """Return the lines for the user."""
+    lines: list[str] = []
+    with sparse_ddp(Edges(), **settings, say=lines.append):
+        return lines
+
+
+def test_a_line_tells_of_memory_that_grows_with_ranks(pair: Pool) -> None:
+    for density, exchange, is_told in ((0.2, "gather", True), (0.1, "gather", False), (0.2, "auto", False)):
+        for lines in pair.run(lines_said, {"density": density, "exchange": exchange}):
+            told = ["exchange='auto'" in line and "4.8 bytes for each parameter" in line for line in lines]
+            assert any(told) is is_told
+
+
+def test_a_compressor_with_a_way_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"exchange='owners' was given to ExDyna"):
+        SparseDDPStrategy(compressor="exdyna", exchange="owners")
+    with pytest.raises(ValueError, match=r"unknown exchange 'ring'|exchange='ring'"):
+        SparseDDPStrategy(exchange="ring")

@@ -1,0 +1,248 @@
+"""Owners: what arrives and what stays, against a slow reference; that nothing depends on company; overflow; bytes."""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group_selection import FlatSelection
+from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.topk import largest_of_each
+from lightning_sparse.engine.wire import Arrival, Payload, Wires, build_wires, exchange_of
+from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
+from lightning_sparse.functional import round_to
+
+WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def exchanged(
+    tensors: Sequence[Sequence[Tensor]],
+    counts: Sequence[int],
+    keep: float,
+    dtype: torch.dtype = torch.float32,
+    filled: Optional[Tensor] = None,
+) -> tuple[list[Arrival], list[int]]:
+    """Exchange the largest elements of each rank's tensors through owners; return what arrived, and bytes handed in."""
+    ranks = len(tensors)
+    phases = []
+    for rank, each in enumerate(tensors):
+        selection = largest_of_each(each, counts)
+        selection = selection if filled is None else selection.filled_at(filled)
+        phases.append(OwnersFormat(dtype, rank, ranks, keep).exchange(selection, each, None))
+    payloads = [next(each) for each in phases]
+    nbytes = []
+    while True:
+        nbytes.append(payloads[0].tensor.nbytes)
+        sent = [payload.tensor for payload in payloads]
+        if payloads[0].collective == "all_to_all":
+            received = [torch.stack([each[rank] for each in sent]) for rank in range(ranks)]
+        else:
+            received = [torch.stack(sent)] * ranks
+        answers = [_answer(phase, tensor) for phase, tensor in zip(phases, received)]
+        if isinstance(answers[0], Arrival):
+            return [answer for answer in answers if isinstance(answer, Arrival)], nbytes
+        payloads = [answer for answer in answers if isinstance(answer, Payload)]
+
+
+def _answer(phase: object, tensor: Tensor) -> "Arrival | Payload":
+    try:
+        return phase.send(tensor)  # type: ignore[attr-defined,no-any-return]
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+def gradients(ranks: int, numels: Sequence[int]) -> list[list[Tensor]]:
+    """Return tensors of each rank that have a part in common, of magnitudes so far apart that none tie."""
+    generator = torch.Generator().manual_seed(1)
+    common = [torch.randn(numel, generator=generator) for numel in numels]
+    sizes = [(3 * torch.randn(numel, generator=generator)).exp() for numel in numels]
+    return [
+        [size * (each + torch.randn(len(each), generator=generator)) for each, size in zip(common, sizes)]
+        for _ in range(ranks)
+    ]
+
+
+def written(arrival: Arrival, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the means, and what stays of each tensor."""
+    means, kept = ([tensor.clone() for tensor in tensors] for _ in range(2))
+    arrival.means.scatter(means)
+    arrival.kept.overwrite(kept)
+    return means, kept
+
+
+def owners_of(numel: int, ranks: int) -> list[int]:
+    """Return the owner of each element, as the documented map says, one by one."""
+    owners = []
+    for index in range(numel):
+        block = index // ranks
+        owners.append((index + (block * 0x9E3779B1 >> 16)) % ranks)
+    return owners
+
+
+def reference(tensors: Sequence[Tensor], count: int, keep: float, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Exchange one tensor of each rank element by element, return the mean and what stays."""
+    ranks, numel = len(tensors), tensors[0].numel()
+    owners = owners_of(numel, ranks)
+    room = math.ceil(count / ranks + 4 * math.sqrt(count / ranks))
+    sums = torch.zeros(numel)
+    taken: list[set[int]] = []
+    for tensor in tensors:
+        chosen = sorted(range(numel), key=lambda index: -abs(float(tensor[index])))[:count]
+        by_owner = {rank: [index for index in chosen if owners[index] == rank][:room] for rank in range(ranks)}
+        taken.append(set(chain.from_iterable(by_owner.values())))
+        for index in taken[-1]:
+            sums[index] += round_to(tensor[index], dtype).float() / ranks
+    final: set[int] = set()
+    for rank in range(ranks):
+        share = [index for index in range(numel) if owners[index] == rank]
+        share.sort(key=lambda index: -abs(float(sums[index])))
+        final |= set(share[: min(numel // ranks, math.ceil(min(keep, ranks) * count / ranks))])
+    mean = torch.tensor([float(sums[index]) if index in final else 0.0 for index in range(numel)])
+    stays = [tensor.clone() for tensor in tensors]
+    for tensor, own in zip(stays, taken):
+        for index in own & final:
+            tensor[index] -= round_to(tensor[index], dtype).float()
+    applied = round_to(mean, dtype).float()
+    for index in final:
+        stays[owners[index]][index] += ranks * (mean[index] - applied[index])
+    return applied, stays
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("keep", [1.0, 4.0])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_what_arrives_and_what_stays_is_what_a_loop_says(ranks: int, keep: float, wire: str) -> None:
+    dtype, counts = WIRES[wire], (200, 170)
+    tensors = gradients(ranks, (2003, 1500))
+    arrivals, _ = exchanged(tensors, counts, keep, dtype)
+    expected = [reference([each[place] for each in tensors], counts[place], keep, dtype) for place in range(2)]
+    # What rounding leaves is as exact as the numbers whose difference it is.
+    bounds = [2e-6 * sum(each[place].abs() for each in tensors) for place in range(2)]
+    for rank, (arrival, each) in enumerate(zip(arrivals, tensors)):
+        assert bool(arrival.finite)
+        means, kept = written(arrival, each)
+        for place, (mean, stays) in enumerate(expected):
+            assert bool(((means[place] - mean).abs() <= bounds[place]).all())
+            assert bool(((kept[place] - stays[rank]).abs() <= bounds[place]).all())
+
+
+def test_all_ranks_receive_the_same_bits_whatever_else_is_in_the_group() -> None:
+    tensors = gradients(4, (3001, 800, 2048))
+    together, _ = exchanged(tensors, (150, 140, 300), keep=2.0)
+    for place, count in enumerate((150, 140, 300)):
+        alone, _ = exchanged([[each[place]] for each in tensors], (count,), keep=2.0)
+        for one, other, own in zip(together, alone, tensors):
+            means, kept = written(one, own)
+            alone_means, alone_kept = written(other, [own[place]])
+            assert torch.equal(means[place], alone_means[0])
+            assert torch.equal(kept[place], alone_kept[0])
+            assert torch.equal(means[place], written(together[0], tensors[0])[0][place])
+
+
+def test_of_what_does_not_fit_the_smallest_stay() -> None:
+    ranks, numel, count = 4, 8000, 400
+    owners = torch.tensor(owners_of(numel, ranks))
+    mine = (owners == 2).nonzero().flatten()[:count]
+    tensors = []
+    for _ in range(ranks):
+        tensor = torch.zeros(numel)
+        tensor[mine] = torch.arange(1.0, count + 1)
+        tensors.append([tensor])
+    arrivals, _ = exchanged(tensors, (count,), keep=4.0)
+    room = math.ceil(count / ranks + 4 * math.sqrt(count / ranks))
+    means, kept = written(arrivals[0], tensors[0])
+    assert torch.equal(means[0].nonzero().flatten(), mine[-room:])
+    assert torch.equal(kept[0].nonzero().flatten(), mine[:-room])
+
+
+def test_a_place_that_is_not_filled_is_neither_sent_nor_takes_room() -> None:
+    tensors = gradients(3, (900,))
+    filled = torch.arange(120) % 2 == 0
+    arrivals, _ = exchanged(tensors, (120,), keep=3.0, filled=filled)
+    for arrival, [tensor] in zip(arrivals, tensors):
+        _, [kept] = written(arrival, [tensor])
+        chosen = largest_of_each([tensor], (120,)).indices
+        assert torch.equal(kept[chosen[1::2]], tensor[chosen[1::2]])
+        assert not kept[chosen[::2]].any()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1999])
+def test_what_is_not_finite_reaches_all_ranks(poison: float, place: int) -> None:
+    tensors = gradients(3, (2000,))
+    tensors[1][0][place] = poison
+    arrivals, _ = exchanged(tensors, (100,), keep=1.0)
+    assert not any(bool(arrival.finite) for arrival in arrivals)
+
+
+def test_elements_are_shared_evenly_also_in_columns_and_rows() -> None:
+    ranks = 16
+    owners = torch.tensor(owners_of(512 * 512, ranks)).view(512, 512)
+    for share in (owners[:, 7], owners[3], owners[::2, ::2].flatten(), owners[:, :8].flatten()):
+        counts = torch.bincount(share, minlength=ranks)
+        assert counts.max() <= len(share) / ranks + 4 * math.sqrt(len(share) / ranks)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("numels", "counts"), [((5000,), (200,)), ((5000, 70_001, 300_000), (200, 200, 3000))])
+def test_the_bytes_are_those_that_were_told(numels: tuple[int, ...], counts: tuple[int, ...], wire: str) -> None:
+    sizes = [SelectionSize(numel, count) for numel, count in zip(numels, counts)]
+    told = OwnersFormat(WIRES[wire], 0, 4, 2.0).transfers(sizes)
+    _, handed_in = exchanged(gradients(4, numels), counts, 2.0, WIRES[wire])
+    assert [transfer.nbytes for transfer in told] == handed_in
+
+
+def received(wires: Wires, sizes: Sequence[SelectionSize], ranks: int) -> float:
+    """Return the bytes that a rank receives."""
+    shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
+    return sum(shares[name] * nbytes for name, nbytes in wires.transfers(sizes))
+
+
+def test_bytes_do_not_grow_with_ranks() -> None:
+    numels = (2_000_000, 512, 500_000, 1000)
+    sizes = [SelectionSize(numel, max(1, numel // 100)) for numel in numels]
+    at = {
+        (name, ranks): received(
+            build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(name)), sizes, ranks
+        )
+        for name in ("gather", "owners", "auto")
+        for ranks in (2, 4, 16, 64, 1024)
+    }
+    assert at["owners", 16] < 0.4 * at["gather", 16]
+    assert at["owners", 64] < 1.1 * at["owners", 16]
+    assert at["auto", 64] < 0.1 * at["gather", 64]
+    assert at["auto", 1024] < 1.5 * at["auto", 16]
+    for ranks in (2, 4):
+        assert at["auto", ranks] == at["gather", ranks]
+
+
+def test_a_way_depends_on_the_tensor_and_the_ranks_alone() -> None:
+    def way(exchange: str, ranks: int, numel: int, count: int) -> str:
+        wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
+        return type(wires.way_of(numel, count)).__name__
+
+    assert way("auto", 8, 1_000_000, 10_000) == "GatherFormat"
+    assert way("auto", 16, 1_000_000, 10_000) == "OwnersFormat"
+    assert way("auto", 16, 1000, 10) == "GatherFormat"
+    assert way("auto", 512, 1000, 10) == "ReduceFormat"
+    assert way("owners", 2, 10_000, 100) == "OwnersFormat"
+    assert way("owners", 2, 3000, 30) == "GatherFormat"
+    assert way("owners", 512, 300, 3) == "GatherFormat"
+    assert way("gather", 512, 1_000_000, 10_000) == "GatherFormat"
+
+
+def test_a_merged_tensor_takes_the_way_of_its_size() -> None:
+    selection = FlatSelection.of([torch.randn(10_000)], [torch.arange(100)])
+    arrival = build_wires("gather", "reduce", torch.float32, 0, 2, exchange_of(Owners(keep=1)))
+    assert isinstance(arrival.way_of(selection.numel, 100), OwnersFormat)
+
+
+def test_an_unknown_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"exchange='owner'.*owners"):
+        exchange_of("owner")
+    with pytest.raises(ValueError, match=r"keep=0\.5 must be at least 1"):
+        Owners(keep=0.5)
