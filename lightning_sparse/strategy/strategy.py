@@ -286,16 +286,31 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        tolerates_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-        self._wrapping.check(self.optimizers, tolerates_unused)
+        self._wrapping.check(self.optimizers, self._tolerates_unused)
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
         if self.engine is not None:
             assert self._optimizer_view is not None
-            coming = self._optimizer_view.coming_step(self.is_plain)
+            assert isinstance(self.model, DistributedDataParallel)
+            is_exchanged = self.model.require_backward_grad_sync
+            continued = self._step.hold_arrived(is_exchanged) if self._holds_arrived else frozenset()
+            coming = self._optimizer_view.coming_step(self.is_plain, continued)
             epoch = self.lightning_module.current_epoch
             self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.steps)
+
+    @property
+    def _tolerates_unused(self) -> bool:
+        return any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+
+    @property
+    def _holds_arrived(self) -> bool:
+        """Whether an exchange must not be given what another one of the same step has brought.
+
+        It would be taken for a gradient: by momentum, which is one of gradients; and of a parameter that no rank used
+        this time, where nothing is to change.
+        """
+        return not self.is_plain and (self.settings.feedback.momentum is not None or self._tolerates_unused)
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -307,6 +322,9 @@ class SparseDDPStrategy(DDPStrategy):
         super().post_backward(closure_loss)
         if self.engine is not None:
             self.engine.raise_error()
+            assert isinstance(self.model, DistributedDataParallel)
+            if self._holds_arrived and self.model.require_backward_grad_sync:
+                self._step.give_arrived(self.optimizers)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -453,7 +471,9 @@ class SparseDDPStrategy(DDPStrategy):
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         unused = restore_engine(self.engine, self.settings.compressor, kept["engine"], save, parameters, path)
         is_begun = bool(kept.get("is_accumulating"))
-        self._step.restore(fitted_gradients(kept.get("gradients", {}), trained, path), is_begun)
+        gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
+        exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
+        self._step.restore(gradients, is_begun, arrived, exchanged)
         if self.settings.compressor.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -37,6 +37,8 @@ class Decaying(Numbered):
 class Cadence(Numbered):
     """One optimizer steps after every batch, the other one after three, with all that has gathered."""
 
+    momentum = 0.0
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.automatic_optimization = False
@@ -55,7 +57,14 @@ class Cadence(Numbered):
 
     def configure_optimizers(self) -> Any:
         """Return one for each."""
-        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.network, self.slow)]
+        layers = self.network, self.slow
+        return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=self.momentum) for layer in layers]
+
+
+class CadenceWithMomentum(Cadence):
+    """The same, with momentum."""
+
+    momentum = 0.9
 
 
 class Heads(Numbered):
@@ -111,6 +120,7 @@ MODELS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "a momentum that is scheduled": (OneCycle, "dgc", {}, {}),
     "a weight decay that is scheduled": (Decaying, "dgc", {}, {}),
     "an optimizer that steps less often": (Cadence, "topk", {}, {}),
+    "the same, with momentum": (CadenceWithMomentum, "dgc", {}, {}),
     "used before the save only": (Heads, "exdyna", UNUSED, IN_PAIRS),
     "the same, own buckets": (Heads, "topk", {**UNUSED, "gradient_as_bucket_view": False}, IN_PAIRS),
     "sparse layout": (Sparse, "topk", {}, IN_PAIRS),
