@@ -101,7 +101,7 @@ class UnfinishedStep:
         """Go on from a checkpoint, once :meth:`put_back` is called."""
         self._restored = dict(gradients)
         self.is_begun = is_begun
-        self._arrived = {**arrived}
+        self._arrived = dict(arrived.items())
         self._exchanged = list(exchanged)
 
     def close(self) -> None:
