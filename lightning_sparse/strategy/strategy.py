@@ -34,6 +34,7 @@ from lightning_sparse.strategy.checkpoints import (
     fitted_gradients,
     on_host,
     restore_engine,
+    saved_layouts,
 )
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.lightning_names import where_to_import
@@ -437,6 +438,7 @@ class SparseDDPStrategy(DDPStrategy):
             return None
         assert self.lightning_module is not None
         kept: dict[str, Any] = {"engine": engine_state, **self._step.state(self.lightning_module, self.optimizers)}
+        kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         if self.settings.compressor.replicas_diverge:
@@ -469,7 +471,8 @@ class SparseDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
-        unused = restore_engine(self.engine, self.settings.compressor, kept["engine"], save, parameters, path)
+        layouts, compressor = kept.get("layouts", {}), self.settings.compressor
+        unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
         exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
