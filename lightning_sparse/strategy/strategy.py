@@ -88,8 +88,9 @@ class SparseDDPStrategy(DDPStrategy):
             are: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with a warm-up of
             its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
             with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
-        **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
-            ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
+        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
+            much memory as the residuals take.
+        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:
         settings: what the user chose, checked.
@@ -114,6 +115,7 @@ class SparseDDPStrategy(DDPStrategy):
         warmup_epochs: Optional[int] = None,
         resume_compression: bool = True,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
@@ -130,9 +132,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._has_failed = False
         self._final_stats: dict[str, float] = {}
         self._final_state: Optional[dict[str, Any]] = None
-        # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
-        given = {"gradient_as_bucket_view": True, **ddp_kwargs}
-        super().__init__(**given)
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
         # A Trainer of Lightning's other name refuses this object, and shows it in its error.
