@@ -82,12 +82,14 @@ class Hyperparameters(NamedTuple):
         momentum: that the memory has taken over from its parameter group.
         nesterov: whether that is Nesterov's.
         adam: what Adam keeps of it, where the memory makes Adam's updates before selection; else ``None``.
+        continues_step: whether its gradient was exchanged before in this step: a backward is one of several.
     """
 
     learning_rate: float
     momentum: float = 0.0
     nesterov: bool = False
     adam: Optional["AdamMoments"] = None
+    continues_step: bool = False
 
 
 class AdamMoments(NamedTuple):

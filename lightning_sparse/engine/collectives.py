@@ -1,13 +1,15 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -125,21 +127,27 @@ class Collectives:
         self.group = None
 
 
-def gather_apart(thing: Any, timeout: Optional[timedelta] = None) -> list[Any]:
-    """Gather what every rank hands in, over a process group that is made for this alone.
+def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
+    """Gather what every rank has to say, in the store by which the ranks have found each other.
 
     For what a rank may have noticed while others have not, and go on with their step: on a process group that is in
-    use, its message would be taken for one of that step.
+    use, its message would be taken for one of that step. One of its own, of gloo, would need more than NCCL does: names
+    of hosts that do not lead to loopback.
 
     Raises:
         RuntimeError: if not every rank calls this within the timeout.
     """
-    group = dist.new_group(timeout=timeout, backend="gloo")
-    try:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, thing, group=group)
-    finally:
-        dist.destroy_process_group(group)
+    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    limit = default_pg_timeout if timeout is None else timeout
+    # One for each time that this rank has called; as on the others.
+    place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
+    store.set(f"{place}/{rank}", line)
+    if rank == 0:
+        handed_in = [f"{place}/{each}" for each in range(ranks)]
+        store.wait(handed_in, limit)
+        store.set(place, json.dumps([store.get(each).decode() for each in handed_in]))
+    store.wait([place], limit)
+    gathered: list[str] = json.loads(store.get(place))
     return gathered
 
 

@@ -219,7 +219,10 @@ class Pipeline:
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
-        for local, tensor in zip(exchanged.group, means):
+        used = exchanged.arrival.used
+        for position, (local, tensor) in enumerate(zip(exchanged.group, means)):
+            if used is not None and not local.is_used:
+                tensor.mul_(used[position])  # what nobody used is not applied, nor taken from what waits
             if tensor is not local.gradient:
                 local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 

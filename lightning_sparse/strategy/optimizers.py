@@ -1,6 +1,7 @@
 """A view of the optimizers: their settings for each parameter, and the momentum that the memory takes over."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Optional
@@ -93,12 +94,13 @@ class OptimizerView:
         if self._adam is not None:
             self._adam.names = self._names
 
-    def coming_step(self, is_plain: bool = False) -> ComingStep:
+    def coming_step(self, is_plain: bool = False, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
         """Return what the exchange has to know of the coming step, which may be left to plain DDP.
 
-        The same on all ranks: all train the same parameters, and have made as many steps with each.
+        The same on all ranks: all train the same parameters, and have made as many steps with each. For the
+        parameters in ``continued`` it has had an exchange before.
         """
-        found = self.hyperparameters()
+        found = self.hyperparameters(continued)
         if self._adam is None:
             return ComingStep(found, frozenset(), 0)
         coming = self._adam.coming(is_plain)
@@ -108,10 +110,11 @@ class OptimizerView:
         """Keep out of sight the gradients of parameters whose updates were made before selection, for a while."""
         return nullcontext() if self._adam is None else self._adam.hidden()
 
-    def hyperparameters(self) -> dict[str, Hyperparameters]:
+    def hyperparameters(self, continued: AbstractSet[torch.Tensor] = frozenset()) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
 
-        A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
+        For the parameters in ``continued`` the step has had an exchange before. One that no optimizer handles has no
+        learning rate (NaN): when one begins to, that is no change of rate.
         """
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
@@ -122,7 +125,9 @@ class OptimizerView:
             # A learning rate that is a tensor on a device has to be asked for; it is one where the user made it one.
             settings = self._settings(key, group, float(group["lr"]))
             found.update(
-                (self._names[parameter], settings) for parameter in group["params"] if parameter in self._names
+                (self._names[parameter], settings._replace(continues_step=parameter in continued))
+                for parameter in group["params"]
+                if parameter in self._names
             )
         return found
 

@@ -35,6 +35,7 @@ from lightning_sparse.strategy.checkpoints import (
     fitted_gradients,
     on_host,
     restore_engine,
+    saved_layouts,
 )
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.lightning_names import where_to_import
@@ -93,8 +94,9 @@ class SparseDDPStrategy(DDPStrategy):
             add them up, and applies the largest sums, so that they do not; an :class:`~lightning_sparse.Owners` says
             how many. ``"auto"`` gathers, except for the tensors of which another way takes half the bytes or less:
             that is so from about 12 ranks on. See the page on scaling.
-        **ddp_kwargs: arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
-            ``True`` unless given: it saves a copy of every gradient, and as much memory as the residuals take.
+        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
+            much memory as the residuals take.
+        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:
         settings: what the user chose, checked.
@@ -120,6 +122,7 @@ class SparseDDPStrategy(DDPStrategy):
         resume_compression: bool = True,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
+        gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
@@ -136,9 +139,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._has_failed = False
         self._final_stats: dict[str, float] = {}
         self._final_state: Optional[dict[str, Any]] = None
-        # Under a name of its own: a command line that can follow the keywords to DDP passes DDP's defaults for ours.
-        given = {"gradient_as_bucket_view": True, **ddp_kwargs}
-        super().__init__(**given)
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
         # A Trainer of Lightning's other name refuses this object, and shows it in its error.
@@ -293,16 +294,31 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        tolerates_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-        self._wrapping.check(self.optimizers, tolerates_unused)
+        self._wrapping.check(self.optimizers, self._tolerates_unused)
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
         if self.engine is not None:
             assert self._optimizer_view is not None
-            coming = self._optimizer_view.coming_step(self.is_plain)
+            assert isinstance(self.model, DistributedDataParallel)
+            is_exchanged = self.model.require_backward_grad_sync
+            continued = self._step.hold_arrived(is_exchanged) if self._holds_arrived else frozenset()
+            coming = self._optimizer_view.coming_step(self.is_plain, continued)
             epoch = self.lightning_module.current_epoch
             self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.steps)
+
+    @property
+    def _tolerates_unused(self) -> bool:
+        return any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+
+    @property
+    def _holds_arrived(self) -> bool:
+        """Whether an exchange must not be given what another one of the same step has brought.
+
+        It would be taken for a gradient: by momentum, which is one of gradients; and of a parameter that no rank used
+        this time, where nothing is to change.
+        """
+        return not self.is_plain and (self.settings.feedback.momentum is not None or self._tolerates_unused)
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -314,6 +330,9 @@ class SparseDDPStrategy(DDPStrategy):
         super().post_backward(closure_loss)
         if self.engine is not None:
             self.engine.raise_error()
+            assert isinstance(self.model, DistributedDataParallel)
+            if self._holds_arrived and self.model.require_backward_grad_sync:
+                self._step.give_arrived(self.optimizers)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -426,6 +445,7 @@ class SparseDDPStrategy(DDPStrategy):
             return None
         assert self.lightning_module is not None
         kept: dict[str, Any] = {"engine": engine_state, **self._step.state(self.lightning_module, self.optimizers)}
+        kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         if self.settings.compressor.replicas_diverge:
@@ -458,9 +478,12 @@ class SparseDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
-        unused = restore_engine(self.engine, self.settings.compressor, kept["engine"], save, parameters, path)
+        layouts, compressor = kept.get("layouts", {}), self.settings.compressor
+        unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
-        self._step.restore(fitted_gradients(kept.get("gradients", {}), trained, path), is_begun)
+        gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
+        exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
+        self._step.restore(gradients, is_begun, arrived, exchanged)
         if self.settings.compressor.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -4,17 +4,19 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.plugins.environments import SLURMEnvironment
 from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks import RequeueAtStepEnd
+from lightning_sparse.callbacks import RequeueAtStepEnd, requeue
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer
 
@@ -40,12 +42,20 @@ class SignalAt(Callback):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def fit_signalled(rank: int, folder: str, signalled: tuple[int, ...]) -> tuple[bool, int, bool, list[str]]:
-    """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings."""
+def fit_signalled(
+    rank: int, folder: str, signalled: tuple[int, ...], backend: str = "gloo"
+) -> tuple[bool, int, bool, list[str]]:
+    """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings.
+
+    Another ``backend`` than gloo's is none that ranks can share a GPU with: it is gloo under another name.
+    """
     job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     job["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
     before, has_ended = signal.getsignal(signal.SIGUSR1), False
-    with mock.patch.dict(os.environ, job), warnings.catch_warnings(record=True) as caught:
+    made = mock.Mock(wraps=dist.new_group)
+    theirs = SimpleNamespace(**{**vars(dist), "get_backend": lambda: backend, "new_group": made})
+    renamed = mock.patch.object(requeue, "dist", theirs)
+    with mock.patch.dict(os.environ, job), renamed, warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message="SLURM does not put job")
         callbacks = [RequeueAtStepEnd(), SignalAt(4 if rank in signalled else -1)]
         plugins = [SLURMEnvironment()]
@@ -54,6 +64,7 @@ def fit_signalled(rank: int, folder: str, signalled: tuple[int, ...]) -> tuple[b
             trainer.fit(Small())
         except SystemExit:
             has_ended = True
+    assert made.call_count == (backend == "gloo")
     is_restored = signal.getsignal(signal.SIGUSR1) == before
     signal.signal(signal.SIGUSR1, before)
     said = [str(each.message) for each in caught if "SLURM does not" in str(each.message)]
@@ -76,10 +87,12 @@ def put_scontrol(folder: Path, status: int) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
-def test_all_ranks_save_and_end_after_the_same_step(signalled: tuple[int, ...], pair: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signalled", "backend"), [((0,), "gloo"), ((1,), "gloo"), ((0, 1), "gloo"), ((1,), "nccl")])
+def test_all_ranks_save_and_end_after_the_same_step(
+    signalled: tuple[int, ...], backend: str, pair: Pool, tmp_path: Path
+) -> None:
     put_scontrol(tmp_path, 0)
-    (ended, step, _, _), (other_ended, other_step, _, _) = pair.run(fit_signalled, str(tmp_path), signalled)
+    (ended, step, _, _), (other_ended, other_step, _, _) = pair.run(fit_signalled, str(tmp_path), signalled, backend)
     assert ended
     assert other_ended
     assert step == other_step == 6  # signalled in the fifth, agreed on while the sixth ran

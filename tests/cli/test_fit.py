@@ -43,12 +43,15 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
         "--trainer.strategy.schedule=lightning_sparse.schedule.FixedSize",
         "--trainer.strategy.schedule.min_elements=1000",
         "--trainer.strategy.wire=bfloat16",
+        "--trainer.strategy.find_unused_parameters=true",
         "--print_config",
     )
     assert done.returncode == 0, done.stderr
     for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "resume_compression: true"):
         assert line in done.stdout
-    assert "gradient_as_bucket_view" not in done.stdout  # DDP's default in place of ours
+    # Those of DDP, too, but not its default in place of ours.
+    for line in ("find_unused_parameters: true", "static_graph: false", "gradient_as_bucket_view: true"):
+        assert line in done.stdout
 
 
 def test_the_help_lists_all_commands() -> None:
@@ -61,11 +64,13 @@ def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
     script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
     script.write_text(OWN_SCRIPT)
     config.write_text(
-        "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args: {density: 0.1}\n"
+        "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n"
+        "    init_args: {density: 0.1, find_unused_parameters: true}\n"
         "  accelerator: cpu\n  devices: 2\n  fast_dev_run: 2\n"
     )
     done = run("fit", f"--config={config}", command=(str(script),))
     assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters=True was specified in DDP constructor" in done.stderr
     (ratio,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ratio")]
     assert ratio > 1
 

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import pytest
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
@@ -30,6 +30,76 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair: Po
     for ours, ddp in pair.run(fit_both, arguments):
         for name in ddp:
             torch.testing.assert_close(ours[name], ddp[name], rtol=1e-4, atol=1e-6)
+
+
+class InPieces(WithSGD):
+    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads.
+
+    Args:
+        pieces: how many.
+        arguments: of SGD.
+    """
+
+    def __init__(self, pieces: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+        self.pieces = pieces
+        self.applied: dict[str, Tensor] = {}
+        self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        """Backpropagate each piece, and step once."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad(set_to_none=batch_index % 2 == 0)
+        for piece in range(self.pieces):
+            outputs = self.network(batch)
+            loss = (outputs - batch).square().mean() / self.pieces
+            for head, its_piece in zip(self.heads, (0, self.pieces - 1)):
+                if piece == its_piece:
+                    loss = loss + (head(outputs.detach()) - batch).square().mean()
+            self.manual_backward(loss)
+        for name, parameter in self.named_parameters():
+            self.applied[name] = self.applied.get(name, 0) + parameter.grad.flatten()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def fit_in_pieces(
+    rank: int, compressor: Any, density: float, arguments: dict[str, Any], strategy: dict[str, Any]
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Fit with one backward a step and with three; return weights, and the sum of what was applied and is owed."""
+    fitted = []
+    for pieces in (1, 3):
+        model = InPieces(pieces, **arguments)
+        ours = SparseDDPStrategy(compressor, density, warmup_epochs=0, find_unused_parameters=True, **strategy)
+        trainer = make_trainer(rank, ours, max_epochs=2)
+        trainer.fit(model)
+        assert trainer.strategy._final_state is not None
+        owed = trainer.strategy._final_state["memory"]["residual"]
+        fitted.append((weights(model), {name: applied + owed[name] for name, applied in model.applied.items()}))
+    return fitted
+
+
+@pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"weight_decay": 0.01}], ids=str)
+@pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": False}], ids=str)
+def test_several_backwards_in_one_step_are_one_step_of_momentum(
+    pair: Pool, arguments: dict[str, Any], strategy: dict[str, Any]
+) -> None:
+    for (one, _), (several, _) in pair.run(fit_in_pieces, DGC(), 1.0, arguments, strategy):
+        for name in one:
+            torch.testing.assert_close(several[name], one[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "momentum"), [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)], ids=str
+)
+def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(
+    pair: Pool, compressor: Any, momentum: float
+) -> None:
+    # With a learning rate so small, gradients do not depend on what was selected before.
+    answers = pair.run(fit_in_pieces, compressor, 0.05, {"lr": 1e-6, "momentum": momentum}, {})
+    one, several = ({name: sum(total[name] for _, total in fits) for name in fits[0][1]} for fits in zip(*answers))
+    for name in one:
+        torch.testing.assert_close(several[name], one[name], rtol=1e-3, atol=1e-4)
 
 
 def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair: Pool) -> None:

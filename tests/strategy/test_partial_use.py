@@ -5,9 +5,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BackboneFinetuning
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -307,6 +309,17 @@ def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
             "ranks are about to train different parameters. Rank 0: frozen: 'backbone.weight', 'backbone.bias'. Rank 1:"
             " frozen: 'head.weight', 'head.bias'. What is trained has to change on all ranks"
         )
+
+
+def groups_asked_for(rank: int) -> list[Any]:
+    """Freeze and unfreeze; return the backends of the process groups that were made."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        watch(rank, Freezing, settings_of("topk"))
+    return [call.kwargs.get("backend") for call in made.call_args_list]
+
+
+def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair: Pool) -> None:
+    assert pair.run(groups_asked_for) == [[None]] * 2
 
 
 def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:

@@ -130,3 +130,19 @@ def _check_lines(job: Job) -> None:
             raise ValueError(f"{source} {str(path)!r} has characters that are no text: rename it")
     if job.interface is not None and not re.fullmatch(r"[\w.,:^=@-]+", job.interface):
         raise ValueError(f"--interface {job.interface!r} must be the name of a network interface, such as eth0 or ib0")
+    if not (job.interface is None or job.on_gpus or is_for_gloo(job.interface)):
+        raise ValueError(
+            f"--interface {job.interface!r} is for NCCL alone: gloo, which exchanges on processors, takes names,"
+            " such as eth0 or eth0,eth1"
+        )
+
+
+def is_for_gloo(interface: str) -> bool:
+    """Return whether gloo understands a choice of interfaces, and not NCCL alone.
+
+    Example::
+
+        >>> is_for_gloo("eth0,eth1"), is_for_gloo("^docker0")
+        (True, False)
+    """
+    return not set("^=:") & set(interface)

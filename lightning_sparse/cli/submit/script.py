@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from lightning_sparse.cli.submit.job import Job, Training
+from lightning_sparse.cli.submit.job import Job, Training, is_for_gloo
 
 
 def job_script(job: Job, training: Training) -> str:
@@ -67,7 +67,8 @@ def _environment(job: Job, training: Training) -> str:
     ]
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
-        lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
+        of_gloo = f"GLOO_SOCKET_IFNAME={job.interface} " if is_for_gloo(job.interface) else ""
+        lines.append(f"export {of_gloo}NCCL_SOCKET_IFNAME={job.interface}")
     if job.cpus_per_task is not None:
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
         lines.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"')

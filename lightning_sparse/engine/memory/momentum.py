@@ -26,6 +26,9 @@ class MomentumMemory(ResidualMemory):
     (momentum factor masking), so that a stale direction is not followed on; where a parameter is sent whole, it goes
     on, so that the method becomes dense momentum SGD.
 
+    Where the gradient of one step comes in several exchanges, ``u`` is multiplied by ``m`` in the first of them that
+    counts, and of the others ``v`` is given what they add to ``u`` alone.
+
     Takes 12 bytes an element: residual, momentum, and the momentum of the step in flight, which counts only once the
     step is known to be finite.
 
@@ -49,6 +52,7 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
+        self._decayed: dict[str, Tensor] = {}  # whether in this step, bool
         self._masked: dict[str, Tensor] = {}
 
     @override
@@ -67,12 +71,22 @@ class MomentumMemory(ResidualMemory):
         torch._foreach_copy_(in_flight, momenta)
         for name, momentum, gradient in zip(names, in_flight, gradients):
             settings = hyperparameters.get(name, self._without_optimizer)
+            before: Optional[Tensor] = None
+            if settings.continues_step:
+                # What is there has been decayed, and added to what waits: it is left out meanwhile. Where that is not
+                # known, the run has been resumed between two exchanges of one step.
+                before = momentum * self._decayed.setdefault(name, torch.ones_like(gradient[:1], dtype=torch.bool))
+                momentum.sub_(before)
+            else:
+                self._decayed.pop(name, None)
             if settings.nesterov:
                 momentum.add_(gradient).mul_(settings.momentum)
                 gradient.add_(momentum)
             else:
                 momentum.mul_(settings.momentum).add_(gradient)
                 gradient.copy_(momentum)
+            if before is not None:
+                momentum.add_(before)
 
     @override
     def update(
@@ -87,6 +101,9 @@ class MomentumMemory(ResidualMemory):
         momenta = kept_like(self._momenta, names, accumulated)
         for position, (momentum, newest) in enumerate(zip(momenta, in_flight)):
             torch.where(accepted[position], newest, momentum, out=momentum)
+        for name, is_accepted in zip(names, accepted.unbind()):
+            known = self._decayed.get(name)
+            self._decayed[name] = is_accepted if known is None else known | is_accepted
         super().update(names, accumulated, kept, accepted)
 
     @override
@@ -111,6 +128,7 @@ class MomentumMemory(ResidualMemory):
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = cloned(state.get("momentum", {}))
+        self._decayed.clear()
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:

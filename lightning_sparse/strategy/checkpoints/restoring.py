@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import widened
+from lightning_sparse.strategy.checkpoints.layouts import relaid
 from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 _RATES = "learning_rate"
@@ -22,6 +23,7 @@ def restore_engine(
     state: Mapping[str, Any],
     save: Save,
     parameters: Mapping[str, Tensor],
+    layouts: Mapping[str, Any],
     source: str,
 ) -> list[str]:
     """Give an engine what it can use of a state that this engine or another one had.
@@ -32,6 +34,8 @@ def restore_engine(
         state: of an engine, as saved.
         save: where the state comes from.
         parameters: of the model, by name, also those that are frozen now.
+        layouts: of the parameters when the state was saved, as :func:`saved_layouts` returned them; empty where an
+            earlier version saved it.
         source: of the state, for messages.
 
     Returns:
@@ -45,7 +49,7 @@ def restore_engine(
     present = engine.state_dict()
     kinds = state["memory"].keys() - _NUMBERS.keys()
     if kinds == present["memory"].keys() - _NUMBERS.keys():
-        usable["memory"], gone = _fitted_memory(state["memory"], parameters, source)
+        usable["memory"], gone = _fitted_memory(state["memory"], parameters, layouts, source)
         if not compressor.feedback.follows_learning_rate:
             usable["memory"].pop(_RATES, None)
         unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
@@ -80,9 +84,12 @@ def remarks(save: Save, ranks: int, unused: Sequence[str], source: str) -> Itera
 
 
 def _fitted_memory(
-    kept: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], source: str
+    kept: Mapping[str, Mapping[str, Tensor]],
+    parameters: Mapping[str, Tensor],
+    layouts: Mapping[str, Any],
+    source: str,
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Return what is kept in the parameters' types and on their devices, and the names that the model does not have."""
+    """Return what is kept as the parameters lie now, in type, device and order, and the names that the model lacks."""
     fitted: dict[str, dict[str, Tensor]] = {kind: {} for kind in kept}
     gone: set[str] = set()
     for kind, name, tensor in ((kind, *item) for kind, tensors in kept.items() for item in tensors.items()):
@@ -95,6 +102,13 @@ def _fitted_memory(
                 f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
                 f" {parameter.numel()}: its shape has changed since. {CURE}"
             )
+        if kind not in _NUMBERS and name in layouts:
+            try:
+                tensor = relaid(tensor, layouts[name], parameter)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{source} keeps a {kind} that does not fit the parameter {name!r}: {error}. {CURE}"
+                ) from error
         fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
     return fitted, sorted(gone)
 

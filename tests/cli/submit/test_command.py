@@ -35,6 +35,22 @@ def trained_words(script: str) -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.parametrize(
+    ("interface", "exported"),
+    [
+        ("ib0", "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"),
+        ("^docker0,lo", "export NCCL_SOCKET_IFNAME=^docker0,lo"),
+    ],
+)
+def test_gloo_is_told_of_no_interface_that_only_nccl_understands(
+    capsys: pytest.CaptureFixture[str], interface: str, exported: str
+) -> None:
+    assert exported in script_of(capsys, *BASE, *FIT, f"--interface={interface}").splitlines()
+    if "^" in interface:
+        message = refusal(capsys, "--time=60", "--tasks-per-node=2", *FIT, f"--interface={interface}")
+        assert "is for NCCL alone: gloo, which exchanges on processors, takes names" in message
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """Return what is said of arguments that are refused."""
     with pytest.raises(SystemExit) as stop:

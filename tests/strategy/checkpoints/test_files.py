@@ -375,6 +375,12 @@ def change_shape(folder: Path) -> None:
     torch.save(shard, shards_in(folder)[1])
 
 
+def turn(folder: Path) -> None:
+    shard = torch.load(shards_in(folder)[1], weights_only=True)
+    shard["layouts"]["network.0.weight"][0].reverse()
+    torch.save(shard, shards_in(folder)[1])
+
+
 def change_header(folder: Path, **changes: Any) -> None:
     checkpoint = torch.load(folder / "model.ckpt", weights_only=True)
     checkpoint["lightning_sparse"].update(changes)
@@ -393,6 +399,7 @@ BROKEN = {
         change_shape,
         r"a residual of 7 elements for the parameter 'network.0.weight', which has 2048: its shape",
     ),
+    "turned": (turn, r"'network.0.weight': it was saved with the shape \[32, 64\], and has \[64, 32\] now"),
     "later version": (partial(change_header, version=2), r"later version of lightning-sparse \(format 2.*upgrade"),
     "a path as name": (partial(change_header, save="../../elsewhere"), r"but not as this package writes it"),
 }

@@ -37,6 +37,8 @@ class Decaying(Numbered):
 class Cadence(Numbered):
     """One optimizer steps after every batch, the other one after three, with all that has gathered."""
 
+    momentum = 0.0
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.automatic_optimization = False
@@ -55,7 +57,14 @@ class Cadence(Numbered):
 
     def configure_optimizers(self) -> Any:
         """Return one for each."""
-        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.network, self.slow)]
+        layers = self.network, self.slow
+        return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=self.momentum) for layer in layers]
+
+
+class CadenceWithMomentum(Cadence):
+    """The same, with momentum."""
+
+    momentum = 0.9
 
 
 class Heads(Numbered):
@@ -111,6 +120,7 @@ MODELS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "a momentum that is scheduled": (OneCycle, "dgc", {}, {}),
     "a weight decay that is scheduled": (Decaying, "dgc", {}, {}),
     "an optimizer that steps less often": (Cadence, "topk", {}, {}),
+    "the same, with momentum": (CadenceWithMomentum, "dgc", {}, {}),
     "used before the save only": (Heads, "exdyna", UNUSED, IN_PAIRS),
     "the same, own buckets": (Heads, "topk", {**UNUSED, "gradient_as_bucket_view": False}, IN_PAIRS),
     "sparse layout": (Sparse, "topk", {}, IN_PAIRS),
@@ -126,6 +136,53 @@ def test_resumed_it_goes_on_to_the_bit(
     for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), 7, arguments, module):
         assert resumed == [8, 9, 10, 11, 12]
         assert found == []
+
+
+class Convolving(Numbered):
+    """A convolution, and a weight that is kept transposed; notes of what waits before each batch.
+
+    Args:
+        arguments: of the model.
+        is_other: whether the two lie in memory the other way round.
+    """
+
+    def __init__(self, *arguments: Any, is_other: bool = False) -> None:
+        super().__init__(*arguments)
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+        matrix = torch.randn(16, 8)
+        self.matrix = nn.Parameter(matrix if is_other else matrix.t().contiguous().t())
+        if is_other:
+            self.convolution = self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.notes: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Make both, and the layers, small."""
+        rows = self.rows(batch_index)
+        outputs = self.convolution(rows.view(4, 2, 4, 4)), rows.view(16, 8) @ self.matrix.t(), self.network(rows)
+        return torch.stack([output.square().mean() for output in outputs]).sum()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note what waits, each element at its place of the parameter."""
+        kept = self.trainer.strategy.engine.memory.state_dict()["residual"]  # type: ignore[union-attr]
+        likes = dict(self.named_parameters())
+        self.notes.append(
+            {name: kept[name].as_strided(likes[name].shape, likes[name].stride()).clone() for name in kept}
+        )
+
+
+def resume_laid_otherwise(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Save, and go on with parameters that lie otherwise in memory; return what waits at the save, and then."""
+    notes = []
+    for model, ckpt_path in ((Convolving(4, path), None), (Convolving(is_other=True), path)):
+        fit_numbered(rank, SparseDDPStrategy("topk", 0.05), model, ckpt_path)
+        notes.append(model.notes)
+    return notes[0][4], notes[1][0]
+
+
+def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(pair: Pool, tmp_path: Path) -> None:
+    for saved, resumed in pair.run(resume_laid_otherwise, str(tmp_path / "mid.ckpt")):
+        assert saved["convolution.weight"].any()
+        assert differences(saved, resumed) == []
 
 
 class Flickering(Heads):
