@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from tests.helpers.commands import MODEL, run
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import MODEL, begin, run
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -34,8 +35,22 @@ def test_fits_with_a_strategy_name(tmp_path) -> None:
     assert "All distributed processes registered. Starting with 2 processes" in done.stderr
 
 
-def test_a_strategy_is_built_from_plain_arguments() -> None:
-    done = run(
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what is printed for arguments that only ask."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["lightning-sparse", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
+def test_a_strategy_is_built_from_plain_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = answer(
+        monkeypatch,
+        capsys,
         "fit",
         MODEL,
         "--trainer.strategy=lightning_sparse.SparseDDPStrategy",
@@ -45,28 +60,25 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
         "--trainer.strategy.wire=bfloat16",
         "--print_config",
     )
-    assert done.returncode == 0, done.stderr
     for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "resume_compression: true"):
-        assert line in done.stdout
-    assert "gradient_as_bucket_view" not in done.stdout  # DDP's default in place of ours
+        assert line in printed
+    assert "gradient_as_bucket_view" not in printed  # DDP's default in place of ours
 
 
-def test_the_help_lists_all_commands() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    assert all(command in done.stdout for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
+def test_the_help_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = answer(monkeypatch, capsys, "--help")
+    assert all(command in printed for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
 
 
-def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
+def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -> None:
     script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
     script.write_text(OWN_SCRIPT)
     config.write_text(
         "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args: {density: 0.1}\n"
         "  accelerator: cpu\n  devices: 2\n  fast_dev_run: 2\n"
     )
-    done = run("fit", f"--config={config}", command=(str(script),))
-    assert done.returncode == 0, done.stderr
-    (ratio,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ratio")]
+    said, _ = pair.run(begin, str(script), ("fit", f"--config={config}"), str(tmp_path))
+    (ratio,) = [float(line.split()[1]) for line in said.splitlines() if line.startswith("ratio")]
     assert ratio > 1
 
 
