@@ -9,15 +9,15 @@ WORKERS ?= 2
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# What listens to a clock comes last and alone. A file stays with one worker, which starts its processes once.
+# What listens to a clock comes last and alone. A worker starts its processes once; one that is done helps the other.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not clock" --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not clock" --numprocesses $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m clock
 
 # The loop of a change: functions, doctests, and the laws once for every compressor, on two ranks.
 SLOW_LAWS := layerwise or single or float16 or float64 or 3] or two_of or (accumulation and not no)
 quick: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile lightning_sparse tests/functional tests/schedule \
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal lightning_sparse tests/functional tests/schedule \
 		tests/compressors/density tests/compressors/test_group_selection.py tests/test_architecture.py \
 		tests/testing/test_laws.py \
 		-k "not test_planner and not 1000003 and not (test_laws and ($(SLOW_LAWS)))"

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
+
+# Threads that wait for each other on a machine with other tests take for ever. Those of pools have one, too.
+torch.set_num_threads(1)
 
 # What every forked process has imported when it starts. A forked process cannot use a GPU.
 IMPORTED = ["tests.helpers.faults", "tests.helpers.trainers"] if DEVICE.type == "cpu" else []

@@ -27,7 +27,8 @@ from lightning_sparse import (
     schedule,
 )
 from lightning_sparse.strategy.names import systems
-from tests.helpers.commands import run_pytest
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.kit import run_kit
 from tests.helpers.packages import install
 from tests.helpers.statistics import MEASURED, STATS
 
@@ -228,14 +229,16 @@ def written(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("subject", ["shared_random:SharedRandom", "ternary:Ternary"])
-def test_the_compressors_of_the_page_keep_the_laws(tmp_path: Path, subject: str) -> None:
+def test_the_compressors_of_the_page_keep_the_laws(
+    forked: dict[int, Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str], subject: str
+) -> None:
     written(tmp_path)
-    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", subject)
     # A row of each law on two ranks; the page tells its reader to run all of them.
     some = "not 3] and not layerwise and not single and not bfloat16 and not float16"
-    code, output = run_pytest(tmp_path, *kit, "-k", some, "-vv")
+    code = run_kit(forked, tmp_path, subject, "-k", some, "-vv")
+    output = capsys.readouterr().out
     assert code == 0, output
-    kept = set(re.findall(r"::test_(\w+)\[\S* PASSED", output))
+    kept = set(re.findall(r"::test_(\w+)\[.* PASSED", output))
     assert kept >= {
         "a_parameter_is_written_where_any_rank_used_it",
         "replicas_are_identical_and_no_schedule_changes_a_bit",
@@ -254,25 +257,31 @@ def test_the_compressors_of_the_page_keep_the_laws(tmp_path: Path, subject: str)
     ],
     ids=["hides a NaN", "changes its state in select"],
 )
-def test_what_the_page_warns_of_breaks_the_law_that_it_names(tmp_path: Path, line: str, instead: str, law: str) -> None:
+def test_what_the_page_warns_of_breaks_the_law_that_it_names(
+    forked: dict[int, Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, instead: str, law: str
+) -> None:
     written(tmp_path)
     path = tmp_path / "shared_random.py"
     text = path.read_text()
     assert text.count(line) == 1
     path.write_text(text.replace(line, instead))
-    kit = ("-p", "lightning_sparse.testing.plugin", "--compressor", "shared_random:SharedRandom")
-    code, output = run_pytest(tmp_path, *kit, "-k", f"{law} and not 3] and not bfloat16 and not float16", "-x")
+    some = f"{law} and not 3] and not bfloat16 and not float16"
+    code = run_kit(forked, tmp_path, "shared_random:SharedRandom", "-k", some, "-x")
+    output = capsys.readouterr().out
     assert code == 1, output
     assert "1 failed" in output
 
 
+def run_beside(folder: Path, code: str) -> None:
+    """Run code that finds the modules of a folder."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_compressor_of_the_page_is_known_by_its_name(tmp_path: Path) -> None:
     (use,) = written(tmp_path)
-    (tmp_path / "use.py").write_text(use)
-    done = subprocess.run(
-        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_beside(tmp_path, use)
 
 
 def test_the_package_of_the_page_brings_its_compressor(tmp_path: Path) -> None:
@@ -281,11 +290,9 @@ def test_the_package_of_the_page_brings_its_compressor(tmp_path: Path) -> None:
     (entry,) = re.findall(r'(\w+) = "(.+)"', toml)
     written(tmp_path)
     install(tmp_path, "shared_random", dict([entry]), (tmp_path / "shared_random.py").read_text(), group)
-    use = "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)"
-    done = subprocess.run(
-        [sys.executable, "-c", use], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    run_beside(
+        tmp_path, "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)"
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_smallest_compressor_of_the_page_selects_the_largest() -> None:

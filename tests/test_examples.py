@@ -3,8 +3,6 @@
 import gzip
 import importlib
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
@@ -15,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import begin
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT_LENGTHS = range(3, 14)
-TIMEOUT_SECONDS = 100
 
 
 def import_example(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
@@ -54,31 +54,10 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
-def run_example(name: str, *flags: str, folder: Path) -> str:
-    """Run an example and all its processes for a limited time; return what it printed."""
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / name), *flags],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
-        pytest.fail(f"{name} {' '.join(flags)} took more than {TIMEOUT_SECONDS} seconds:\n{printed}")
-    assert process.returncode == 0, printed
-    return printed
-
-
-def outcome_of(name: str, *flags: str, folder: Path, devices: int = 2) -> dict[str, Any]:
-    """Run an example for a batch on processes of a CPU, and return its result."""
-    shared = ("--accelerator", "cpu", "--devices", str(devices), "--fast-dev-run", "--result", "result.json")
-    run_example(name, *shared, *flags, folder=folder)
+def outcome_of(pool: Pool, name: str, *flags: str, folder: Path) -> dict[str, Any]:
+    """Run an example on the processes of a pool, and return its result."""
+    shared = ("--accelerator", "cpu", "--devices", str(pool.ranks), "--result", "result.json")
+    pool.run(begin, str(EXAMPLES / name), (*shared, *flags), str(folder))
     outcome: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return outcome
 
@@ -101,21 +80,20 @@ def some_images() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.arange(12, dtype=torch.uint8) % 10
 
 
-def test_image_example_sends_less_than_ddp(tmp_path: Path) -> None:
-    dense = outcome_of("train_image.py", "--strategy", "ddp", folder=tmp_path)
-    sparse = outcome_of("train_image.py", "--density", "0.01", "--wire", "bfloat16", folder=tmp_path)
+def test_image_example_sends_less_than_ddp(pair: Pool, tmp_path: Path) -> None:
+    dense = outcome_of(pair, "train_image.py", "--fast-dev-run", "--strategy", "ddp", folder=tmp_path)
+    flags = ("--density", "0.01", "--wire", "bfloat16")
+    sparse = outcome_of(pair, "train_image.py", "--fast-dev-run", *flags, folder=tmp_path)
     assert dense["bytes_per_step"] == dense["dense_bytes"] == sparse["dense_bytes"]
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
 
 
-def test_gpt_example_sends_less_than_ddp(text_file: Path) -> None:
+def test_gpt_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
     small = ("--length", "16", "--width", "32", "--blocks", "1", "--epochs", "2", "--epoch-steps", "20")
-    shared = ("--accelerator", "cpu", "--text", text_file.name, "--result", "result.json", *small)
-    outcomes = []
-    for flags in (("--strategy", "ddp"), ("--wire", "bfloat16")):
-        run_example("train_gpt.py", *shared, *flags, folder=text_file.parent)
-        outcomes.append(json.loads((text_file.parent / "result.json").read_text()))
-    dense, sparse = outcomes
+    dense, sparse = (
+        outcome_of(pair, "train_gpt.py", "--text", text_file.name, *small, *flags, folder=text_file.parent)
+        for flags in (("--strategy", "ddp"), ("--wire", "bfloat16"))
+    )
     # Ten of forty steps are sent whole, and some mean gradients.
     assert sparse["mean_bytes_per_step"] < dense["mean_bytes_per_step"] / 2
     assert sparse["score"] < 1.5 * dense["score"] < 4
@@ -132,27 +110,31 @@ def test_every_epoch_of_the_gpt_has_windows_of_its_own(monkeypatch: pytest.Monke
     assert torch.equal(first_batch(1), first_batch(1))  # so that a resumed training reads what it would have read
 
 
-def test_text_example_sends_less_than_ddp(text_file: Path) -> None:
-    flags = ("--text", text_file.name, "--hidden", "32")
-    dense = outcome_of("train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)
-    sparse = outcome_of("train_text.py", "--schedule", "layerwise", *flags, folder=text_file.parent)
+def test_text_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
+    flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32")
+    dense = outcome_of(pair, "train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)
+    sparse = outcome_of(pair, "train_text.py", "--schedule", "layerwise", *flags, folder=text_file.parent)
     assert 1 < sparse["score"] < 100
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 10
 
 
-def test_perplexity_is_that_of_all_ranks_columns(text_file: Path) -> None:
-    flags = ("--text", text_file.name, "--hidden", "32", "--lr", "0")
-    alone = outcome_of("train_text.py", "--batch-size", "12", *flags, folder=text_file.parent, devices=1)
-    together = outcome_of("train_text.py", "--batch-size", "6", *flags, folder=text_file.parent)
+def test_perplexity_is_that_of_all_ranks_columns(pools: dict[int, Pool], text_file: Path) -> None:
+    flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32", "--lr", "0")
+    alone, together = (
+        outcome_of(pools[ranks], "train_text.py", "--batch-size", str(12 // ranks), *flags, folder=text_file.parent)
+        for ranks in (1, 2)
+    )
     assert together["score"] == pytest.approx(alone["score"], rel=1e-5)
 
 
 def test_image_example_trains_on_fashion_mnist_files(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path, *some_images(), zipped=True)
     flags = ("--devices", "1", "--accelerator", "cpu", "--data-dir", ".", "--epochs", "1", "--batch-size", "4")
-    printed = run_example("train_image.py", *flags, folder=tmp_path)
-    assert "accuracy" in printed
-    assert "0 bytes sent per step" in printed
+    command = [sys.executable, str(EXAMPLES / "train_image.py"), *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+    assert "0 bytes sent per step" in done.stdout
     assert list(tmp_path.glob("logs/image/sparse_topk/version_0/events*"))
 
 

@@ -32,10 +32,7 @@ each_world = pytest.mark.parametrize(
     ("ranks", "victim"), WORLDS, ids=[f"rank {rank} of {ranks}" for ranks, rank in WORLDS]
 )
 # A forked process cannot use a GPU, and no exchange of a GPU's is asked for here.
-pytestmark = [
-    pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow"),
-    pytest.mark.clock,
-]
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
     """Pools of gloo processes by number of ranks; started when first used."""
-    pools = {ranks: Pool(ranks) for ranks in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
+    largest = Pool(4)
+    yield {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)}
+    largest.stop()
 
 
 @pytest.fixture

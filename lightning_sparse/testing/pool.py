@@ -1,5 +1,6 @@
 """Real processes: started once, given many functions to run, never waited for without a limit."""
 
+import copy
 import multiprocessing
 import os
 import tempfile
@@ -46,8 +47,17 @@ class Pool:
         self._group_timeout = group_timeout
         self.backend = backend
         self._preload = list(preload)
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
+        self._members: list[tuple[Any, Connection]] = []  # processes, and where they listen
+        self._stores: dict[int, str] = {}  # of the group that stands, by its number of ranks
+
+    def first(self, ranks: int) -> "Pool":
+        """Return a pool of the first of these processes, which are a process group of their own while it has work.
+
+        To start a process takes seconds, which pools of several sizes need not spend each for itself.
+        """
+        smaller = copy.copy(self)
+        smaller.ranks = ranks
+        return smaller
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
@@ -76,40 +86,43 @@ class Pool:
             timeout: seconds to wait for the first answer.
             patience: seconds to wait for each answer after the one before; ``None`` for as long as for the first.
         """
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send((function, args))
-        limit, waiting, answers = timeout, list(self._connections), {}
+        self._start()
+        connections = [connection for _, connection in self._members[: self.ranks]]
+        for connection in connections:
+            connection.send((self.ranks, self._stores[self.ranks], function, args))
+        limit, waiting, answers = timeout, list(connections), {}
         while waiting and (ready := wait(waiting, limit)):
             answers.update({connection: _receive(connection) for connection in waiting if connection in ready})
             waiting = [connection for connection in waiting if connection not in answers]
             limit = timeout if patience is None else patience
         answers.update(dict.fromkeys(waiting, (f"no answer within {limit} s", None)))
-        in_order = [answers[connection] for connection in self._connections]
+        in_order = [answers[connection] for connection in connections]
         if any(failure for failure, _ in in_order):
             self.stop()
         return in_order
 
     def stop(self) -> None:
-        """End the processes at once."""
-        for process in self._processes:
+        """End the processes at once, those of other pools of them, too."""
+        for process, _ in self._members:
             process.kill()
             process.join()
-        self._processes, self._connections = [], []
+        self._members.clear()
+        self._stores.clear()
 
     def _start(self) -> None:
-        store = Path(tempfile.mkdtemp()) / "store"
+        """Start the processes that are missing, and name the place where they are to meet if they are no group yet."""
         context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
             context.set_forkserver_preload(self._preload)
-        for rank in range(self.ranks):
+        for rank in range(len(self._members), self.ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, str(store), rank, self.ranks, self.backend, self._group_timeout)
+            arguments = (theirs, rank, self.backend, self._group_timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            self._processes.append(process)
-            self._connections.append(ours)
+            self._members.append((process, ours))
+        if self.ranks not in self._stores:
+            self._stores.clear()
+            self._stores[self.ranks] = str(Path(tempfile.mkdtemp()) / "store")
 
 
 def _receive(connection: Connection) -> tuple[Optional[str], Any]:
@@ -120,18 +133,21 @@ def _receive(connection: Connection) -> tuple[Optional[str], Any]:
     return answer
 
 
-def _serve(
-    connection: Connection, store: str, rank: int, ranks: int, backend: str, timeout: Optional[timedelta]
-) -> None:
+def _serve(connection: Connection, rank: int, backend: str, timeout: Optional[timedelta]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
+    joined = ""
     while True:
         try:
-            function, args = connection.recv()
+            ranks, store, function, args = connection.recv()
         except EOFError:
             return
         try:
+            if store != joined:
+                if joined:
+                    dist.destroy_process_group()
+                dist.init_process_group(backend, f"file://{store}", timeout=timeout, rank=rank, world_size=ranks)
+                joined = store
             with patch.dict(os.environ):  # a seed that one test has Lightning leave there is not the next one's
                 answer = moved(function(rank, *args), "cpu")
             connection.send((None, answer))

@@ -104,7 +104,6 @@ def fit_with_slow_pictures(rank: int, seconds: float, directory: str) -> None:
         fit_monitored(rank, TensorBoardLogger, directory, {"pictures": True}, max_epochs=2)
 
 
-@pytest.mark.clock
 def test_pictures_are_left_out_of_the_time_of_a_step(pair: Pool, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = 4.0
@@ -457,7 +456,6 @@ class LongValidation(Small):
         return DataLoader(Rows(32), batch_size=4)
 
 
-@pytest.mark.clock
 def test_validation_does_not_count_as_training(pair: Pool, tmp_path: Path) -> None:
     arguments = {"num_sanity_val_steps": 0, "max_epochs": 2}
     pair.run(fit_monitored_long, str(tmp_path), arguments)

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.helpers.commands import MODEL, run
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import COMMAND, MODEL, begin
 
 CONFIG = """
 trainer:
@@ -32,11 +33,10 @@ trainer:
 """
 
 
-def test_rules_are_built_from_yaml(tmp_path: Path) -> None:
+def test_rules_are_built_from_yaml(pair: Pool, tmp_path: Path) -> None:
     config = tmp_path / "fit.yaml"
     config.write_text(CONFIG.format(root=tmp_path))
-    done = run("fit", MODEL, f"--config={config}")
-    assert done.returncode == 0, done.stderr
-    assert "the momentum of the SGD optimizer is accumulated before compression" in done.stderr
+    said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))
+    assert "the momentum of the SGD optimizer is accumulated before compression" in said
     for step, density in ((0, "0.2"), (1, "0.046"), (2, "0.02")):
-        assert f"AdaptiveDensity: step {step}: 2 parameters at {density} (" in done.stderr
+        assert f"AdaptiveDensity: step {step}: 2 parameters at {density} (" in said

@@ -18,8 +18,6 @@ from lightning_sparse.engine.observe.timeline import BACKWARD, QUEUE, WORKER
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer, weights
 
-pytestmark = pytest.mark.clock
-
 LAYERS = 5
 PAUSE = 0.02
 
@@ -65,6 +63,7 @@ def seconds_shared(events: list[dict[str, Any]], one: str, other: str) -> float:
     )
 
 
+@pytest.mark.clock
 def test_exchange_is_seen_to_overlap_backward_where_it_does(pair: Pool, tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "overlap.json"
     pair.run(fit_recorded, str(path), {"steps": [5, 9]})
@@ -93,6 +92,7 @@ def test_exchange_is_seen_to_overlap_backward_where_it_does(pair: Pool, tmp_path
         assert {event["cat"] for event in own} >= {"select", "encode", "exchange", "commit", "wait", "backward"}
 
 
+@pytest.mark.clock
 def test_one_message_after_backward_is_seen_not_to_overlap(pair: Pool, tmp_path: Path) -> None:
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"steps": [5]}, Slow, "single")
     events = timed_events(tmp_path / "overlap.json")
@@ -100,6 +100,7 @@ def test_one_message_after_backward_is_seen_not_to_overlap(pair: Pool, tmp_path:
     assert all(event["ts"] >= backward_ends[event["pid"]] for event in events if event["cat"] == "exchange")
 
 
+@pytest.mark.clock
 def test_clocks_of_ranks_are_put_on_one(pair: Pool, tmp_path: Path) -> None:
     """An exchange ends on no rank before all have entered it, on the common clock as in truth."""
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"steps": [5]})

@@ -6,15 +6,22 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.cli import main
-from tests.helpers.commands import MODEL, run
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import MODEL, begin, run
 
 OWN_SCRIPT = """
 import lightning_sparse
+import torch
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
 
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
 if __name__ == "__main__":
-    cli = LightningCLI(BoringModel)
+    cli = LightningCLI(Model)
     if cli.trainer.is_global_zero:
         print("\\nratio", cli.trainer.strategy.compression_stats()["compression_ratio"])
 """
@@ -34,8 +41,22 @@ def test_fits_with_a_strategy_name(tmp_path) -> None:
     assert "All distributed processes registered. Starting with 2 processes" in done.stderr
 
 
-def test_a_strategy_is_built_from_plain_arguments() -> None:
-    done = run(
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what is printed for arguments that only ask."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["lightning-sparse", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
+def test_a_strategy_is_built_from_plain_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = answer(
+        monkeypatch,
+        capsys,
         "fit",
         MODEL,
         "--trainer.strategy=lightning_sparse.SparseDDPStrategy",
@@ -46,21 +67,19 @@ def test_a_strategy_is_built_from_plain_arguments() -> None:
         "--trainer.strategy.find_unused_parameters=true",
         "--print_config",
     )
-    assert done.returncode == 0, done.stderr
     for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "resume_compression: true"):
-        assert line in done.stdout
+        assert line in printed
     # Those of DDP, too, but not its default in place of ours.
     for line in ("find_unused_parameters: true", "static_graph: false", "gradient_as_bucket_view: true"):
-        assert line in done.stdout
+        assert line in printed
 
 
-def test_the_help_lists_all_commands() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    assert all(command in done.stdout for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
+def test_the_help_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = answer(monkeypatch, capsys, "--help")
+    assert all(command in printed for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
 
 
-def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
+def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -> None:
     script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
     script.write_text(OWN_SCRIPT)
     config.write_text(
@@ -68,10 +87,8 @@ def test_a_script_of_the_users_own_knows_the_names(tmp_path: Path) -> None:
         "    init_args: {density: 0.1, find_unused_parameters: true}\n"
         "  accelerator: cpu\n  devices: 2\n  fast_dev_run: 2\n"
     )
-    done = run("fit", f"--config={config}", command=(str(script),))
-    assert done.returncode == 0, done.stderr
-    assert "find_unused_parameters=True was specified in DDP constructor" in done.stderr
-    (ratio,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ratio")]
+    said, _ = pair.run(begin, str(script), ("fit", f"--config={config}"), str(tmp_path))
+    (ratio,) = [float(line.split()[1]) for line in said.splitlines() if line.startswith("ratio")]
     assert ratio > 1
 
 

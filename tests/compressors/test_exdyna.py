@@ -95,11 +95,19 @@ def train(rank: int, method: str, mode: str, density: float, steps: int) -> tupl
     return compressor.history, parameters
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@each_mode
-@each_method
+@pytest.mark.parametrize(
+    ("method", "mode", "ranks"),
+    [
+        ("exdyna", "default", 2),
+        ("exdyna", "default", 4),
+        ("exdyna", "paper", 3),
+        ("exdyna", "paper", 4),
+        ("micro", "default", 3),
+        ("micro", "paper", 2),
+    ],
+)
 def test_training_equals_the_reference(pools: dict[int, Pool], method: str, mode: str, ranks: int) -> None:
-    steps, density = 50, 0.01
+    steps, density = 35, 0.01
     answers = moved(pools[ranks].run(train, method, mode, density, steps), DEVICE)
     reference = Reference(method, mode, list(NUMELS.values()), ranks, density)
     parameters, sizes, partitions = torch.zeros(reference.numel, device=DEVICE), set(), set()
@@ -122,9 +130,17 @@ def laplace(rank: int, step: int, numel: int) -> Tensor:
     return uniform.sign() * -torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
 
 
-@pytest.mark.parametrize("factor", [0.01, 1.0, 100.0])
-@pytest.mark.parametrize("gradient", [draw, laplace])
-@each_method
+@pytest.mark.parametrize(
+    ("method", "gradient", "factor"),
+    [
+        ("exdyna", laplace, 0.01),
+        ("exdyna", draw, 1.0),
+        ("exdyna", laplace, 100.0),
+        ("micro", draw, 0.01),
+        ("micro", laplace, 1.0),
+        ("micro", draw, 100.0),
+    ],
+)
 def test_the_density_is_the_one_wanted(method: str, gradient: Any, factor: float) -> None:
     simulation = Simulation(METHODS[method], {"small": 700, "large": 39_300}, ranks=4, density=0.005)
 
@@ -173,7 +189,7 @@ def union_densities(rank: int, compressor: str, steps: int) -> list[float]:
 def test_what_travels_does_not_grow_with_the_number_of_ranks(forked: dict[int, Pool]) -> None:
     means = {}
     for compressor in ("exdyna", "micro", "topk"):
-        unions = forked[4].run(union_densities, compressor, 100)[0]
+        unions = forked[4].run(union_densities, compressor, 80)[0]
         means[compressor] = sum(unions[-50:]) / 50
     assert means["exdyna"] == pytest.approx(0.01, rel=0.15)
     assert means["micro"] == pytest.approx(0.01, rel=0.15)

@@ -70,7 +70,7 @@ def refuse(tensor: Tensor) -> Tensor:
 
 
 def densities(
-    compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 100_000, alpha: float | None = None
+    compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 20_000, alpha: float | None = None
 ) -> list[float]:
     """Accumulate a layer's gradients with error feedback on one worker; return what was sent at every step."""
     compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, DEVICE))

@@ -29,8 +29,8 @@ class Net(nn.Module):
 
 
 def learning_rate(step: int) -> float:
-    """Return a rate that falls by ten at step 30."""
-    return 0.1 if step < 30 else 0.01
+    """Return a rate that falls by ten at step 12."""
+    return 0.1 if step < 12 else 0.01
 
 
 def train_engine(
@@ -76,7 +76,7 @@ def assert_same_as_virtual(
     pool: Pool,
     settings: dict[str, Any],
     algorithm: Algorithm,
-    steps: int = 50,
+    steps: int = 20,
     momentum: float = 0.0,
     nesterov: bool = False,
     relative: Optional[float] = None,

@@ -26,8 +26,6 @@ from tests.helpers.sparse_ddp import (
     sparse_ddp,
 )
 
-pytestmark = pytest.mark.clock
-
 LAYERS = 6
 STEPS = 80  # the trials take 30 steps, the contest 32
 
@@ -112,6 +110,7 @@ def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair: Pool,
     assert not other_lines
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("network", "is_single"), [(costly_message, True), (costly_bytes, False)])
 def test_the_plan_suits_the_network(pair: Pool, network: Network, is_single: bool) -> None:
     for _, groups, _, plan in pair.run(train, "merged", network, STEPS):
@@ -119,6 +118,7 @@ def test_the_plan_suits_the_network(pair: Pool, network: Network, is_single: boo
         assert plan.predicted.total == pytest.approx(plan.seconds, rel=0.35)
 
 
+@pytest.mark.clock
 def test_a_network_that_changes_gets_a_new_plan(pair: Pool) -> None:
     for _, groups, _, _ in pair.run(train, "merged", message_gets_costly, STEPS + 160):
         assert len(groups[STEPS]) > 1
@@ -136,6 +136,7 @@ def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str,
         return parameters_of(ddp), engine.plan, engine.compression_stats()
 
 
+@pytest.mark.clock
 def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair: Pool) -> None:
     for _ in range(3):  # on a busy machine, what costs nothing may be seen to cost something
         (first, plan, stats), (second, other_plan, other_stats) = pair.run(train_adaptively, costly_bytes, STEPS + 40)
@@ -149,6 +150,7 @@ def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair: Pool) 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.clock
 def test_where_nothing_hides_lags_keeps_to_its_floor(pair: Pool) -> None:
     for _, _, stats in pair.run(train_adaptively, costly_message, STEPS + 20):
         assert stats["density"] == pytest.approx(0.02, abs=2e-4)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.testing.devices import DEVICE
-from lightning_sparse.testing.laws.marks import each_schedule, each_wire, each_world
+from lightning_sparse.testing.laws.marks import each_schedule, each_way, each_way_and_world
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import agrees, any_compressor, density_for, holds_for, keeps, subject_of
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, residuals_like, sparse_ddp, watch_gradients
@@ -32,9 +32,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
     return book
 
 
-@each_world
-@each_wire
-@each_schedule
+@each_way_and_world
 @holds_for(keeps)
 def test_mass_is_conserved(pools: dict[int, Pool], ranks: int, compressor: str, schedule: str, wire: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
@@ -90,8 +88,7 @@ def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, T
     return book
 
 
-@each_wire
-@each_schedule
+@each_way
 @holds_for(keeps)
 def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
     pair: Pool, compressor: str, schedule: str, wire: str
@@ -108,11 +105,12 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
 @holds_for(any_compressor)
 def test_a_parameter_is_written_where_any_rank_used_it(pair: Pool, compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
-    for book in pair.run(train_branches, settings):
+    books = pair.run(train_branches, settings)
+    for book in books:
         assert all(book[0][1][name].any() for name in ("shared", "sometimes", "never"))
         for _, applied, _ in book[1:]:
             assert applied["shared"].any()
             assert not applied["never"].any()
-    (rank_0, rank_1) = (book[1][1] for book in pair.run(train_branches, settings))
+    (rank_0, rank_1) = (book[1][1] for book in books)
     assert rank_0["sometimes"].any()
     assert not agrees(subject_of(compressor)) or torch.equal(rank_0["sometimes"], rank_1["sometimes"])

@@ -1,7 +1,6 @@
 """Predictions, against figures worked out by hand."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -158,16 +157,6 @@ def test_no_candidates_and_another_number_of_workers_are_refused() -> None:
         predict_systems(PROFILE._replace(workers=4), NETWORK, [DDP])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a machine with other tests take for ever."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_all_systems_are_measured() -> None:
     profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
     candidates = measure_candidates(profile, densities=(0.5,), device=torch.device("cpu"))

@@ -217,16 +217,18 @@ def goes_on_as_noted(rank: int, path: str, notes: str) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize(("point", "first"), [("rank_00001", 5), ("crash.ckpt.partial", 5), ("cleaning", 9)])
-def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(pair: Pool, tmp_path: Path, point: str, first: int) -> None:
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
+    forked: dict[int, Pool], tmp_path: Path, point: str, first: int
+) -> None:
     folder, notes = tmp_path / "checkpoints", str(tmp_path / "notes")
     path = str(folder / "crash.ckpt")
-    failures = [failure for failure, _ in pair.answers(dies, path, point, notes)]
+    failures = [failure for failure, _ in forked[2].answers(dies, path, point, notes)]
     assert "the process died" in failures
-    for resumed, found in pair.run(goes_on_as_noted, path, notes):
+    for resumed, found in forked[2].run(goes_on_as_noted, path, notes):
         assert resumed == list(range(first, 13))
         assert found == []
     # What the crash left behind goes with the next save.
-    pair.run(fit_actions, None, {4: partial(_save, path)})
+    forked[2].run(fit_actions, None, {4: partial(_save, path)})
     assert files_in(folder) == with_ranks("crash.ckpt")
 
 

@@ -1,0 +1,38 @@
+"""The conformance kit, run on a module of the user's in processes that start at once, and forget it."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from pytorch_lightning.strategies import StrategyRegistry
+
+from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.testing import plugin
+from lightning_sparse.testing.pool import Pool
+
+
+def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str) -> int:
+    """Hold the compressor of a module in a folder to the laws; return how pytest ended."""
+    command = ["-p", "lightning_sparse.testing.plugin", "--compressor", subject, *arguments, "-p", "no:cacheprovider"]
+    lender = mock.Mock(first=forked.__getitem__)
+    stop(forked)  # so that those that start then find the module where this process does
+    with (
+        mock.patch.object(plugin, "Pool", return_value=lender),
+        mock.patch.dict(sys.modules),
+        mock.patch.dict(StrategyRegistry),  # modules may register their compressors
+        mock.patch.dict(COMPRESSORS._rows),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        try:
+            return pytest.main(command)
+        finally:
+            stop(forked)
+
+
+def stop(pools: dict[int, Pool]) -> None:
+    """End the processes."""
+    for pool in pools.values():
+        pool.stop()
