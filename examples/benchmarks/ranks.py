@@ -6,6 +6,11 @@ a process that makes steps with a pipeline whose collectives answer as so many r
     python ranks.py
     python ranks.py --picture ranks.png
     python ranks.py --memory
+
+As root, on a shaped network of 4 and of 16 hosts, what arrives at a host's link while a model of 4 million parameters
+makes steps::
+
+    python ranks.py --links
 """
 
 import argparse
@@ -15,18 +20,27 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
+import torch.distributed as dist
+from network import ShapedNetwork
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse import Owners
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.ddp_hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01
+_HOSTS = (4, 16)
+_WARM_UP, _STEPS = 3, 5
 # GPT-2 with 124 million parameters: embeddings, and twelve blocks.
 _BLOCK = (768, 768, 2304 * 768, 2304, 768 * 768, 768, 768, 768, 3072 * 768, 3072, 3072 * 768, 768)
 SIZES = (50257 * 768, 1024 * 768, *_BLOCK * 12, 768, 768)
@@ -118,19 +132,74 @@ def memory_table() -> Iterator[str]:
         yield f"| {exchange} | {' | '.join(cells)} |"
 
 
+def links() -> Iterator[str]:
+    """Yield a Markdown table of megabytes that arrive at a link in a step."""
+    rows = ("gather", "owners", "owners:1", "auto")
+    yield f"| megabytes that arrive at a link in a step | {' | '.join(map(str, _HOSTS))} |"
+    yield "| --- |" + " ---: |" * len(_HOSTS)
+    for exchange in rows:
+        cells = [f"{_arriving(exchange, hosts) / 1e6:.3f}" for hosts in _HOSTS]
+        yield f"| {exchange} | {' | '.join(cells)} |"
+
+
+def _arriving(exchange: str, hosts: int) -> float:
+    with ShapedNetwork(hosts=hosts, rate="1gbit", delay="0", name="lsranks") as network:
+        shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(hosts)}
+        processes = [
+            network.start(
+                host,
+                [sys.executable, __file__, "--worker", exchange],
+                {**os.environ, **shared, "RANK": str(host), "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in range(hosts)
+        ]
+        said = [process.communicate()[0] for process in processes]
+    return fmean(map(float, said))
+
+
+def _work(exchange: str) -> float:
+    """Make steps as one rank; return the bytes that arrive at this host in one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb(model))
+    way, _, keep = exchange.partition(":")
+    engine = Engine(ddp, Settings("topk", DENSITY, "merged", "float32", 0, None, Owners(float(keep)) if keep else way))
+    counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
+    for step in range(_WARM_UP + _STEPS):
+        if step == _WARM_UP:
+            dist.barrier()
+            before = int(counter.read_text())
+        ddp.zero_grad()
+        ddp(torch.randn(8, 1024)).square().mean().backward()
+        engine.settle()
+    dist.barrier()
+    arrived = int(counter.read_text()) - before
+    engine.close()
+    dist.destroy_process_group()
+    return arrived / _STEPS
+
+
 def main() -> None:
     """Print a table, or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the bytes")
     parser.add_argument("--memory", action="store_true", help="measure memory")
+    parser.add_argument("--links", action="store_true", help="count at the links of a shaped network; root")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(memory(options.one[0], int(options.one[1])))
+    elif options.worker:
+        print(_work(options.worker))
     elif options.picture is not None:
         draw(options.picture)
     else:
-        print("\n".join(memory_table() if options.memory else table()))
+        print("\n".join(links() if options.links else memory_table() if options.memory else table()))
 
 
 if __name__ == "__main__":
