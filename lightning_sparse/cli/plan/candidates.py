@@ -31,7 +31,7 @@ from lightning_sparse.schedule.step_profile import equal_parts
 from lightning_sparse.strategy.names import AUTO, systems
 
 DENSITIES = (0.1, 0.01, 0.001)
-_FREE = StageCost(CostModel(), 0.0)
+_FREE = StageCost(CostModel())
 NOTHING = SelectionCost(_FREE, _FREE)
 
 # DDP's own: buckets are closed when they have reached these sizes, the first one early, so that something travels soon.
@@ -237,4 +237,4 @@ def _cast_cost(device: torch.device) -> SelectionCost:
         return fastest(lambda: gradient.copy_(gradient.to(torch.bfloat16).div_(2)), device)
 
     samples = [(size, cast_seconds(size)) for size in fitted_sizes(device)]
-    return SelectionCost(StageCost(fit(samples, ("line",)), 0.0), NOTHING.finish)
+    return SelectionCost(StageCost(fit(samples, ("line",))), NOTHING.finish)

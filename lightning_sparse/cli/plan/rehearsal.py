@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple, Optional
 
 import torch
@@ -19,7 +19,7 @@ from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fi
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
 _DEVICE_SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)  # below a million elements a GPU's time is that of its launches
-_MANY_RANKS = 64  # so many that what each adds stands out from the noise
+_SOME_RANKS, _MANY_RANKS = 8, 64  # up to which selections are gathered; at which they go through owners
 _SHORT = 1024  # elements to which a model's tensors are cut to see what a tensor costs beside its elements
 _WARM_UP = 2  # steps: memory is allocated in the first, ExDyna has its threshold from the second on
 _STEPS = 4  # the fastest counts: whatever else the machine does only adds
@@ -30,16 +30,22 @@ class StageCost(NamedTuple):
     """Seconds of one stage as a function of elements and of the number of workers.
 
     Attributes:
-        alone: by the number of elements, whatever the number of workers.
-        per_rank: seconds for each element and each worker beyond the first, whose contribution has to be read.
+        alone: by the number of elements, for one worker.
+        more: numbers of workers, rising, and the seconds more that each element takes with so many: their contributions
+            have to be read, some of them only up to the number at which tensors take another way. Lines lie in between,
+            and beyond the last.
     """
 
     alone: CostModel
-    per_rank: float
+    more: tuple[tuple[int, float], ...] = ()
 
     def at_workers(self, workers: int) -> CostModel:
         """Return the cost for a number of workers, by the number of elements."""
-        return self.alone._replace(per_unit=self.alone.per_unit + self.per_rank * (workers - 1))
+        more = 0.0
+        for (few, less), (many, most) in pairwise(((1, 0.0), *self.more)):
+            if workers > few:
+                more = less + (most - less) * (workers - few) / (many - few)
+        return self.alone._replace(per_unit=self.alone.per_unit + max(0.0, more))
 
 
 class SelectionCost(NamedTuple):
@@ -105,15 +111,18 @@ def measure_selection(
     """
     alone = {size: rehearsed((size,), 1) for size in fitted}
     shared = fitted[-2]  # elements of which the contributions of many ranks are read
-    many = rehearsed((shared,), _MANY_RANKS)
+    crowds = {ranks: rehearsed((shared,), ranks) for ranks in (_SOME_RANKS, _MANY_RANKS)}
     short_sizes = [min(size, _SHORT) for size in sizes]
     short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
     stages = []
     for stage in ("group", "finish"):
         model = fit([(size, getattr(times, stage)) for size, times in alone.items()], SELECTION_SHAPES)
-        more = (getattr(many, stage) - getattr(alone[shared], stage)) / (_MANY_RANKS - 1) / shared
+        more = tuple(
+            (ranks, max(0.0, getattr(crowd, stage) - getattr(alone[shared], stage)) / shared)
+            for ranks, crowd in crowds.items()
+        )
         beside = 0.0 if short is None else max(0.0, getattr(short, stage) - model(sum(short_sizes)))
-        stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), max(0.0, more)))
+        stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), more))
     return SelectionCost(*stages)
 
 

@@ -29,7 +29,7 @@ PROFILE = BackwardProfile(("head", "body"), (MEGA, MEGA), (1.0, 2.0), other_seco
 NETWORK = Network(bandwidth=16e6, latency=0.0, workers=2)
 DDP = BucketedDDP("ddp", 4, 4)
 # 0.1 ms a group, 5 ns an element.
-COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), 1e-10), StageCost(CostModel(0.0, 1e-9), 0.0))
+COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), ((2, 1e-10),)), StageCost(CostModel(0.0, 1e-9)))
 LARGE = BackwardProfile(
     tuple(f"layer{number}" for number in range(50)), (MEGA,) * 50, (0.004,) * 50, other_seconds=0.1, device="cpu"
 )
@@ -63,7 +63,7 @@ def test_half_the_bytes_take_half_the_time() -> None:
 
 def test_selection_and_finish_are_counted() -> None:
     # Each group costs 1 s of selection for each million elements; the finish 0.5 s for each.
-    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6), 0.0), StageCost(CostModel(0.0, 5e-7), 0.0))
+    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel(0.0, 5e-7)))
     _, row = rows(NETWORK, EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost))
     # Ready at 3 s, selected from at 4 s, 6 bytes for each of 1000 elements and 32 for the last's block counts: 3 ms.
     travel = row.sent_bytes / 2 / 2e6
@@ -72,7 +72,7 @@ def test_selection_and_finish_are_counted() -> None:
 
 
 def test_on_a_cpu_selection_stops_backward() -> None:
-    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6), 0.0), StageCost(CostModel(), 0.0))
+    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel()))
     system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost)
     _, beside = rows(NETWORK, system)
     _, stopping = rows(NETWORK, system, profile=PROFILE._replace(device="cpu"))

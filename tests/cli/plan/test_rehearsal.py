@@ -32,6 +32,16 @@ def test_a_cost_is_found_again() -> None:
         assert cost.finish.at_workers(ranks)(5_000_000) == pytest.approx(expected.finish, rel=1e-3)
 
 
+def test_a_cost_that_stops_growing_with_ranks_is_not_extended() -> None:
+    def bounded(sizes: Sequence[int], ranks: int) -> StageSeconds:
+        return rehearsed(sizes, min(ranks, 8))
+
+    cost = measure_selection(bounded, [3_000_000], SIZES)
+    for ranks in (4, 8, 16, 1024):
+        expected = bounded([5_000_000], ranks).group
+        assert cost.group.at_workers(ranks)(5_000_000) == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_model_of_many_tensors_pays_for_each() -> None:
     sizes = [100, 50_000] * 60
     cost = measure_selection(rehearsed, sizes, SIZES)
