@@ -59,6 +59,8 @@ class GradientStream:
         worker: where it is done.
         recorder: where facts go.
         end_step: called on the worker with what arrived in a step, before the next backward can begin.
+        overlaps_backward: whether groups are exchanged while backward goes on. If not, they are submitted after all
+            that backward itself exchanges, which is then in one order with them on all ranks.
     """
 
     def __init__(
@@ -69,12 +71,15 @@ class GradientStream:
         worker: ExchangeWorker,
         recorder: Recorder,
         end_step: Callable[[Sequence[Exchanged]], None],
+        overlaps_backward: bool = True,
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
         self._recorder = recorder
         self._finish_step = end_step
+        self._overlaps_backward = overlaps_backward
+        self._is_static = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
@@ -83,6 +88,7 @@ class GradientStream:
         self._group: list[LocalGradient] = []
         self._group_numel = 0
         self._held: list[list[LocalGradient]] = []
+        self._held_sparse: list[Callable[[], None]] = []
         self._exchanged: list[Exchanged] = []
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._known: dict[int, _KnownBucket] = {}
@@ -104,7 +110,7 @@ class GradientStream:
         else:
             self._collect(bucket, buffer)
         if bucket.is_last():
-            self._end_step()
+            self._end_backward()
         return future
 
     def _collect(self, bucket: GradBucket, buffer: Tensor) -> None:
@@ -138,7 +144,7 @@ class GradientStream:
 
     def _submit_group(self) -> None:
         group, self._group, self._group_numel = self._group, [], 0
-        if group and self._pipeline.waits_for_whole_step:
+        if group and (self._pipeline.waits_for_whole_step or not self._overlaps_backward):
             self._held.append(group)
         elif group:
             self._submit_exchange(group)
@@ -149,21 +155,39 @@ class GradientStream:
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
-        if held:
+        if held and self._pipeline.waits_for_whole_step:
             step = sorted((local for group in held for local in group), key=lambda local: self._positions[local.name])
             self._worker.submit(lambda: self._pipeline.measure_norm(step))
         for group in held:
             self._submit_exchange(group)
+        held_sparse, self._held_sparse = self._held_sparse, []
+        for task in held_sparse:
+            self._worker.submit(task)
 
     def _submit_sparse_layout(self, bucket: GradBucket, buffer: Tensor) -> None:
         self._submit_group()
         name = self._names[bucket.parameters()[0]]
-        self._worker.submit(lambda: self._pipeline.reduce_sparse_layout(name, buffer))
+
+        def reduce() -> None:
+            self._pipeline.reduce_sparse_layout(name, buffer)
+
+        if self._overlaps_backward:
+            self._worker.submit(reduce)
+        else:
+            self._held_sparse.append(reduce)
+
+    def _end_backward(self) -> None:
+        self._submit_group()
+        self._recorder.end_backward()
+        # The first step of a static graph hands over all buckets when backward, with all that it exchanges, is over.
+        if self._overlaps_backward or (self._is_static and not self._keeps_buckets):
+            self._end_step()
+        else:
+            # DDP is about to reduce which parameters were used, and then waits for us, in a callback after this one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
 
     def _end_step(self) -> None:
-        self._submit_group()
         self._release_held()
-        self._recorder.end_backward()
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []
         if self._usage is not None:

@@ -97,7 +97,8 @@ class Engine:
         return self._layout.names
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
-        return GradientStream(ddp, self.pipeline, self._settings.schedule, self._worker, self.recorder, self._end_step)
+        schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
+        return GradientStream(ddp, self.pipeline, schedule, self._worker, self.recorder, self._end_step, overlaps)
 
     def _end_step(self, step: Sequence[Exchanged]) -> None:
         """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
@@ -189,7 +190,7 @@ class Engine:
             self._numels,
             self.densities,
             self._settings.adapts_density,
-            self.pipeline.waits_for_whole_step,
+            self.pipeline.waits_for_whole_step or not self._settings.overlaps_backward,
             say,
         )
 

@@ -24,6 +24,7 @@ class Settings:
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
         optimizer_correction: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
         exchange: likewise.
+        overlaps_backward: whether groups are exchanged while backward goes on.
 
     Attributes:
         feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
@@ -44,12 +45,14 @@ class Settings:
         warmup_epochs: Optional[int] = None,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
+        overlaps_backward: bool = True,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = SCHEDULES.resolve(schedule)
         self.wire = wire_dtype(wire)
+        self.overlaps_backward = overlaps_backward
         self.feedback = self._asked_feedback = self.compressor.feedback
         self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
         self.exchange = _checked_exchange(exchange, self.compressor)

@@ -101,6 +101,35 @@ class DDPWrapping:
         self.is_plain = False
 
 
+def warning_of_meeting(ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str]) -> Optional[str]:
+    """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
+
+    Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
+    where the device has one queue for both, and refuses it where it was told to take the host's order.
+
+    Args:
+        ddp: the wrapped model.
+        backend: of its process group.
+        environment: of the process.
+    """
+    if backend != "nccl":
+        return None
+    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
+    if not (has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
+        return None
+    switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
+    if not (has_batch_norm or found):
+        return None
+    source = "SyncBatchNorm" if has_batch_norm else "find_unused_parameters or static_graph"
+    where = f" ({', '.join(found)})" if found else ""
+    return (
+        f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
+        " for ever where ranks launch the two in another order: give SparseDDPStrategy(overlaps_backward=False), or see"
+        " docs/limits.md"
+    )
+
+
 def note_use(ddp: DistributedDataParallel) -> None:
     """Tell a new wrapper what the step in progress has used so far: DDP drops the mean of what seems unused."""
     used = {each: each.grad for each in ddp.parameters() if each.requires_grad and each.grad is not None}

@@ -1,5 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional, Union
@@ -37,7 +38,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
+from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
 from lightning_sparse.strategy.lightning_names import where_to_import
 from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.optimizers import (
@@ -94,6 +95,8 @@ class SparseDDPStrategy(DDPStrategy):
             add them up, and applies the largest sums, so that they do not; an :class:`~lightning_sparse.Owners` says
             how many. ``"auto"`` gathers, except for the tensors of which another way takes half the bytes or less:
             that is so from about 12 ranks on. See the page on scaling.
+        overlaps_backward: whether gradients travel while backward goes on. ``False`` lets them begin when it is over:
+            on NCCL no other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
         gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
             much memory as the residuals take.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
@@ -122,13 +125,16 @@ class SparseDDPStrategy(DDPStrategy):
         resume_compression: bool = True,
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
+        overlaps_backward: bool = True,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
-        self.settings = Settings(compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange)
+        self.settings = Settings(
+            compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+        )
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -220,6 +226,9 @@ class SparseDDPStrategy(DDPStrategy):
         corrects = self._correct_adam(trainer)
         self.engine = Engine(self.model, self.settings, self._timeout, self._say)
         self._is_at_border = self._has_failed = False
+        warning = warning_of_meeting(self.model, dist.get_backend(self.model.process_group), os.environ)
+        if warning is not None and self.settings.overlaps_backward:
+            rank_zero_warn(warning)
         if isinstance(self.settings.schedule, Auto):
             self._choice = BackendChoice(self.engine, self.root_device, self._say)
         assert self.lightning_module is not None

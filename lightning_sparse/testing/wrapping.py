@@ -30,12 +30,15 @@ def sparse_ddp(
     say: Callable[[str], None] = print,
     correction: Optional[AdamCorrection] = None,
     exchange: "str | Owners" = "auto",
+    overlaps_backward: bool = True,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
-    settings = Settings(built(compressor), density, schedule, wire, warmup_epochs, correction, exchange)
+    settings = Settings(
+        built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward
+    )
     if settings.can_correct_adam:
         settings.correct_adam()
     engine = Engine(ddp, settings, say=say)

@@ -1,14 +1,69 @@
 """What the hook keeps of the buckets that DDP hands it."""
 
+import re
 import weakref
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_sparse.engine.ddp_hook import GradientStream
+from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sparse_ddp
+from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
+
+
+class Tabled(nn.Module):
+    """Layers, one of them unused, and an embedding whose gradient may have a sparse layout."""
+
+    def __init__(self, is_sparse: bool) -> None:
+        super().__init__()
+        self.edges = Edges()
+        self.table = nn.Embedding(20, 8, sparse=is_sparse)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return one loss."""
+        loss: Tensor = self.edges(inputs) + self.table(inputs[:, :3].abs().long().clamp(max=19)).square().sum()
+        return loss
+
+
+def train_either_way(rank: int, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Train with and without overlap; return the parameters of each, and what happened in which order without."""
+    trained, events = [], list[str]()
+
+    def note(event: str, call: Any) -> Any:
+        return lambda *given: (events.append(event), call(*given))[1]
+
+    for overlaps_backward in (True, False):
+        torch.manual_seed(0)
+        settings = {"schedule": "layerwise", "overlaps_backward": overlaps_backward, **arguments}
+        with ExitStack() as stack:
+            ddp, engine = stack.enter_context(sparse_ddp(Tabled("static_graph" not in arguments), **settings))
+            if not overlaps_backward:
+                for name in ("exchange", "reduce_sparse_layout"):
+                    noted = note("exchange", getattr(engine.pipeline, name))
+                    stack.enter_context(mock.patch.object(engine.pipeline, name, noted))
+                for parameter in ddp.parameters():
+                    parameter.register_hook(note("gradient", lambda gradient: gradient))
+            for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(4)), lr=0.01):
+                events.append("step")
+            trained.append(parameters_of(ddp))
+    return trained[0], trained[1], events
+
+
+@pytest.mark.parametrize("arguments", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(
+    pair: Pool, arguments: dict[str, Any]
+) -> None:
+    for overlapping, waiting, events in pair.run(train_either_way, arguments):
+        assert differences(overlapping, waiting) == []
+        steps = " ".join(events).removeprefix("step " * 4).split("step")[:-1]
+        assert len(steps) == 4
+        assert all(re.fullmatch(r" *(gradient )+(exchange )+", step) for step in steps)
 
 
 def train_watched(rank: int) -> tuple[int, int, int]:

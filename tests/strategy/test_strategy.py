@@ -3,13 +3,14 @@
 import gc
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 from unittest.mock import Mock, patch
 
 import pytest
@@ -27,6 +28,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.schedule import FixedSize
+from lightning_sparse.strategy.ddp_wrapping import warning_of_meeting
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
@@ -545,6 +547,52 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(
     for given_back, statistics in pair.run(groups_given_back, module, backend):
         assert given_back == groups
         assert statistics > 0
+
+
+class Meeting(NamedTuple):
+    """What a wrapper says of itself."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    layers: tuple[nn.Module, ...] = ()
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return its modules."""
+        return self.layers
+
+
+@pytest.mark.parametrize(
+    ("ddp", "backend", "environment", "message"),
+    [
+        (Meeting(), "nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
+        (Meeting(find_unused_parameters=True), "nccl", {}, None),
+        (Meeting(find_unused_parameters=True), "nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, None),
+        (Meeting(layers=(nn.SyncBatchNorm(2),)), "gloo", {}, None),
+        (Meeting(layers=(nn.SyncBatchNorm(2),)), "nccl", {}, r"SyncBatchNorm exchanges .*overlaps_backward=False"),
+        (
+            Meeting(static_graph=True),
+            "nccl",
+            {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+            r"static_graph .*\(NCCL_LAUNCH_.*=1\)",
+        ),
+    ],
+    ids=str,
+)
+def test_what_meets_the_exchange_on_nccl_is_warned_of(
+    ddp: Any, backend: str, environment: dict[str, str], message: Optional[str]
+) -> None:
+    warning = warning_of_meeting(ddp, backend, environment)
+    assert warning is None if message is None else re.search(message, warning or "")
+
+
+def fit_overlapping(rank: int, overlaps_backward: bool) -> dict[str, Tensor]:
+    """Fit with groups exchanged during backward, or after it."""
+    return fit(rank, SparseDDPStrategy(density=0.1, overlaps_backward=overlaps_backward))[0]
+
+
+def test_overlap_changes_no_number(pair: Pool) -> None:
+    for overlapping, waiting in zip(pair.run(fit_overlapping, True), pair.run(fit_overlapping, False)):
+        assert all(torch.equal(overlapping[name], waiting[name]) for name in overlapping)
 
 
 def test_statistics_are_empty_before_the_first_step() -> None:

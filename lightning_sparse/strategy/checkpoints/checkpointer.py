@@ -1,8 +1,8 @@
 """Write what each rank keeps beside Lightning's checkpoint, read it again, and delete both together."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Optional
 from uuid import uuid4
@@ -77,8 +77,10 @@ class Checkpointer:
             self._written[str(filepath)] = ""
             if self._is_asynchronous:
                 self._superseded[str(filepath)] = set(saves_beside(filepath))
-            elif self._strategy.is_global_zero and saves_beside(filepath):
-                self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
+            elif self._strategy.is_global_zero:
+                with _only_warned_of(state_folder(filepath)):
+                    if saves_beside(filepath):
+                        self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
             return
         if self._is_asynchronous:
             # Waits until the last file is written; the next one starts it again.
@@ -113,7 +115,7 @@ class Checkpointer:
     def remove(self, filepath: PathLike) -> None:
         """Delete the ranks' parts of a checkpoint whose file has been deleted."""
         save = self._written.pop(str(filepath), None)
-        with suppress(FileNotFoundError):  # on a shared file system another rank may have been faster
+        with _only_warned_of(state_folder(filepath)):
             if saves_beside(filepath):
                 if self._strategy.local_rank == 0:
                     self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
@@ -125,14 +127,8 @@ class Checkpointer:
         if self._strategy.local_rank == 0:
             for save in saves.intersection(saves_beside(filepath)):
                 path = f"{state_folder(filepath)}/{save}"
-                try:
+                with _only_warned_of(path):
                     self._strategy.checkpoint_io.remove_checkpoint(path)
-                except OSError as error:
-                    # The new save is complete. Who raises here leaves the other ranks waiting.
-                    warnings.warn(
-                        f"{path} is of a save before and could not be removed ({error}): delete it by hand if it stays",
-                        stacklevel=2,
-                    )
 
     def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
         """Record a checkpoint of Lightning's that was read."""
@@ -219,3 +215,20 @@ class Checkpointer:
         self._superseded.clear()
         self._written.clear()
         self.loaded = None
+
+
+@contextmanager
+def _only_warned_of(path: str) -> Iterator[None]:
+    """Remove inside what is of no use any more. Who raises here leaves the other ranks waiting, for nothing.
+
+    On a shared file system another rank may have been faster.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warnings.warn(
+            f"{path} is of no use any more and could not be removed ({error}): delete it by hand if it stays",
+            stacklevel=4,
+        )

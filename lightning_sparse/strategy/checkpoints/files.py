@@ -92,7 +92,7 @@ def shard_path(path: PathLike, save: str, rank: int) -> str:
 
 def saves_beside(path: PathLike) -> list[str]:
     """Return the names of the saves whose parts lie beside a checkpoint file; empty where they cannot be listed."""
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError, ImportError):  # the last two: an unknown protocol
+    with suppress(OSError, ValueError, ImportError):  # the last two: an unknown protocol
         files = get_filesystem(path)
         return [os.path.basename(str(name).rstrip("/")) for name in files.ls(state_folder(path), detail=False)]
     return []

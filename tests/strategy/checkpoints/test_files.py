@@ -496,19 +496,32 @@ class Reluctant(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Refuse."""
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        if Path(path).is_dir():
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        super().remove_checkpoint(path)
 
 
-def save_twice(rank: int, path: str) -> tuple[int, list[str]]:
-    """Save twice under one name; return how far training went, and what was warned of."""
+def _remove(path: str, model: Saves) -> None:
+    model.trainer.strategy.remove_checkpoint(path)
+
+
+def save_twice(rank: int, path: str, second: Any) -> tuple[int, list[str]]:
+    """Save, then do something else under that name; return how far training went, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = fit_actions(rank, Reluctant, {4: partial(_save, path), 8: partial(_save, path)})
+        history = fit_actions(rank, Reluctant, {4: partial(_save, path), 8: second(path)})
     return max(history), [str(each.message) for each in caught if "could not be removed" in str(each.message)]
 
 
-def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(pair: Pool, tmp_path: Path) -> None:
-    (last, warned), (other, silent) = pair.run(save_twice, str(tmp_path / "twice.ckpt"))
+@pytest.mark.parametrize(
+    "second",
+    [partial(partial, _save), partial(saving, weights_only=True), partial(partial, _remove)],
+    ids=["saved again", "weights only", "removed"],
+)
+def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(
+    pair: Pool, tmp_path: Path, second: Any
+) -> None:
+    (last, warned), (other, silent) = pair.run(save_twice, str(tmp_path / "twice.ckpt"), second)
     assert last == other == 12
     assert len(warned) == 1
     assert "Stale file handle" in warned[0]
