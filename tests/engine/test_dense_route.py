@@ -96,9 +96,7 @@ def test_mass_is_conserved_while_densities_come_and_go(
     assert seen_part > 10
 
 
-@pytest.mark.parametrize(
-    ("compressor", "wire"), [*((WaveringTopK, wire) for wire in WIRES), (WaveringDGC, "bfloat16")]
-)
+@pytest.mark.parametrize(("compressor", "wire"), [*((WaveringTopK, wire) for wire in WIRES), (WaveringDGC, "bfloat16")])
 def test_no_schedule_changes_a_bit_while_densities_come_and_go(
     pools: dict[int, Pool], compressor: Any, wire: str
 ) -> None:
