@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, make_trainer
+from tests.helpers.trainers import run_fit
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
 
@@ -15,12 +15,9 @@ def fit_as_shown(rank: int, code: str) -> tuple[float, float]:
     """Run the code, and fit with its strategy; return the density and a sum over the weights."""
     shown: dict[str, object] = {}
     exec(code, shown)
-    model = Small()
-    trainer = make_trainer(rank, shown["strategy"])
-    trainer.fit(model)
-    return trainer.strategy.compression_stats()["density"], float(
-        sum(tensor.detach().sum() for tensor in model.parameters())
-    )
+    trainer = run_fit(rank, shown["strategy"])
+    parameters = trainer.lightning_module.parameters()
+    return trainer.strategy.compression_stats()["density"], float(sum(tensor.detach().sum() for tensor in parameters))
 
 
 def test_the_compressor_in_contributing_trains(pair: Pool) -> None:

@@ -25,7 +25,7 @@ from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered
-from tests.helpers.trainers import Small, accelerator, make_trainer, weights
+from tests.helpers.trainers import Small, accelerator, make_trainer, run_fit, weights
 
 WEIGHT = "network.0.weight"
 
@@ -132,7 +132,7 @@ def hide(rank: int, max_density: float) -> tuple[list[dict[str, float]], float]:
             planned.append(max(trainer.strategy.exchange_plan().densities, default=0.0))
 
     callbacks = [AdaptiveDensity([ByEpoch(0.05)], max_density=max_density), seen, Look()]
-    make_trainer(rank, strategy, callbacks=callbacks, max_epochs=6).fit(Small())
+    run_fit(rank, strategy, callbacks=callbacks, max_epochs=6)
     return seen.densities, planned[0]
 
 
@@ -243,7 +243,7 @@ def test_a_callback_ahead_of_it_saves_what_was_just_measured_too(pair: Pool, tmp
 def refused(rank: int, strategy: dict[str, Any], callbacks: list[Callback]) -> str:
     """Fit what must be refused; return the message."""
     try:
-        make_trainer(rank, SparseDDPStrategy(**strategy), callbacks=callbacks).fit(Small())
+        run_fit(rank, SparseDDPStrategy(**strategy), callbacks=callbacks)
     except ValueError as error:
         return str(error)
     return "was not refused"

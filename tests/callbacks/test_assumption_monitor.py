@@ -15,7 +15,7 @@ from lightning_sparse.callbacks import AssumptionMonitor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import Small, make_trainer, run_fit, weights
 
 NAMES = [name for name, _ in Small().named_parameters()]
 
@@ -39,16 +39,14 @@ def fit_watched(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Fit; return the weights and the averages."""
     monitor = AssumptionMonitor(every or 1)
-    trainer = make_trainer(
+    trainer = run_fit(
         rank,
         SparseDDPStrategy(compressor, density=0.1),
         logger=CSVLogger(directory, name="", version="") if every else False,
         callbacks=[monitor] if every else [],
     )
-    model = Small()
-    trainer.fit(model)
     averages = {} if monitor.metric is None else {name: float(each) for name, each in monitor.metric.compute().items()}
-    return weights(model), averages
+    return weights(trainer.lightning_module), averages
 
 
 def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Path) -> None:

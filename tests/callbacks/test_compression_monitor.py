@@ -28,7 +28,7 @@ from lightning_sparse.callbacks.reporting.throughput import batch_size
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Rows, Small, accelerator, make_trainer, weights
+from tests.helpers.trainers import Rows, Small, accelerator, make_trainer, run_fit, weights
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
@@ -48,17 +48,17 @@ def fit_monitored(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Fit with a logger; return what the progress bar was given, and the weights."""
     logger = logger_class(directory, name="", version="")
-    trainer = make_trainer(
+    trainer = run_fit(
         rank,
         SparseDDPStrategy(**(strategy or {"density": 0.01})),
+        module(),
         logger=logger,
         log_every_n_steps=4,
         callbacks=[CompressionMonitor(**(monitor or {"progress_bar": True}))],
         **arguments,
     )
-    model = module()
-    trainer.fit(model)
-    return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}, weights(model)
+    shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    return shown, weights(trainer.lightning_module)
 
 
 def read_events(directory: Path) -> EventAccumulator:
@@ -157,9 +157,7 @@ def test_the_observer_is_neutral(pair: Pool, tmp_path: Path, compressor: str) ->
 
 def fit_alone(rank: int, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Fit without a callback."""
-    model = Small()
-    make_trainer(rank, SparseDDPStrategy(**settings)).fit(model)
-    return weights(model)
+    return weights(run_fit(rank, SparseDDPStrategy(**settings)).lightning_module)
 
 
 def test_everything_reaches_tensorboard(pair: Pool, tmp_path: Path) -> None:

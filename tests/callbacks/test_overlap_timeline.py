@@ -16,7 +16,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
 from lightning_sparse.engine.observe.timeline import BACKWARD, QUEUE, WORKER
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import Small, make_trainer, run_fit, weights
 
 LAYERS = 5
 PAUSE = 0.02
@@ -38,10 +38,8 @@ def fit_recorded(
 ) -> dict[str, Tensor]:
     """Fit with a timeline."""
     timeline = OverlapTimeline(path=path, pictures=False, **arguments)
-    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05, schedule=schedule), callbacks=[timeline])
-    model = module()
-    trainer.fit(model)
-    return weights(model)
+    strategy = SparseDDPStrategy(density=0.05, schedule=schedule)
+    return weights(run_fit(rank, strategy, module(), callbacks=[timeline]).lightning_module)
 
 
 def timed_events(path: Path) -> list[dict[str, Any]]:
@@ -123,7 +121,7 @@ def fit_accumulating(rank: int, path: str) -> None:
     """Fit with steps of four batches each."""
     timeline = OverlapTimeline(steps=[1, 3], path=path, pictures=False)
     strategy = SparseDDPStrategy(density=0.05, schedule="layerwise")
-    make_trainer(rank, strategy, callbacks=[timeline], accumulate_grad_batches=4).fit(Small())
+    run_fit(rank, strategy, callbacks=[timeline], accumulate_grad_batches=4)
 
 
 def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> None:
@@ -136,7 +134,7 @@ def fit_drawn(rank: int, directory: str) -> None:
     """Fit with a timeline that chooses its file, and draws."""
     logger = TensorBoardLogger(directory, name="", version="")
     strategy = SparseDDPStrategy(density=0.05, schedule="layerwise")
-    make_trainer(rank, strategy, logger=logger, callbacks=[OverlapTimeline(steps=[2, 7])]).fit(Slow())
+    run_fit(rank, strategy, Slow(), logger=logger, callbacks=[OverlapTimeline(steps=[2, 7])])
 
 
 def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair: Pool, tmp_path: Path) -> None:
@@ -161,9 +159,7 @@ def test_recording_changes_no_bit(pair: Pool, tmp_path: Path) -> None:
 
 def fit_plain(rank: int, schedule: str) -> dict[str, Tensor]:
     """Fit without a callback."""
-    model = Small()
-    make_trainer(rank, SparseDDPStrategy(density=0.05, schedule=schedule)).fit(model)
-    return weights(model)
+    return weights(run_fit(rank, SparseDDPStrategy(density=0.05, schedule=schedule)).lightning_module)
 
 
 def fit_too_short(rank: int) -> str:

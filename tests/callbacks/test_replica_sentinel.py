@@ -12,7 +12,7 @@ from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY
-from tests.helpers.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import Small, make_trainer, run_fit, weights
 
 
 class Tampered(Small):
@@ -59,9 +59,7 @@ def fit_guarded(rank: int, compressor: str, guards: bool) -> dict[str, Tensor]:
     """Fit a sound model, with a sentinel or without one."""
     callbacks = [ReplicaSentinel(every_n_steps=1)] if guards else []
     strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
-    model = Small()
-    make_trainer(rank, strategy, callbacks=callbacks).fit(model)
-    return weights(model)
+    return weights(run_fit(rank, strategy, callbacks=callbacks).lightning_module)
 
 
 @pytest.mark.parametrize("compressor", AGREEING_NAMES)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd, requeue
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, make_trainer
+from tests.helpers.trainers import Small, make_trainer, run_fit
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 STEPS = 16
@@ -74,7 +74,7 @@ def fit_signalled(
 def fit_outside(rank: int) -> bool:
     """Fit outside of a job; return whether the signal is left alone."""
     watching = SignalAt(-1)
-    make_trainer(rank, SparseDDPStrategy(), callbacks=[RequeueAtStepEnd(), watching], max_steps=2).fit(Small())
+    run_fit(rank, SparseDDPStrategy(), callbacks=[RequeueAtStepEnd(), watching], max_steps=2)
     return watching.handler == signal.SIG_DFL
 
 

@@ -19,7 +19,6 @@ def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str
     stop(forked)  # so that those that start then find the module where this process does
     with (
         mock.patch.object(plugin, "Pool", return_value=lender),
-        mock.patch.dict(sys.modules),
         mock.patch.dict(StrategyRegistry),  # modules may register their compressors
         mock.patch.dict(COMPRESSORS._rows),
         pytest.MonkeyPatch.context() as patch,
@@ -30,6 +29,7 @@ def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str
             return pytest.main(command)
         finally:
             stop(forked)
+            sys.modules.pop(subject.partition(":")[0], None)
 
 
 def stop(pools: dict[int, Pool]) -> None:

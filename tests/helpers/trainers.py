@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,13 @@ def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
     }
     defaults = {"accelerator": accelerator(), "devices": dist.get_world_size(), "max_epochs": 1}
     return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
+
+
+def run_fit(rank: int, strategy: Any, model: Optional[LightningModule] = None, **arguments: Any) -> Trainer:
+    """Fit a model, a small one if none is given; return the Trainer."""
+    trainer = make_trainer(rank, strategy, **arguments)
+    trainer.fit(Small() if model is None else model)
+    return trainer
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

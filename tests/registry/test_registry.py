@@ -14,7 +14,7 @@ from lightning_sparse.registry import NamedTable
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.packages import GROUP, install
-from tests.helpers.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import run_fit, weights
 
 LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
@@ -26,11 +26,9 @@ class Mine(TopK):
 def fit_by_name(rank: int, name: str) -> dict[str, Tensor]:
     """Register a compressor on this rank, and fit with its strategy."""
     register_compressor(name, Mine)
-    model = Small()
-    trainer = make_trainer(rank, f"sparse_{name}")
-    trainer.fit(model)
+    trainer = run_fit(rank, f"sparse_{name}")
     assert isinstance(trainer.strategy, SparseDDPStrategy)
-    return weights(model)
+    return weights(trainer.lightning_module)
 
 
 def entries_of(rank: int, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, WithAdam, WithSGD, make_trainer, weights
+from tests.helpers.trainers import Small, WithAdam, WithSGD, make_trainer, run_fit, weights
 
 
 def fit_both(rank: int, arguments: dict[str, Any], epochs: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,9 +121,7 @@ def fit_and_save(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any], 
             if batch_idx == 3:
                 self.trainer.save_checkpoint(path)
 
-    model = Watched(weight_decay=0.01, nesterov=True)
-    trainer = make_trainer(rank, SparseDDPStrategy(DGC()))
-    trainer.fit(model)
+    trainer = run_fit(rank, SparseDDPStrategy(DGC()), Watched(weight_decay=0.01, nesterov=True))
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
     return saved, dict(trainer.optimizers[0].param_groups[0]), max(during)
 

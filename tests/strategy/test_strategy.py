@@ -35,16 +35,14 @@ from tests.compatibility.modules import ByHand
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
-from tests.helpers.trainers import Small, accelerator, make_trainer, weights
+from tests.helpers.trainers import Small, accelerator, make_trainer, run_fit, weights
 
 
 def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Fit a module; return its parameters and the strategy's statistics."""
-    trainer = make_trainer(rank, strategy, **arguments)
-    model = module()
-    trainer.fit(model)
+    trainer = run_fit(rank, strategy, module(), **arguments)
     stats = trainer.strategy.compression_stats() if isinstance(trainer.strategy, SparseDDPStrategy) else {}
-    return weights(model), stats
+    return weights(trainer.lightning_module), stats
 
 
 def fit_with(
