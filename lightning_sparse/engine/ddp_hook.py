@@ -118,6 +118,7 @@ class GradientStream:
             self._submit_group()  # a message has values of one type
         gradients = self._gradients_of(bucket, buffer)
         self._recorder.add_ready([local.name for local in gradients])
+        self._worker.follow()  # a graph that was kept from before may write buckets of one group on several streams
         for local in gradients:
             self._group.append(local)
             self._group_numel += local.gradient.numel()

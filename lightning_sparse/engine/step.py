@@ -34,7 +34,7 @@ from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
 from lightning_sparse.engine.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
-from lightning_sparse.functional import layer_deltas, round_to
+from lightning_sparse.functional import layer_deltas, norm_of, round_to
 
 _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
 
@@ -142,7 +142,7 @@ class Pipeline:
             gradients: of the whole model, in the order of its definition: no schedule changes a bit of the sum.
         """
         with self.recorder.span("select"):
-            norm = torch.stack(torch._foreach_norm([local.gradient for local in gradients])).float().norm()
+            norm = norm_of([local.gradient for local in gradients])
             self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Optional
 
@@ -12,7 +12,7 @@ import torch
 class _Task(NamedTuple):
     run: Callable[[], None]
     settle: Optional[Callable[[], None]]
-    ready: Optional[Any]  # device event: what the task reads has been written
+    ready: Sequence[Any]  # device events: what the task reads has been written
 
 
 class ExchangeWorker:
@@ -32,11 +32,17 @@ class ExchangeWorker:
         self._device = device
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = self._device_module.Stream(device) if self._device_module else None
+        self._followed: set[Any] = set()
         self._tasks: queue.SimpleQueue[Optional[_Task]] = queue.SimpleQueue()
         # A daemon, because a collective that waits for a dead peer cannot be stopped before its timeout, and must not
         # keep an interpreter alive that its user has told to go.
         self._thread = threading.Thread(target=self._loop, name="lightning_sparse.exchange", daemon=True)
         self._thread.start()
+
+    def follow(self) -> None:
+        """On a device, have the next task start also after what the calling thread's current stream holds now."""
+        if self._device_module:
+            self._followed.add(self._device_module.current_stream(self._device))
 
     def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
         """Queue a task.
@@ -45,7 +51,9 @@ class ExchangeWorker:
             run: what to do; on a device it starts after what the calling thread's current stream holds now.
             settle: called after ``run``, also where ``run`` was skipped or raised: somebody waits for it.
         """
-        ready = self._device_module.current_stream(self._device).record_event() if self._device_module else None
+        self.follow()
+        ready = [stream.record_event() for stream in self._followed]
+        self._followed.clear()
         self._tasks.put(_Task(run, settle, ready))
 
     def run(self, task: Callable[[], None]) -> None:
@@ -101,7 +109,8 @@ class ExchangeWorker:
         try:
             if self.error is None:
                 if self._stream is not None:
-                    self._stream.wait_event(task.ready)
+                    for event in task.ready:
+                        self._stream.wait_event(event)
                 task.run()
         except BaseException as error:  # whatever it is, it belongs to the user's thread
             self.error = error

@@ -6,6 +6,7 @@ from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.indices import IndexCodec, index_codec
+from lightning_sparse.functional.norm import norm_of
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
 from lightning_sparse.functional.quantization import NORMS, bucket_views, quantize
 from lightning_sparse.functional.reaching import indices_reaching, indices_reaching_each
@@ -31,6 +32,7 @@ __all__ = [
     "layer_deltas",
     "magnitude_histogram",
     "magnitude_quantile",
+    "norm_of",
     "pack_codes",
     "packed_nbytes",
     "quantize",

@@ -15,6 +15,7 @@ import lightning_sparse.engine.engine as engine_module
 import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
+from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
@@ -86,6 +87,34 @@ def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played: PlayedD
     worker.submit(lambda: seen.append(set(played.current_stream().done)))
     worker.close()
     assert seen == [{"gradient"}]
+
+
+def test_a_group_starts_after_all_of_its_buckets_whatever_streams_wrote_them(pair: Pool) -> None:
+    assert pair.run(exchange_from_two_streams) == [True] * 2
+
+
+def exchange_from_two_streams(rank: int) -> bool:
+    """Have each bucket written on a stream of its own; return whether the group of all of them follows each."""
+    PlayedWorker.played = played = PlayedDevice()
+    receive, written, seen = GradientStream.receive, list[str](), list[set[str]]()
+
+    def write(stream: GradientStream, bucket: Any) -> Any:
+        written.append(f"piece {len(written)}")
+        with played.stream(Stream()):
+            played.current_stream().done.add(written[-1])
+            return receive(stream, bucket)
+
+    with (
+        mock.patch.object(engine_module, "ExchangeWorker", PlayedWorker),
+        mock.patch.object(GradientStream, "receive", write),
+        sparse_ddp(Net(), "topk", 0.05, "single", bucket_cap_mb=1e-4) as (ddp, engine),
+    ):
+        exchange = engine.pipeline.exchange
+        engine.pipeline.exchange = lambda *group: (seen.append(set(played.current_stream().done)), exchange(*group))[1]
+        for step in range(2):  # DDP makes small buckets after the first
+            ddp(batch(rank, step)).backward()
+        engine.settle()
+    return len(written) > 3 and seen[-1] == set(written)
 
 
 @pytest.mark.parametrize("wait", [lambda worker: worker.run(lambda: None), ExchangeWorker.close], ids=["run", "close"])

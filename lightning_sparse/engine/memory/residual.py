@@ -56,7 +56,7 @@ class ResidualMemory(Memory):
         if self._local_clip_norm is None:
             return
         assert self.gradient_norm is not None
-        # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
+        # What is not finite has such a norm, and a factor of zero or NaN; both leave something that is not finite.
         factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
         self._clip_factor = factor
