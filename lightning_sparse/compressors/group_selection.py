@@ -119,7 +119,6 @@ class FlatSelection(GroupSelection):
         indices: int64 of the same shape, within the tensors laid end to end; ascending in each row.
         counts: for each tensor how many of them are its own, in each row.
         filled: bool ``[count]``, as in :class:`~lightning_sparse.Selection`.
-        is_distinct: whether no element stands in two rows.
     """
 
     is_whole = False
@@ -131,14 +130,12 @@ class FlatSelection(GroupSelection):
         numels: tuple[int, ...],
         counts: tuple[int, ...],
         filled: Optional[Tensor] = None,
-        is_distinct: bool = False,
     ) -> None:
         super().__init__(numels)
         self.values = values
         self.indices = indices
         self.counts = counts
         self.filled = filled
-        self.is_distinct = is_distinct or indices.dim() == 1 or len(indices) == 1
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "FlatSelection":

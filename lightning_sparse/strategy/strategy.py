@@ -91,10 +91,10 @@ class SparseDDPStrategy(DDPStrategy):
             its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
             with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
         exchange: how selections travel, where each rank sends a fixed number of elements: ``"gather"`` hands every
-            rank's to every rank, so that a step's bytes grow with their number; ``"owners"`` has every element's owner
-            add them up, and applies the largest sums, so that they do not; an :class:`~lightning_sparse.Owners` says
-            how many. ``"auto"`` gathers, except for the tensors of which another way takes half the bytes or less:
-            that is so from about 12 ranks on. See the page on scaling.
+            rank's to every rank, so that a step's bytes grow with their number; with ``"owners"`` every element's owner
+            chooses from what was selected, and all ranks send at what was chosen, so that they do not; an
+            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for the tensors of which another
+            way takes half the bytes or less: that is so from about 15 ranks on. See the page on scaling.
         overlaps_backward: whether gradients travel while backward goes on. ``False`` lets them begin when it is over:
             on NCCL no other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
         gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as

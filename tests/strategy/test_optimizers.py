@@ -90,7 +90,9 @@ def test_several_backwards_in_one_step_are_one_step_of_momentum(
 
 
 @pytest.mark.parametrize(
-    ("compressor", "momentum"), [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)], ids=str
+    ("compressor", "momentum"),
+    [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)],
+    ids=["dgc", "topk", "omgs"],
 )
 def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(
     pair: Pool, compressor: Any, momentum: float

@@ -136,9 +136,6 @@ def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Option
     if kept.indices is None or kept.indices.numel() == kept.numel:
         return None
     # What stays whole at its place was not sent: the place was not taken, or the value too small for the wire.
-    if kept.filled is not None:
-        is_whole = kept.filled.logical_not()
-    else:
-        is_whole = kept.values == accumulated.index_select(0, kept.indices)
+    is_whole = kept.values == accumulated.index_select(0, kept.indices)
     momentum.index_copy_(0, kept.indices, momentum.index_select(0, kept.indices) * is_whole)
     return is_whole

@@ -41,7 +41,7 @@ class StepFacts:
             self._arrived.append(means.numel)
         else:
             flat = means.flat()
-            self._arrived.append(torch.count_nonzero(flat.values) if flat.is_distinct else flat)
+            self._arrived.append(torch.count_nonzero(flat.values) if len(flat.values) == 1 else flat)
 
     def close(self) -> None:
         """Hold no more of the step than a byte for each of its elements, however many ranks there are."""

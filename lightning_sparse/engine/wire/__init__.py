@@ -23,7 +23,7 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
-_WORTH = 2.0  # times fewer bytes make up for a second collective, and for what arrives a step later
+_WORTH = 2.0  # times fewer bytes make up for three more collectives
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,7 +70,7 @@ class Wires(NamedTuple):
     """The ways of a group's tensors.
 
     A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a selection; through owners it is
-    some five times, however many ranks there are; a reduction of the whole tensor takes twice its volume. Which way a
+    some seven times, however many ranks there are; a reduction of the whole tensor takes twice its volume. Which way a
     tensor goes depends on itself and the number of ranks alone, so that it does not matter which others it travels
     with, nor how fast the network was when somebody looked.
 

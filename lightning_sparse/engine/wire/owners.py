@@ -1,4 +1,4 @@
-"""Selections go to the owners of their elements, who add them up; the largest sums go to every rank."""
+"""Owners choose where all ranks send: at the largest sums of what each of them has selected."""
 
 import math
 from collections.abc import Sequence
@@ -10,35 +10,43 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, on_device, starts_of
+from lightning_sparse.compressors.group_selection import (
+    FlatSelection,
+    GroupSelection,
+    WholeSelection,
+    on_device,
+    starts_of,
+)
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
+from lightning_sparse.engine.wire.reduce import ReduceFormat, laid
 from lightning_sparse.functional import add_rows, index_codec, read_as, round_to
 
 LEAST_FOR_AN_OWNER = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
 _SIGMAS = 4.0  # room of a message for one owner above its average share, in standard deviations of a random map
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B1, 0x7FFFFFFF, 16  # of a multiplicative hash; products stay below 2 ** 63
+_PROPOSED = torch.bfloat16  # what only decides which sums are largest need not be exact
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Exchange through owners: every element belongs to one rank, which adds up what all ranks selected there.
+    """Exchange through owners: ranks propose elements, their owners choose, and all ranks send at what was chosen.
 
-    Where a gather hands every rank's selection to every rank, here each rank receives what was selected of its own
-    share, and then the largest sums of all shares: about ``(1 + keep)`` selections, however many ranks there are.
+    Where a gather hands every rank's selection to every rank, here each rank receives the proposals for its own share
+    of the elements, and then what all ranks chose together: some ten bytes for each element that is chosen, however
+    many ranks there are.
 
     Args:
-        keep: how many sums a step applies, as a multiple of what one rank selects. What is not among them stays, whole,
-            with those that sent it. Fewer make messages smaller and updates later.
+        keep: how many elements a step applies, as a multiple of what one rank selects. Fewer make messages smaller.
 
     Raises:
         ValueError: for a ``keep`` below 1.
 
     Example::
 
-        >>> Owners(keep=2).keep
-        2
+        >>> Owners(keep=1).keep
+        1
     """
 
     keep: float = 4.0
@@ -47,35 +55,37 @@ class Owners:
         """Check."""
         if not self.keep >= 1:
             raise ValueError(
-                f"keep={self.keep} must be at least 1: how many sums a step applies, as a multiple of what one rank"
+                f"keep={self.keep} must be at least 1: how many elements a step applies, as a multiple of what one rank"
                 " selects"
             )
 
 
 class OwnersFormat(WireFormat):
-    """The largest sums of what all ranks selected, in two phases of fixed size.
+    """The mean over all ranks of the elements at which the sum of what ranks selected is largest, in four phases.
 
-    1. Every element has an owner, by a fixed map. Each rank sends its selected values and their places to their owners
-       (all-to-all). A message has room for a little more than an owner's average share of each tensor; of what does not
-       fit, the smallest stay, in the residual.
-    2. The owner adds what it received rank by rank, chooses the largest sums of its share of each tensor, and sends
-       them to everybody (all-gather).
+    1. Every element has an owner, by a fixed map. Each rank proposes what it selected to the owners: values, in 16
+       bits, and places (all-to-all). A message has room for a little more than an owner's average share of each tensor;
+       of what does not fit, the smallest are not proposed.
+    2. The owner adds up the proposals rank by rank, chooses the places of the largest sums of its share of each tensor,
+       and tells everybody (all-gather).
+    3. Everybody's values there, whether proposed or not, are averaged by
+       :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and all-gather).
 
-    What is in the final set was sent; everything else stays, whole, with its sender. So the sum of all residuals and of
-    what is applied is what it was. With a 16-bit wire, the first rounding stays with the sender, and the second with
-    the owner.
+    So nobody keeps anything at the chosen elements but what rounding drops, as with ExDyna; what was proposed in vain
+    stays in the residual, like all that was not selected.
 
-    The idea is that of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
-    2022, arXiv 2201.07598). Differs from it in this: the shares are fixed and not balanced anew every 64 steps, since a
-    map that looks random is balanced by itself; thresholds are exact, by tensor, and never out of date; all sizes
-    follow from the number of elements selected, so that nobody waits for a count; and more sums are applied than one
-    rank selects.
+    The idea of owners is that of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep
+    Learning", PPoPP 2022, arXiv 2201.07598). Differs from it in this: the shares are fixed and not balanced anew every
+    64 steps, since a map that looks random is balanced by itself; thresholds are exact, by tensor, and never out of
+    date; all sizes follow from the number of elements selected, so that nobody waits for a count; and all ranks send at
+    the chosen elements, not only those that proposed them. Without that, what was sent in vain piles up with the number
+    of ranks (measured: see ``examples/benchmarks/README.md``).
 
     Args:
         dtype: as for :class:`~lightning_sparse.engine.wire.base.WireFormat`.
         rank: likewise.
         ranks: likewise.
-        keep: sums that a step applies, as a multiple of what one rank selects.
+        keep: elements that a step applies, as a multiple of what one rank selects.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -83,55 +93,53 @@ class OwnersFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int, keep: float) -> None:
         super().__init__(dtype, rank, ranks)
         self._keep = keep
+        self._values = ReduceFormat(dtype, rank, ranks)
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = selection.flat()
         shares = _shares_of(selected.numels, selected.counts, self.ranks, self._keep)
-        sent = round_to(selected.values, self.dtype)
-        addressed = _address(selected, shares)
-        parts = yield Payload("all_to_all", _messages(sent, addressed, shares))
-        places, sums = _largest(self._mean(parts, shares, selected.values.dtype), shares, self.rank)
+        proposals = yield Payload("all_to_all", _proposals(selected, shares))
+        places = _largest(_sums(proposals, shares), shares, self.rank)
 
-        returned, codec = round_to(sums, self.dtype), index_codec(shares.extent, shares.final)
-        sections = [returned.view(torch.uint8), codec.encode(places, shares.extent)]
-        wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
-        sizes = [section.numel() for section in sections]
-        value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = read_as(value_bytes, self.dtype).to(sums.dtype)
-        places = codec.decode(index_bytes, shares.extent, shares.final)
+        codec = index_codec(shares.extent, shares.final)
+        section = codec.encode(places, shares.extent)
+        wires = yield Payload("all_gather", message_of([section] if used is None else [section, used]))
+        places = codec.decode(wires[:, : len(section)], shares.extent, shares.final)
+        indices = _positions(places, shares).flatten().sort().values
+        chosen = FlatSelection.at(accumulated, indices, tuple(self.ranks * final for final in shares.finals))
 
-        means = FlatSelection(received, _positions(places, shares), shares.numels, shares.finals, is_distinct=True)
-        kept = _kept(selected, sent, addressed, places, shares)
-        if returned is not sums:
-            rounding = (sums - returned.to(sums.dtype)).mul_(self.ranks)
-            share = FlatSelection.at(accumulated, means.indices[self.rank], shares.finals)
-            kept = _with_rounding(kept, share, rounding, addressed, self.rank)
+        # Whose share a value is matters only where rounding is kept: then it has to be as if the tensor were alone.
+        is_exact = chosen.values.dtype is self.dtype
+        pieces = [chosen.values] if is_exact else list(chosen.values.split(chosen.counts))
+        arrival = yield from self._values.exchange(WholeSelection.of(pieces), pieces, None)
+        used_bytes = None if used is None else wires[:, len(section) : len(section) + len(used)]
         return Arrival(
-            finite=received.isfinite().all(),
-            used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
-            means=means,
-            kept=kept.selection,
+            finite=arrival.finite,
+            used=None if used_bytes is None else used_bytes.bool().any(dim=0),
+            means=chosen.replaced(laid(arrival.means)[None], indices[None]),
+            kept=chosen.replaced(laid(arrival.kept), indices),
         )
+
+    @override
+    def end_step(self) -> None:
+        self._values.end_step()
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
         shares = _shares_of(numels, counts, self.ranks, self._keep)
-        message = shares.room * self.dtype.itemsize
+        message = shares.room * _PROPOSED.itemsize
         message += index_codec(shares.universe, shares.room).nbytes(shares.universe, shares.room)
-        share = shares.final * self.dtype.itemsize
-        share += index_codec(shares.extent, shares.final).nbytes(shares.extent, shares.final)
-        return [Transfer("all_to_all", self.ranks * aligned(message)), Transfer("all_gather", aligned(share))]
-
-    def _mean(self, parts: Tensor, shares: "_Shares", dtype: torch.dtype) -> Tensor:
-        """Return the mean over ranks of what this rank owns, ``[universe]``, zero where nobody sent anything."""
-        nbytes = shares.room * self.dtype.itemsize
-        received = read_as(parts[:, :nbytes], self.dtype).to(dtype).div_(self.ranks)
-        codec = index_codec(shares.universe, shares.room)
-        end = nbytes + codec.nbytes(shares.universe, shares.room)
-        places = codec.decode(parts[:, nbytes:end], shares.universe, shares.room)
-        return add_rows(received, places, received.new_zeros(shares.universe))
+        places = index_codec(shares.extent, shares.final).nbytes(shares.extent, shares.final)
+        chosen = [self.ranks * final for final in shares.finals]
+        if self.dtype is torch.float32:
+            chosen = [sum(chosen)]
+        return [
+            Transfer("all_to_all", self.ranks * aligned(message)),
+            Transfer("all_gather", aligned(places)),
+            *self._values.transfers([SelectionSize(count, count) for count in chosen]),
+        ]
 
 
 class _Shares(NamedTuple):
@@ -199,27 +207,25 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], ranks: int, kee
     return _Shares(ranks, numels, counts, blocks, tuple(rooms), tuple(finals))
 
 
-class _Addressed(NamedTuple):
-    """Owners of the selected elements.
-
-    Attributes:
-        owner: int64 ``[count]``.
-        place: int64 ``[count]``.
-        fits: bool ``[count]``: whether there is room for it in the message for its owner.
-    """
-
-    owner: Tensor
-    place: Tensor
-    fits: Tensor
-
-
-def _address(selected: FlatSelection, shares: _Shares) -> _Addressed:
-    """Find the owner of each selected element."""
+def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
+    """Write to each owner what was selected of its share, in the order of places; uint8 ``[ranks, nbytes]``."""
     index = selected.indices - _of_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices)
     block = index // shares.ranks
     owner = index.add_(_skew(block)).remainder_(shares.ranks)
     place = block.add_(_of_each(starts_of(shares.blocks)[:-1], shares.counts, index))
-    return _Addressed(owner, place, _fitting(selected, owner, shares))
+    fits = _fitting(selected, owner, shares)
+
+    ranks, room = shares.ranks, shares.room
+    owner, order = owner.where(fits, ranks).sort(stable=True)
+    first = torch.searchsorted(owner, torch.arange(ranks + 1, device=owner.device))
+    number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
+    slot = number.add_(owner, alpha=room).clamp_(max=ranks * room)  # all that does not fit in one, which is not sent
+    sent = round_to(selected.values, _PROPOSED)
+    values = sent.new_zeros(ranks * room + 1).index_copy_(0, slot, sent[order])[:-1].view(ranks, room)
+    places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(ranks + 1)[: ranks * room + 1]
+    places = places.index_copy_(0, slot, place[order])[:-1].view(ranks, room)
+    codec = index_codec(shares.universe, room)
+    return message_of([values.view(torch.uint8), codec.encode_rows(places, shares.universe)])
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
@@ -240,26 +246,23 @@ def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
     return (number < rooms[message]) & filled
 
 
-def _messages(sent: Tensor, addressed: _Addressed, shares: _Shares) -> Tensor:
-    """Write to each owner what was selected of its share, in the order of places; uint8 ``[ranks, nbytes]``."""
-    ranks, room = shares.ranks, shares.room
-    owner, order = addressed.owner.where(addressed.fits, ranks).sort(stable=True)
-    first = torch.searchsorted(owner, torch.arange(ranks + 1, device=owner.device))
-    number = torch.arange(len(owner), device=owner.device).sub_(first[owner])
-    slot = number.add_(owner, alpha=room).clamp_(max=ranks * room)  # all that does not fit in one, which is not sent
-    values = sent.new_zeros(ranks * room + 1).index_copy_(0, slot, sent[order])[:-1].view(ranks, room)
-    places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(ranks + 1)[: ranks * room + 1]
-    places = places.index_copy_(0, slot, addressed.place[order])[:-1].view(ranks, room)
-    codec = index_codec(shares.universe, room)
-    return message_of([values.view(torch.uint8), codec.encode_rows(places, shares.universe)])
+def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
+    """Return the mean over ranks of what was proposed to this one, ``[universe]``, zero where nothing was."""
+    nbytes = shares.room * _PROPOSED.itemsize
+    # Divided before they are added, so that a sum of large values stays finite.
+    values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.ranks)
+    codec = index_codec(shares.universe, shares.room)
+    end = nbytes + codec.nbytes(shares.universe, shares.room)
+    places = codec.decode(proposals[:, nbytes:end], shares.universe, shares.room)
+    return add_rows(values, places, values.new_zeros(shares.universe))
 
 
-def _largest(mean: Tensor, shares: _Shares, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the places and the values of the largest means of a rank's share of each tensor."""
+def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
+    """Return the places of the largest sums of a rank's share of each tensor."""
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
-    largest = largest_of_each([mean[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
+    largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
-    return largest.indices.add_(_of_each(shifts, shares.finals, largest.indices)), largest.values
+    return largest.indices.add_(_of_each(shifts, shares.finals, largest.indices))
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
@@ -268,65 +271,6 @@ def _positions(places: Tensor, shares: _Shares) -> Tensor:
     owner = torch.arange(shares.ranks, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.ranks).add_(block, alpha=shares.ranks)
     return index.add_(_of_each(starts_of(shares.numels)[:-1], shares.finals, places))
-
-
-class _Kept(NamedTuple):
-    """Elements and what stays here of them.
-
-    Attributes:
-        selection: with ``filled`` where they were sent.
-        column: int64 ``[count]``: the number of each among the sums that its owner sent, where it is among them.
-    """
-
-    selection: FlatSelection
-    column: Tensor
-
-
-def _kept(selected: FlatSelection, sent: Tensor, addressed: _Addressed, places: Tensor, shares: _Shares) -> _Kept:
-    """Keep what rounding dropped of an element in the final set, and all of every other."""
-    owners = torch.arange(shares.ranks, device=places.device).unsqueeze(1)
-    final = (places + owners * shares.extent).flatten()
-    own = addressed.owner * shares.extent + addressed.place
-    found = torch.searchsorted(final, own).clamp_(max=len(final) - 1)
-    is_sent = (final[found] == own) & addressed.fits
-    values = selected.values.where(is_sent.logical_not(), selected.values - sent.to(selected.values.dtype))
-    kept = selected.replaced(values, selected.indices).filled_at(is_sent)
-    return _Kept(kept, found.sub_(addressed.owner * shares.final))
-
-
-def _with_rounding(kept: _Kept, share: FlatSelection, rounding: Tensor, addressed: _Addressed, rank: int) -> _Kept:
-    """Keep also what the owner's rounding dropped of the sums of its share, whoever had sent them.
-
-    An element that this rank had selected itself then stands twice among what is kept, with one and the same value.
-
-    Args:
-        kept: of the elements that this rank selected.
-        share: the elements of which it sent the sums, with what had accumulated of them here.
-        rounding: what was dropped of these sums.
-        addressed: owners of the elements selected.
-        rank: this rank.
-    """
-    own, filled = kept.selection, kept.selection.filled
-    assert filled is not None
-    is_both = filled & (addressed.owner == rank)
-    column = kept.column.where(is_both, len(rounding))  # a column beyond the last, for all that is not both
-    room = own.values.new_zeros(1)
-    owned = torch.cat([share.values, room]).index_copy_(0, column, own.values)
-    owned[:-1] += rounding
-    is_sent = torch.zeros_like(owned, dtype=torch.bool).index_copy_(0, column, is_both)
-    merged = FlatSelection(
-        _interleaved(own.values.where(is_both.logical_not(), owned[column]), own.counts, owned[:-1], share.counts),
-        _interleaved(own.indices, own.counts, share.indices, share.counts),
-        own.numels,
-        tuple(map(sum, zip(own.counts, share.counts))),
-        _interleaved(filled, own.counts, is_sent[:-1], share.counts),
-    )
-    return _Kept(merged, kept.column)
-
-
-def _interleaved(first: Tensor, counts: tuple[int, ...], second: Tensor, more: tuple[int, ...]) -> Tensor:
-    """Return the elements of each tensor from both, tensor by tensor."""
-    return torch.cat([piece for both in zip(first.split(counts), second.split(more)) for piece in both])
 
 
 def _skew(block: Tensor) -> Tensor:

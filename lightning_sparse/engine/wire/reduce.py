@@ -101,3 +101,8 @@ class ReduceFormat(WireFormat):
         left = values - sent.to(values.dtype)
         left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.ranks)
         return left
+
+
+def laid(received: GroupSelection) -> Tensor:
+    """Return shards of several tensors laid end to end, without their padding."""
+    return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])

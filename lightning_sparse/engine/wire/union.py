@@ -17,7 +17,7 @@ from lightning_sparse.compressors.group_selection import (
 )
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
-from lightning_sparse.engine.wire.reduce import ReduceFormat
+from lightning_sparse.engine.wire.reduce import ReduceFormat, laid
 from lightning_sparse.functional import index_codec, read_as
 
 _COUNT_BYTES = 8
@@ -71,8 +71,8 @@ class UnionFormat(WireFormat):
         return Arrival(
             finite=arrival.finite,
             used=used_by_any,
-            means=chosen.replaced(_laid(arrival.means)[None], chosen.indices[None]),
-            kept=chosen.replaced(_laid(arrival.kept), chosen.indices),
+            means=chosen.replaced(laid(arrival.means)[None], chosen.indices[None]),
+            kept=chosen.replaced(laid(arrival.kept), chosen.indices),
         )
 
     @override
@@ -108,8 +108,3 @@ def _header(positions: Tensor, used: Optional[Tensor]) -> Tensor:
 
 def _read_counts(headers: Tensor) -> list[int]:
     return [int(count) for count in read_as(headers[:, :_COUNT_BYTES], torch.int64).flatten().tolist()]
-
-
-def _laid(received: GroupSelection) -> Tensor:
-    """Return shards of several tensors laid end to end, without their padding."""
-    return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])
