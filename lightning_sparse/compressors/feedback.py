@@ -206,11 +206,24 @@ class AdamCorrection:
         if steps >= dense + fall or target >= 1:
             return target
         stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
-        return float(target ** (int((steps - dense) / fall * stairs) / stairs))
+        return same_everywhere(target ** (int((steps - dense) / fall * stairs) / stairs))
 
     def is_settling(self, steps: int) -> bool:
         """Return whether more is sent than later, in the step that comes after so many."""
         return steps < (self.dense_steps or 0) + (self.fall_steps or 0)
+
+
+def same_everywhere(power: float) -> float:
+    """Round off the last digits of a power, which machines with other libraries compute otherwise.
+
+    Of a density they could make two ranks send different numbers of elements.
+
+    Example::
+
+        >>> same_everywhere(0.03162277660168379), same_everywhere(0.25)
+        (0.0316227766017, 0.25)
+    """
+    return float(f"{power:.12g}")
 
 
 _UNKNOWN_STEPS = 10_000  # a training of unknown length warms up as one of this

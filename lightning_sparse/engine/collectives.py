@@ -90,6 +90,12 @@ class Collectives:
         with self.telling_of(f"{len(numbers)} numbers on which ranks agree"):
             return self.all_gather(handed_in)
 
+    def mean_of_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return the means over ranks of many numbers, some at a time: from each of many ranks they are gigabytes."""
+        count = max(1, _NUMBERS_AT_ONCE // self.ranks)
+        parts = (numbers[start : start + count] for start in range(0, len(numbers), count))
+        return [mean for part in parts for mean in self.gather_numbers(part).mean(dim=0).tolist()]
+
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, so that a backend without one is refused before training.
 
@@ -151,5 +157,6 @@ def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     return gathered
 
 
+_NUMBERS_AT_ONCE = 1 << 20  # of all ranks together, 8 MiB
 _ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _PROBE_SHAPES: dict[str, tuple[int, ...]] = {"all_gather": (-1,), "all_to_all": (-1, 4), "all_reduce": (-1,)}

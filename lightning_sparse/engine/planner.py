@@ -30,6 +30,7 @@ _CHECKED_STEPS = 10
 _DEPARTURE = 0.2  # of the exposed time
 _NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
 _FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
+_NO_DENSITY = -1.0
 _MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
 
 Samples = dict[Way, list[StepSample]]
@@ -138,7 +139,7 @@ class StepPlanner:
                 profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
             ways = [best]
             if profile is not None:
-                planned = self._agreed(profile, self._schedule.propose(profile))
+                planned = self._agreed(profile)
                 ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
             contest = yield from self._try(ways, _CONTEST_ROUNDS)
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
@@ -176,11 +177,16 @@ class StepPlanner:
         seen = yield from self._try(partly_whole_ways(elements), 1)
         return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.startup)
 
-    def _agreed(self, profile: Profile, stops: Sequence[int]) -> Way:
-        """Return what rank 0 proposes, and finds room for."""
+    def _agreed(self, profile: Profile) -> Way:
+        """Return what rank 0 proposes, and finds room for; to the others it would be work for nothing."""
+        proposed = self._proposed(profile) if self._collectives.rank == 0 else Way(())
+        return _agreed(self._collectives, proposed, len(self._order))
+
+    def _proposed(self, profile: Profile) -> Way:
+        stops = self._schedule.propose(profile)
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
         densities = [min(density, self._densities.ceiling) for density in densities]
-        return _agreed(self._collectives, Way(tuple(stops), tuple(densities)), len(self._order))
+        return Way(tuple(stops), tuple(densities))
 
     def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile]) -> bool:
         """Follow a plan from now on; return whether it is the one that was followed before."""
@@ -222,7 +228,7 @@ class StepPlanner:
         if self.plan.profile is None:
             return
         profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
-        way = self._agreed(profile, self._schedule.propose(profile))
+        way = self._agreed(profile)
         self._follow(way)
         self.plan = self.plan._replace(
             groups=self._groups(way), densities=way.densities, predicted=profile.predict(way.stops), profile=profile
@@ -251,7 +257,8 @@ def _seconds(samples: Sequence[StepSample]) -> float:
 def _agreed(collectives: Collectives, proposed: Way, tensors: int) -> Way:
     """Return what rank 0 proposes for so many tensors: another machine's logarithms may round otherwise."""
     room = [0.0] * (tensors - len(proposed.stops))
-    densities = proposed.densities or (0.0,) * len(proposed.stops)
+    densities = proposed.densities or (_NO_DENSITY,) * len(proposed.stops)
     numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0].tolist()
     stops = tuple(int(stop) for stop in numbers[:tensors] if stop)
-    return Way(stops, tuple(numbers[tensors:][: len(stops)]) if proposed.densities else ())
+    agreed = tuple(numbers[tensors:][: len(stops)])
+    return Way(stops, () if _NO_DENSITY in agreed else agreed)

@@ -5,7 +5,14 @@ from typing import Optional, Union
 import torch
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, NOT_CLIPPED, AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.compressors.feedback import (
+    FROM_OPTIMIZER,
+    NOT_CLIPPED,
+    AdamCorrection,
+    Clipping,
+    ErrorFeedback,
+    same_everywhere,
+)
 from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
 from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_dtype
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
@@ -171,7 +178,7 @@ class Settings:
         least = 0.0 if correction is None else correction.density_after(steps, self.density)
         if epoch >= self.warmup_epochs:
             return max(least, self.density)
-        return max(least, float(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
+        return max(least, same_everywhere(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
 
     def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
         """Choose the memory: what the compressor asks for, or none where nothing can be left over."""

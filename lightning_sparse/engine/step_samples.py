@@ -21,8 +21,7 @@ def averaged(
     samples = [sample_of(marks, holds_groups) for marks in steps]
     if not has_ready:
         samples = [sample._replace(ready=()) for sample in samples]
-    times = collectives.gather_numbers([seconds for sample in samples for seconds in sample.times()])
-    means = iter(times.mean(dim=0).tolist())  # thousands of numbers from each of many ranks: not one by one
+    means = iter(collectives.mean_of_numbers([seconds for sample in samples for seconds in sample.times()]))
     return [sample.with_times(means) for sample in samples]
 
 

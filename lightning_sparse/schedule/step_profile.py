@@ -1,6 +1,5 @@
 """Measured steps of a model as plain numbers, from which plans are made."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -217,4 +216,6 @@ def run_of(elements: Sequence[int], wanted: float) -> tuple[int, int]:
     for start in range(len(elements)):
         beyond = bisect_left(sums, sums[start] + wanted, lo=start + 1)
         runs += [(start, stop) for stop in (beyond - 1, beyond) if start < stop < len(sums)]
-    return min(runs, key=lambda run: abs(math.log(max(1, sums[run[1]] - sums[run[0]]) / wanted)))
+    # Of division, unlike logarithms, every machine has the same last digit: ranks are not asked to agree on this.
+    held = {run: max(1, sums[run[1]] - sums[run[0]]) for run in runs}
+    return min(runs, key=lambda run: max(held[run] / wanted, wanted / held[run]))

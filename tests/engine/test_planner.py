@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine import Engine
-from lightning_sparse.schedule import Plan, Schedule
+from lightning_sparse.schedule import Merged, Plan, Schedule
 from lightning_sparse.schedule.plan import Way
 from lightning_sparse.schedule.ways import best_of
 from lightning_sparse.testing.pool import Pool
@@ -176,6 +177,26 @@ def test_no_compressor_notices_the_trials(pair: Pool, compressor: str) -> None:
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     if compressor in AGREEING_NAMES:
         assert all(torch.equal(tensor, planned[1][0][name]) for name, tensor in planned[0][0].items())
+
+
+def count_proposals(rank: int) -> tuple[int, Any]:
+    """Train until there is a plan; return how often this rank has looked for one, and its groups."""
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(Merged, "propose", autospec=True, side_effect=Merged.propose) as propose,
+        sparse_ddp(Edges(), "lags", 0.05, "merged", say=lambda line: None) as (ddp, engine),
+    ):
+        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, STEPS), lr=0.01):
+            pass
+        assert engine.plan is not None
+        return propose.call_count, engine.plan.groups
+
+
+def test_what_rank_0_proposes_the_others_do_not_look_for(pair: Pool) -> None:
+    (count, groups), (other_count, other_groups) = pair.run(count_proposals)
+    assert count > 0
+    assert other_count == 0
+    assert groups == other_groups
 
 
 ONE, THREE, MORE = Way((6,)), Way((2, 4, 6)), Way((2, 6), (0.1, 0.01))

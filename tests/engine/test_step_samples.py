@@ -1,41 +1,64 @@
 """The numbers on which ranks agree about the steps that they saw."""
 
+import time
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
+import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_sparse.cli.plan.rehearsal import EchoCollectives
 from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.step_samples import averaged
 
 
-class Told:
-    """Collectives of one rank, which note how many numbers it tells the others."""
+class Told(EchoCollectives):
+    """Collectives of ranks that all say what one says, which note how many numbers that are.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: how many.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(ranks, torch.device("cpu"))
         self.counts: list[int] = []
 
+    @override
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Note how many there are."""
         self.counts.append(len(numbers))
-        return torch.tensor([numbers])
+        return super().gather_numbers(numbers)
 
 
-def step(ready: Optional[float]) -> StepMarks:
-    """Return a step of two gradients in a group; on a device they have no mark unless somebody watches."""
+def step(ready: Optional[float], tensors: int = 2) -> StepMarks:
+    """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
     marks = StepMarks()
     marks.backward_start, marks.backward_end, marks.end = 0.0, 2.0, 3.0
-    marks.ready = {"weight": ready, "bias": ready}
-    group = GroupMarks(("weight", "bias"))
+    marks.ready = {f"weight {number}": ready for number in range(tensors)}
+    group = GroupMarks(tuple(marks.ready))
     group.spans = [Span("select", 2.0, 2.1), Span("exchange", 2.1, 2.5)]
     marks.groups = [group]
     return marks
 
 
 def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others() -> None:
-    told: Any = Told()
+    told = Told()
     (watched,) = averaged(told, [step(ready=1.0)], holds_groups=False, has_ready=False)
     (unwatched,) = averaged(told, [step(ready=None)], holds_groups=False, has_ready=False)
     assert told.counts[0] == told.counts[1]
     assert watched == unwatched
+
+
+@pytest.mark.clock
+def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time() -> None:
+    ranks, tensors, steps = 512, 1000, 30
+    told, seen = Told(ranks), [step(1.0, tensors)] * steps
+    start = time.perf_counter()
+    samples = averaged(told, seen, holds_groups=False)
+    assert time.perf_counter() - start < 1.0
+    for sample, alone in zip(samples, averaged(Told(), seen, holds_groups=False), strict=True):
+        assert sample.times() == pytest.approx(alone.times())
+    assert sum(told.counts) > steps * tensors
+    assert 8 * ranks * max(told.counts) < 100e6

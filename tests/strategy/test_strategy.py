@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import lightning_sparse.engine.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.schedule import FixedSize
@@ -244,6 +246,23 @@ def test_a_warm_up_takes_the_published_densities() -> None:
     settings = Settings("dgc", 0.001, "merged", "float32")
     densities = [settings.density_at(epoch) for epoch in range(6)]
     assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
+
+
+class AnotherMachines(float):
+    """A number whose powers end in another digit, as of another machine's mathematical library."""
+
+    def __pow__(self, exponent: Any, *modulo: Any) -> float:
+        """Return the power and a little more."""
+        return math.nextafter(float(self) ** exponent, 2.0)
+
+
+def test_a_warm_up_has_the_same_densities_on_every_machine() -> None:
+    settings, others = Settings("dgc", 0.0013, "merged", "float32"), Settings("dgc", 0.0013, "merged", "float32")
+    others.density = AnotherMachines(0.0013)
+    assert [settings.density_at(epoch) for epoch in range(6)] == [others.density_at(epoch) for epoch in range(6)]
+    correction = AdamCorrection(dense_steps=10, fall_steps=100)
+    for steps in range(10, 110):
+        assert correction.density_after(steps, 0.0013) == correction.density_after(steps, AnotherMachines(0.0013))
 
 
 def densities_by_epoch(rank: int) -> list[float]:

@@ -18,6 +18,8 @@ from lightning_sparse.strategy.checkpoints.shards import (
     AbsentError,
     CheckpointError,
     Save,
+    Share,
+    mean_of_shares,
     read_header,
     read_state,
 )
@@ -166,11 +168,11 @@ class Checkpointer:
 
     def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
         """Read on every rank, and raise on every rank if one of them cannot; ``None`` if there is nothing anywhere."""
-        shard = error = None
+        found = error = None
         strategy = self._strategy
         try:
             plugin = synchronous(strategy.checkpoint_io)
-            shard = read_state(plugin, path, save, strategy.global_rank, strategy.world_size)
+            found = read_state(plugin, path, save, strategy.global_rank, strategy.world_size)
         except Exception as raised:
             error = raised
         if strategy.reduce_boolean_decision(isinstance(error, AbsentError)):
@@ -181,7 +183,7 @@ class Checkpointer:
             )
             return None
         self._agree(error, f"{path}: another rank could not read what it had kept")
-        return shard
+        return mean_of_shares(found, save.ranks, strategy.root_device) if isinstance(found, Share) else found
 
     def together(self, action: Callable[[], None], complaint: str) -> None:
         """Act on every rank, and raise on every rank if one of them cannot."""

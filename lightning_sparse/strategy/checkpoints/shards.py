@@ -2,9 +2,12 @@
 
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
+from zlib import crc32
 
+import torch
+import torch.distributed as dist
 from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from lightning_sparse.strategy.checkpoints.files import PathLike, followed, save
 
 KEY = "lightning_sparse"
 _VERSION = 1
+_SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 CURE = "To go on without what the ranks had kept: SparseDDPStrategy(resume_compression=False)."
 
 
@@ -101,39 +105,106 @@ def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, 
     return shard
 
 
-def mean_of_shards(read: Callable[[int], dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
-    """Read all ranks' parts, one at a time, and return what a rank of another number of ranks goes on with.
+Place = tuple[Any, ...]  # the keys that lead there
+
+
+class Share(NamedTuple):
+    """What a rank has read of the parts of another number of ranks.
+
+    Attributes:
+        sums: nested containers as in a part, with the sums of floating-point tensors; the rest is the first part's.
+        shapes: of the tensors that are summed, their shapes and types in a part, by their place in the containers.
+    """
+
+    sums: dict[str, Any]
+    shapes: dict[Place, tuple[torch.Size, torch.dtype]]
+
+
+def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, saved: int) -> Share:
+    """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter.
+
+    Args:
+        read: returns the part of a rank.
+        rank: that goes on.
+        ranks: how many go on.
+        saved: how many parts there are.
+    """
+    sums = read(rank % saved)
+    shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(sums)}
+    if rank >= saved:  # somebody else has read this part for its sum, too
+        for _, tensor in _summed(sums):
+            tensor.zero_()
+    for source in range(rank + ranks, saved, ranks):
+        for place, tensor in _summed(read(source)):
+            shapes.setdefault(place, (tensor.shape, tensor.dtype))
+            _put(sums, place, _at(sums, place, tensor).double().add_(tensor))
+    return Share(sums, shapes)
+
+
+def mean_of_shares(share: Share, saved: int, device: torch.device) -> dict[str, Any]:
+    """Return what a rank goes on with, of parts of which every rank has read a share; all ranks must call.
 
     What is kept of each parameter becomes the mean over ranks: what the model is still owed stays as it was. What a
     compressor has learned is passed on as it is, from rank to rank in turn.
 
     Args:
-        read: returns the part of a rank.
-        rank: that goes on.
-        ranks: how many parts there are.
+        share: what :func:`read_share` returned; not to be used any more.
+        saved: how many parts there are.
+        device: on which ranks exchange.
+
+    Raises:
+        CheckpointError: on all ranks, if parts disagree on a shape.
     """
-    total: Any = None
-    compressor_state = None
-    for source in range(ranks):
-        part = read(source)
-        state = part["engine"].pop("compressor", None)
-        compressor_state = state if source == rank % ranks else compressor_state
-        total = _added(total, part)
-    mean: dict[str, Any] = _mapped(total, lambda tensor: tensor.div_(ranks) if tensor.is_floating_point() else tensor)
-    mean["engine"]["compressor"] = compressor_state
-    return mean
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
+    dist.all_gather_object(everywhere, crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
+    shapes = share.shapes
+    if len(set(everywhere)) > 1:
+        dist.all_gather_object(everywhere, shapes)
+        shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
+        if any(shapes[place] != shape for theirs in everywhere for place, shape in theirs.items()):
+            raise CheckpointError(f"parts of the checkpoint keep tensors of different shapes of one parameter. {CURE}")
+    for place, (shape, dtype) in sorted(shapes.items(), key=str):
+        if not shape.numel():
+            continue
+        own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
+        for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
+            total = sums.to(device, torch.float64, copy=True)
+            dist.all_reduce(total)
+            means.copy_(total.div_(saved))
+        _put(share.sums, place, mean)
+    return share.sums
 
 
-def _added(total: Any, part: Any) -> Any:
-    """Add floating-point tensors, in float64, wherever they are in nested containers; the rest is the first one's."""
+def _summed(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the floating-point tensors in nested containers, but those of a compressor, and where they are."""
     if isinstance(part, dict):
-        total = {} if total is None else total
-        return {**total, **{key: _added(total.get(key), value) for key, value in part.items()}}
-    if isinstance(part, list):
-        return [_added(None if total is None else total[place], value) for place, value in enumerate(part)]
-    if isinstance(part, Tensor) and part.is_floating_point():
-        return part.double() if total is None else total.add_(part)
-    return part if total is None else total
+        for key, value in part.items():
+            if (*place, key) != ("engine", "compressor"):
+                yield from _summed(value, *place, key)
+    elif isinstance(part, list):
+        for index, value in enumerate(part):
+            yield from _summed(value, *place, index)
+    elif isinstance(part, Tensor) and part.is_floating_point():
+        yield place, part
+
+
+def _at(part: Any, place: Sequence[Any], otherwise: Tensor) -> Tensor:
+    """Return what is at a place of nested containers; zeros like ``otherwise`` where nothing is."""
+    try:
+        for key in place:
+            part = part[key]
+    except (KeyError, IndexError):
+        return torch.zeros_like(otherwise)
+    found: Tensor = part
+    return found
+
+
+def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
+    *containers, last = place
+    for key in containers:
+        part = part.setdefault(key, {}) if isinstance(part, dict) else part[key]
+    part[last] = tensor
 
 
 def _mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -145,8 +216,10 @@ def _mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return function(state) if isinstance(state, Tensor) else state
 
 
-def read_state(checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, ranks: int) -> dict[str, Any]:
-    """Read what a rank goes on with: its own part, or the mean of all where the number of ranks has changed.
+def read_state(
+    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, ranks: int
+) -> Union[dict[str, Any], Share]:
+    """Read what a rank goes on with: its own part, or a share of all where the number of ranks has changed.
 
     Raises:
         AbsentError: if nothing lies beside the checkpoint.
@@ -159,7 +232,7 @@ def read_state(checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: in
         return read_shard(checkpoint_io, shard_path(place, save.name, source), save)
 
     try:
-        return read(rank) if save.ranks == ranks else mean_of_shards(read, rank, save.ranks)
+        return read(rank) if save.ranks == ranks else read_share(read, rank, ranks, save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):
             raise AbsentError(str(error)) from error

@@ -202,7 +202,7 @@ def test_bytes_do_not_grow_with_ranks() -> None:
     }
     assert at["owners", 16] < 0.5 * at["gather", 16]
     assert at["owners", 64] < 1.1 * at["owners", 16]
-    assert at["auto", 64] < 0.1 * at["gather", 64]
+    assert at["auto", 64] < 0.12 * at["gather", 64]
     assert at["auto", 1024] < 1.5 * at["auto", 16]
     for ranks in (2, 4):
         assert at["auto", ranks] == at["gather", ranks]

@@ -435,6 +435,40 @@ def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair: Pool, tmp
     assert batches == others == 8
 
 
+def parts_read(rank: int, path: str) -> list[str]:
+    """Go on from a checkpoint; return the names of the parts that this rank has read."""
+    read: list[str] = []
+    load = AtomicCheckpointIO.load_checkpoint
+
+    def load_noted(plugin: Any, path: Any, *arguments: Any, **named: Any) -> Any:
+        read.extend([Path(path).name] * (".sparse" in str(path)))
+        return load(plugin, path, *arguments, **named)
+
+    with mock.patch.object(AtomicCheckpointIO, "load_checkpoint", load_noted):
+        go_on(rank, path, max_epochs=1)
+    return read
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_are_shared_out_among_the_ranks_that_go_on(pools: dict[int, Pool], tmp_path: Path, ranks: int) -> None:
+    path = str(tmp_path / "model.ckpt")
+    pools[4 if ranks < 3 else 2].run(fit_actions, None, {4: partial(_save, path)})
+    answers = pools[ranks].run(parts_read, path)
+    read = [int(re.findall(r"\d+", name)[0]) for names in answers for name in names]
+    # Whoever is left without a share looks into somebody else's, for its form.
+    assert sorted(read) == ([0, 1, 2, 3] if ranks < 3 else [0, 0, 1])
+
+
+def test_parts_of_different_shapes_are_refused_on_all_ranks(
+    pools: dict[int, Pool], tmp_path: Path, saved: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    change_shape(tmp_path / "copy")
+    for text, batches in pools[3].run(go_on_elsewhere, build, str(tmp_path / "copy" / "model.ckpt")):
+        assert "keep tensors of different shapes" in text
+        assert batches == 0
+
+
 def test_plain_ddp_reads_the_file(pair: Pool, saved: Path) -> None:
     assert pair.run(go_on_elsewhere, DDPStrategy, str(saved / "model.ckpt")) == [("", 8)] * 2
     assert Numbered.load_from_checkpoint(saved / "model.ckpt", map_location="cpu").network[0].weight.any()
