@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -131,6 +131,19 @@ class Collectives:
         if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def gather_together(thing: Any) -> list[Any]:
+    """Gather what every rank of the job hands in, where all of them come at the same time."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, thing)
+    return gathered
+
+
+def sum_together(tensor: Tensor) -> Tensor:
+    """Add up a tensor over all ranks of the job, in place, where all of them come at the same time."""
+    dist.all_reduce(tensor)
+    return tensor
 
 
 def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:

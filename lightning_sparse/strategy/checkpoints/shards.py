@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Optional, Union
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor
 
+from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
@@ -155,12 +155,11 @@ def mean_of_shares(share: Share, saved: int, device: torch.device) -> dict[str, 
     Raises:
         CheckpointError: on all ranks, if parts disagree on a shape.
     """
-    everywhere: list[Any] = [None] * dist.get_world_size()
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
-    dist.all_gather_object(everywhere, crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
+    forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
     shapes = share.shapes
-    if len(set(everywhere)) > 1:
-        dist.all_gather_object(everywhere, shapes)
+    if len(set(forms)) > 1:
+        everywhere = gather_together(shapes)
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
         if any(shapes[place] != shape for theirs in everywhere for place, shape in theirs.items()):
             raise CheckpointError(f"parts of the checkpoint keep tensors of different shapes of one parameter. {CURE}")
@@ -169,9 +168,7 @@ def mean_of_shares(share: Share, saved: int, device: torch.device) -> dict[str, 
             continue
         own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
-            total = sums.to(device, torch.float64, copy=True)
-            dist.all_reduce(total)
-            means.copy_(total.div_(saved))
+            means.copy_(sum_together(sums.to(device, torch.float64, copy=True)).div_(saved))
         _put(share.sums, place, mean)
     return share.sums
 
