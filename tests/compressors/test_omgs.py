@@ -10,7 +10,7 @@ from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.compressors.group_selection import WholeSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.selecting import GroupSelector, Workspace
-from lightning_sparse.engine.wire import Arrival
+from lightning_sparse.engine.wire import Arrival, build_wires
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
@@ -25,6 +25,8 @@ from tests.helpers.sparse_ddp import (
     sparse_ddp,
     watch_gradients,
 )
+
+WAYS = build_wires("gather", "reduce", torch.float32, 0, 2)
 
 DENSITY = 0.05
 LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
@@ -217,7 +219,7 @@ class Everything(Compressor):
 def test_a_selection_without_indices_is_taken_apart_again() -> None:
     compressor = Everything()
     tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
-    [part] = GroupSelector(compressor).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
+    [part] = GroupSelector(compressor, WAYS).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
     assert compressor.names == ["weight", "bias"]
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
@@ -240,8 +242,8 @@ def test_masking_the_momentum_of_what_a_group_sent_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"MergedDGC.feedback asks for masks_momentum=True, .*set masks_momentum=False"
     ):
-        GroupSelector(MergedDGC(momentum=0.9, masks_momentum=True))
-    GroupSelector(MergedDGC(momentum=0.9))
+        GroupSelector(MergedDGC(momentum=0.9, masks_momentum=True), WAYS)
+    GroupSelector(MergedDGC(momentum=0.9), WAYS)
 
 
 def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed() -> None:
