@@ -13,14 +13,13 @@ from typing_extensions import override
 from lightning_sparse.compressors.group_selection import (
     FlatSelection,
     GroupSelection,
-    WholeSelection,
     on_device,
     starts_of,
 )
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
-from lightning_sparse.engine.wire.reduce import ReduceFormat, laid
+from lightning_sparse.engine.wire.base import Payload, Phases, Transfer, WireFormat, aligned, message_of
+from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional import add_rows, index_codec, read_as, round_to
 
 LEAST_FOR_AN_OWNER = 32  # elements, on average; with fewer, the room for an uneven share weighs more than they do
@@ -108,18 +107,10 @@ class OwnersFormat(WireFormat):
         places = codec.decode(wires[:, : len(section)], shares.extent, shares.final)
         indices = _positions(places, shares).flatten().sort().values
         chosen = FlatSelection.at(accumulated, indices, tuple(self.ranks * final for final in shares.finals))
-
-        # Whose share a value is matters only where rounding is kept: then it has to be as if the tensor were alone.
-        is_exact = chosen.values.dtype is self.dtype
-        pieces = [chosen.values] if is_exact else list(chosen.values.split(chosen.counts))
-        arrival = yield from self._values.exchange(WholeSelection.of(pieces), pieces, None)
-        used_bytes = None if used is None else wires[:, len(section) : len(section) + len(used)]
-        return Arrival(
-            finite=arrival.finite,
-            used=None if used_bytes is None else used_bytes.bool().any(dim=0),
-            means=chosen.replaced(laid(arrival.means)[None], indices[None]),
-            kept=chosen.replaced(laid(arrival.kept), indices),
-        )
+        arrival = yield from self._values.average(chosen)
+        if used is None:
+            return arrival
+        return arrival._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
 
     @override
     def end_step(self) -> None:
@@ -132,13 +123,10 @@ class OwnersFormat(WireFormat):
         message = shares.room * _PROPOSED.itemsize
         message += index_codec(shares.universe, shares.room).nbytes(shares.universe, shares.room)
         places = index_codec(shares.extent, shares.final).nbytes(shares.extent, shares.final)
-        chosen = [self.ranks * final for final in shares.finals]
-        if self.dtype is torch.float32:
-            chosen = [sum(chosen)]
         return [
             Transfer("all_to_all", self.ranks * aligned(message)),
             Transfer("all_gather", aligned(places)),
-            *self._values.transfers([SelectionSize(count, count) for count in chosen]),
+            *self._values.average_transfers([self.ranks * final for final in shares.finals]),
         ]
 
 

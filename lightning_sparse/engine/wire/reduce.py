@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned
 from lightning_sparse.functional import round_to
@@ -64,6 +64,24 @@ class ReduceFormat(WireFormat):
         shard_bytes = aligned(sum(-(-size.numel // self.ranks) for size in sizes) * self.dtype.itemsize)
         return [Transfer("all_to_all", shard_bytes * self.ranks), Transfer("all_gather", shard_bytes)]
 
+    def average(self, chosen: FlatSelection) -> Phases:
+        """Write elements at which all ranks send, the same on all of them and at least one.
+
+        Whose share an element is matters only where rounding is kept: then it has to be as if its tensor were alone.
+        """
+        is_exact = chosen.values.dtype is self.dtype
+        pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(chosen.counts) if each.numel()]
+        arrival = yield from self.exchange(WholeSelection.of(pieces), pieces, None)
+        return arrival._replace(
+            means=chosen.replaced(_laid(arrival.means)[None], chosen.indices[None]),
+            kept=chosen.replaced(_laid(arrival.kept), chosen.indices),
+        )
+
+    def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
+        """Return what :meth:`average` hands to collectives for fp32 gradients, so many elements of each tensor."""
+        counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
+        return self.transfers([SelectionSize(count, count) for count in counts])
+
     def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
         sharded = [self._sharded(tensor) for tensor in tensors]
         sharded.append(tensors[0].new_zeros(self.ranks, self._padding(tensor.numel() for tensor in tensors)))
@@ -103,6 +121,6 @@ class ReduceFormat(WireFormat):
         return left
 
 
-def laid(received: GroupSelection) -> Tensor:
+def _laid(received: GroupSelection) -> Tensor:
     """Return shards of several tensors laid end to end, without their padding."""
     return torch.cat([piece.values.reshape(-1)[: piece.numel] for piece in received])

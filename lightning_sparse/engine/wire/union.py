@@ -11,13 +11,12 @@ from typing_extensions import override
 from lightning_sparse.compressors.group_selection import (
     FlatSelection,
     GroupSelection,
-    WholeSelection,
     on_device,
     starts_of,
 )
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
-from lightning_sparse.engine.wire.reduce import ReduceFormat, laid
+from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional import index_codec, read_as
 
 _COUNT_BYTES = 8
@@ -62,18 +61,12 @@ class UnionFormat(WireFormat):
             wires = yield Payload("all_gather", codec.encode(torch.cat([union, padding]), universe))
             union = codec.decode(wires, universe, max(counts)).unique()
         chosen = FlatSelection.at(accumulated, *_cut(union, selection.numels))
-        pieces = [piece for piece in self._apart(chosen) if piece.numel()]
         used_by_any = None if used is None else headers[:, _COUNT_BYTES:].bool().any(dim=0)
-        if not pieces:
+        if not len(chosen.values):
             finite = torch.ones((), dtype=torch.bool, device=union.device)
             return Arrival(finite, used_by_any, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
-        arrival = yield from self._values.exchange(WholeSelection.of(pieces), pieces, None)
-        return Arrival(
-            finite=arrival.finite,
-            used=used_by_any,
-            means=chosen.replaced(laid(arrival.means)[None], chosen.indices[None]),
-            kept=chosen.replaced(laid(arrival.kept), chosen.indices),
-        )
+        arrival = yield from self._values.average(chosen)
+        return arrival._replace(used=used_by_any)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
@@ -83,15 +76,8 @@ class UnionFormat(WireFormat):
         count = -(-sum(size.selected for size in sizes) // self.ranks)
         if not count:
             return [header]
-        chosen = [SelectionSize(size.selected, size.selected) for size in sizes if size.selected]
-        if self.dtype is torch.float32:
-            chosen = [SelectionSize(sum(size.selected for size in chosen), sum(size.selected for size in chosen))]
         indices = Transfer("all_gather", index_codec(numel, count).nbytes(numel, count))
-        return [header, indices, *self._values.transfers(chosen)]
-
-    def _apart(self, chosen: FlatSelection) -> Sequence[Tensor]:
-        """Return what travels as tensors of its own: whose share an element is matters only where rounding is kept."""
-        return [chosen.values] if chosen.values.dtype is self.dtype else chosen.values.split(chosen.counts)
+        return [header, indices, *self._values.average_transfers([size.selected for size in sizes])]
 
 
 def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
