@@ -29,7 +29,7 @@ ENGINE = [
     {"memory", "wire", "collectives", "observe", "worker"},
     {"selecting", "settings", "step_samples"},
     {"step", "replicas", "planner"},
-    {"ddp_hook"},
+    {"ddp_hook", "rounds"},
     {"engine"},
     {"__init__"},
 ]

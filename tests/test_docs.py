@@ -99,12 +99,12 @@ def test_every_system_is_described(system: Any) -> None:
 
 def test_density_and_warm_up_of_every_system_are_those_that_are_told() -> None:
     told = {name.strip("`"): cells for name, _, *cells, _ in rows(ROOT / "README.md", "## Which strategy")}
-    chosen = {system.name: compressors.COMPRESSORS.resolve(system.arguments["compressor"]) for system in systems()}
+    chosen = {system.name: SparseDDPStrategy(**system.arguments).settings for system in systems()}
     assert told == {
         name: ["none", "none"]
-        if compressor.default_density is None
-        else [f"{compressor.default_density:g}", str(compressor.default_warmup_epochs)]
-        for name, compressor in chosen.items()
+        if settings.compressor.default_density is None
+        else [f"{settings.density:g}", str(settings.warmup_epochs)]
+        for name, settings in chosen.items()
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
-from lightning_sparse.engine.wire import WIRE_DTYPES, WIRE_FORMATS, WireFormat
+from lightning_sparse.engine.wire import WIRE_FORMATS, WIRES, WireFormat, build_wires
 from lightning_sparse.functional import (
     NORMS,
     batched_top_k_indices,
@@ -287,7 +287,7 @@ def selections_of(form: str, accumulated: Sequence[Tensor], chance: Any) -> list
 @examples(150)
 @given(
     some.sampled_from(["gather", "reduce", "union"]),
-    some.sampled_from(sorted(WIRE_DTYPES)),
+    some.sampled_from(sorted(WIRES)),
     groups(finite),
     some.booleans(),
     some.randoms(use_true_random=False),
@@ -300,7 +300,9 @@ def test_what_travels_and_what_stays_is_all_there_was(
     numels = [tensor.numel() for tensor in accumulated[0]]
     selections = [selections_of(form, each, chance) for each in accumulated]
     used = [torch.tensor([chance.random() < 0.5 for _ in numels], dtype=torch.uint8) for _ in range(ranks)]
-    wires = [WIRE_FORMATS[form](WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    wires = [
+        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
+    ]
     handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
     arrivals, nbytes = exchanged(wires, handed_in, numels)
     for place, numel in enumerate(numels):
@@ -325,7 +327,7 @@ def test_what_travels_and_what_stays_is_all_there_was(
 
 
 @examples(80)
-@given(some.sampled_from(["gather", "reduce", "union"]), some.sampled_from(sorted(WIRE_DTYPES)), groups(anything))
+@given(some.sampled_from(["gather", "reduce", "union"]), some.sampled_from(sorted(WIRES)), groups(anything))
 def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: Any) -> None:
     ranks = len(numbers)
     accumulated = [[torch.tensor(values, dtype=torch.float32) for values in each] for each in numbers]
@@ -333,7 +335,9 @@ def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: A
         [Selection(t, None if form == "reduce" else torch.arange(t.numel()), t.numel()) for t in each]
         for each in accumulated
     ]
-    wires = [WIRE_FORMATS[form](WIRE_DTYPES[wire], rank, ranks) for rank in range(ranks)]
+    wires = [
+        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
+    ]
     arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)], [])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks

@@ -123,7 +123,9 @@ class VirtualRank:
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
         dense_format = compressor.dense_wire_format or ("reduce" if corrects else None)
-        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange)
+        wires = build_wires(
+            compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
+        )
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = Densities(compressor, settings.density_at(0))
         memory = settings.memory_for({torch.float32}, ranks)

@@ -47,12 +47,18 @@ class ReplicaSentinel(StepObserver):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        engine = sparse_strategy(trainer).engine
-        if engine is not None and engine.compressor.replicas_diverge:
+        strategy = sparse_strategy(trainer)
+        settings = strategy.settings
+        if strategy.engine is not None and settings.replicas_diverge:
+            method = type(settings.compressor).__name__
             raise ValueError(
-                f"ReplicaSentinel would find what {type(engine.compressor).__name__} does by design: it lets replicas"
-                " drift apart between two averages. Remove the callback; replica_divergence in compression_stats() says"
-                " how far apart they were"
+                f"ReplicaSentinel would find what {f'local_steps of {method}' if settings.local_steps else method} does"
+                " by design: it lets replicas drift apart between two averages. Remove the callback"
+                + (
+                    ""
+                    if settings.local_steps
+                    else "; replica_divergence in compression_stats() says how far apart they were"
+                )
             )
 
     @override

@@ -36,6 +36,7 @@ class Compressor(ABC):
             there are any must be the same on all ranks. ``None`` for a method that also selects at a density of 1.
         selects_across_group: whether :meth:`select` is given the parameters of a group laid end to end, as one tensor,
             so that they compete for the elements that the group sends.
+        fills_selection: whether it sends all elements that its message has room for.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
         param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
             apart; ``None`` for never. Only read where ``replicas_diverge``.
@@ -52,6 +53,7 @@ class Compressor(ABC):
     wire_format: ClassVar[str]
     dense_wire_format: ClassVar[Optional[str]] = None
     selects_across_group: ClassVar[bool] = False
+    fills_selection: ClassVar[bool] = True
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None

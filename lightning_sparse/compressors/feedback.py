@@ -30,6 +30,8 @@ class ErrorFeedback(NamedTuple):
         adam: how Adam's updates are made before selection, in place of momentum; ``None`` where they are not. Then
             ``clip_norm`` is that of the mean gradient, as measured, and not divided by anything.
         clip_value: largest magnitude of an element of this rank's gradient; only where ``adam`` is given.
+        decay: what waits is multiplied by this before a gradient is added; 1 keeps all of it. Only where a residual is
+            all that is kept.
     """
 
     keeps_residual: bool = True
@@ -40,6 +42,7 @@ class ErrorFeedback(NamedTuple):
     follows_learning_rate: bool = False
     adam: Optional["AdamCorrection"] = None
     clip_value: Optional[float] = None
+    decay: float = 1.0
 
     def checked(self) -> "ErrorFeedback":
         """Pass through if in range.

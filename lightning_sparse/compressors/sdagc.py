@@ -74,6 +74,7 @@ class SDAGC(TopK):
 
     default_density: ClassVar[Optional[float]] = 0.01
     has_density_by_parameter: ClassVar[bool] = False  # its thresholds decide
+    fills_selection: ClassVar[bool] = False
     dense_wire_format: ClassVar[Optional[str]] = None  # its thresholds follow what is sent at every density
     default_warmup_epochs: ClassVar[int] = 4
 

@@ -21,6 +21,7 @@ from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.engine.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
+from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import Exchanged, Pipeline, StepContext
 from lightning_sparse.engine.wire import build_wires
@@ -49,6 +50,7 @@ class Engine:
         memory: what is kept.
         pipeline: what every group goes through.
         recorder: the facts of the steps.
+        rounds: of local steps; ``None`` where gradients are exchanged in every step.
 
     Raises:
         RuntimeError: if the backend lacks a collective that the compressor needs.
@@ -71,7 +73,9 @@ class Engine:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
         dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
-        wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange)
+        wires = build_wires(
+            compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
+        )
         self._collectives.check(wires.collectives)
         if wires.owners is None and compressor.wire_format == "gather":
             _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, say)
@@ -79,6 +83,7 @@ class Engine:
         self._numels = dict(zip(self._layout.names, self._layout.numels))
         self._learned: Optional[Mapping[str, Any]] = None
         self._samples_deltas = False
+        self._epoch = 0
         compressor.begin(self._layout)
         # Those of frozen parameters, too: they may be unfrozen.
         self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
@@ -88,8 +93,9 @@ class Engine:
         self._worker = ExchangeWorker(device)
         diverges, every = compressor.replicas_diverge, compressor.param_sync_every
         self._averager = ReplicaAverager(ddp.module, self._collectives, every) if diverges else None
-        self._planner = self._planner_of(settings.schedule, say)
-        self._stream = self._stream_from(ddp)
+        self._planner = None if settings.local_steps else self._planner_of(settings.schedule, say)
+        self._stream = None if settings.local_steps else self._stream_from(ddp)
+        self.rounds = self._rounds_of(ddp)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -99,6 +105,13 @@ class Engine:
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
         return GradientStream(ddp, self.pipeline, schedule, self._worker, self.recorder, self._end_step, overlaps)
+
+    def _rounds_of(self, ddp: DistributedDataParallel) -> Optional[Rounds]:
+        local, schedule = self._settings.local_steps, self._settings.schedule
+        if local is None:
+            return None
+        names = self._layout.names
+        return Rounds(ddp.module, names, local, self.pipeline, schedule, self._worker, self.recorder, self._collectives)
 
     def _end_step(self, step: Sequence[Exchanged]) -> None:
         """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
@@ -110,7 +123,10 @@ class Engine:
 
     def detach(self) -> None:
         """Let go of the wrapped model, between two steps; what is kept stays."""
-        self._stream.close()
+        if self.rounds is not None:
+            self.synchronize_replicas()
+        if self._stream is not None:
+            self._stream.close()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Exchange the gradients of a new wrapper of the same model from now on, whichever are trained now.
@@ -122,7 +138,10 @@ class Engine:
             self._worker.run(lambda: self._train_others(layout))
         if self._planner is not None:
             self._planner.expect_other_order()
-        self._stream = self._stream_from(ddp)
+        if self.rounds is None:
+            self._stream = self._stream_from(ddp)
+        else:
+            self.rounds.follow(ddp.module, layout.names)
 
     def _train_others(self, layout: ModelLayout) -> None:
         compressor = self._settings.compressor
@@ -218,14 +237,39 @@ class Engine:
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
         self.densities.density = self._settings.density_at(epoch, steps)
 
-    def end_step(self) -> None:
-        """End a step after the optimizer's; average the replicas where that is due."""
+    def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
+        """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.
+
+        Args:
+            optimizer: its number.
+            epoch: from 0.
+            agreed: numbers that have to be the same on all ranks where a round ends.
+        """
+        if self.rounds is not None:
+            self.rounds.end_step(optimizer, self._prepare_round(epoch), agreed)
+            return
         self._samples_deltas = False
         if self._averager is not None and self._averager.count_step():
             self.synchronize_replicas()
 
+    def _prepare_round(self, epoch: int) -> Callable[[], StepContext]:
+        """Return what is called before an exchange of local steps: another one may still be on its way now."""
+
+        def prepare() -> StepContext:
+            samples_deltas, self._samples_deltas = self._samples_deltas, False
+            self.densities.density = self._settings.density_at(epoch)
+            return StepContext(samples_deltas=samples_deltas)
+
+        self._epoch = epoch
+        return prepare
+
     def synchronize_replicas(self) -> None:
-        """Average parameters and buffers over ranks, where the method lets them drift apart; all ranks must call."""
+        """Make all replicas one, where the method lets them drift apart; all ranks must call.
+
+        Parameters and buffers are averaged over ranks; a round of local steps is closed.
+        """
+        if self.rounds is not None:
+            self.rounds.close(self._prepare_round(self._epoch))
         if self._averager is not None:
             self._worker.run(self._averager.make_one)
             if self.recorder.last is not None:
@@ -250,6 +294,8 @@ class Engine:
         if self.recorder.last is None:
             return {}
         stats = {**self.recorder.last.as_stats(), "total_wire_bytes": float(self.recorder.total_wire_bytes)}
+        if self.rounds is not None:
+            return self.rounds.in_stats(stats)
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
     def plain_stats(self) -> dict[str, float]:
@@ -280,6 +326,8 @@ class Engine:
         state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
         if self.plan is not None:
             state["plan"] = {**plain(self.plan), "schedule": type(self._settings.schedule).__name__}
+        if self.rounds is not None:
+            state["rounds"] = self.rounds.state_dict()
         return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -295,6 +343,8 @@ class Engine:
             if "compressor" in state:
                 self._settings.compressor.load_state_dict(state["compressor"])
                 self._learned = state["compressor"]
+            if self.rounds is not None and "rounds" in state:
+                self.rounds.load_state_dict(state["rounds"])
             if self._averager is not None and "averager" in state:
                 self._averager.load_state_dict(state["averager"])
 
@@ -316,7 +366,8 @@ class Engine:
         Returns:
             whether what is kept is that of a whole step: no exchange has failed, or hangs.
         """
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = self._worker.close()
         if has_ended:

@@ -1,6 +1,6 @@
 """Settings: the user's choices, checked."""
 
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -14,10 +14,76 @@ from lightning_sparse.compressors.feedback import (
     same_everywhere,
 )
 from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
-from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_dtype
+from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_values
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
 AUTO = "auto"
+
+
+class LocalSteps(NamedTuple):
+    """Settings of rounds of local steps.
+
+    Attributes:
+        every: optimizer steps of a round.
+        outer_lr: what the mean change is multiplied by, when it is applied to the shared model.
+        outer_momentum: momentum of the outer step; 0 for none.
+        nesterov: whether that momentum is Nesterov's.
+        residual_decay: what waits is multiplied by this before a change is added; 1 keeps all of it.
+        overlap_steps: steps that are made while an exchange travels; 0 waits for it.
+        fragments: parts of the model that are exchanged in turn, so that bytes do not come in a burst.
+    """
+
+    every: int = 1
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    residual_decay: float = 1.0
+    overlap_steps: int = 0
+    fragments: int = 1
+
+    def checked(self) -> "LocalSteps":
+        """Pass through if in range.
+
+        Raises:
+            ValueError: for a number out of range.
+        """
+        for name, given, least in (
+            ("local_steps", self.every, 1),
+            ("overlap_steps", self.overlap_steps, 0),
+            ("fragments", self.fragments, 1),
+        ):
+            if not isinstance(given, int) or given < least:
+                raise ValueError(f"{name}={given!r} must be a whole number, at least {least}")
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is")
+        for name, number in (("outer_momentum", self.outer_momentum), ("residual_decay", self.residual_decay)):
+            if not 0 <= number <= 1:
+                raise ValueError(f"{name}={number!r} must be a number with 0 <= {name} <= 1")
+        if self.outer_momentum == 1:
+            raise ValueError("outer_momentum=1 never forgets: choose a number below 1, such as 0.9")
+        if self.nesterov and not self.outer_momentum:
+            raise ValueError("nesterov=True needs an outer_momentum above 0, such as 0.9")
+        if self.fragments > self.every:
+            raise ValueError(
+                f"fragments={self.fragments} cannot take turns within local_steps={self.every}: at most one fragment is"
+                " exchanged after each step"
+            )
+        if self.overlap_steps >= self.every:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps} must be less than local_steps={self.every}: an exchange has to be"
+                " applied before the next one of the same parameters begins"
+            )
+        return self
+
+    def is_due(self, step: int, fragment: int, fragments: int) -> bool:
+        """Return whether a fragment's exchange begins after a step, counted from 1.
+
+        Example::
+
+            >>> [step for step in range(1, 13) if LocalSteps(every=6).is_due(step, 0, 2)]
+            [3, 9]
+        """
+        return (step - (fragment + 1) * self.every // fragments) % self.every == 0
 
 
 class Settings:
@@ -32,6 +98,7 @@ class Settings:
         optimizer_correction: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
         exchange: likewise.
         overlaps_backward: whether groups are exchanged while backward goes on.
+        local_steps: rounds of local steps; ``None`` to exchange gradients in every step.
 
     Attributes:
         feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
@@ -53,17 +120,28 @@ class Settings:
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
+        local_steps: Optional[LocalSteps] = None,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = SCHEDULES.resolve(schedule)
-        self.wire = wire_dtype(wire)
+        self.wire, self.wire_bits = wire_values(wire)
+        _check_wire(wire, self.wire_bits, self.compressor)
         self.overlaps_backward = overlaps_backward
         self.feedback = self._asked_feedback = self.compressor.feedback
         self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
         self.exchange = _checked_exchange(exchange, self.compressor)
         self._check_adaptation(schedule)
+        self.local_steps = local_steps
+        if local_steps is not None:
+            self._check_rounds(local_steps)
+            self.feedback = self._asked_feedback = self.feedback._replace(decay=local_steps.residual_decay)
+
+    @property
+    def replicas_diverge(self) -> bool:
+        """Whether the replicas are different models between two steps."""
+        return self.compressor.replicas_diverge or self.local_steps is not None
 
     @property
     def adapts_density(self) -> bool:
@@ -74,7 +152,7 @@ class Settings:
     @property
     def is_sparse(self) -> bool:
         """Whether the optimizers are given part of each gradient late."""
-        return self.compressor.feedback.keeps_residual and self.density < 1
+        return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
     def correct_adam(self, clip: Clipping = NOT_CLIPPED, total_steps: Optional[int] = None) -> None:
         """Have Adam's updates made before selection, in the next fit.
@@ -120,9 +198,14 @@ class Settings:
         """
         own = self.compressor.feedback
         if correction is None:
-            self.feedback = self._asked_feedback = own
+            self.feedback = self._asked_feedback = own._replace(decay=self.feedback.decay)
             return
         _check_correction(self.compressor, correction)
+        if self.local_steps is not None:
+            raise ValueError(
+                "momentum correction accumulates gradients before they are exchanged, and rounds of local steps"
+                " exchange changes of parameters: leave it out, or use local_steps=1"
+            )
         if isinstance(self.schedule, Auto):
             raise ValueError(
                 "momentum correction cannot be combined with schedule='auto', which leaves steps to DDP, where nothing"
@@ -147,6 +230,41 @@ class Settings:
             raise ValueError(
                 "schedule='auto' decides itself how much is sent, and leaves steps to DDP: use schedule='merged', such"
                 " as strategy='sparse_lags'"
+            )
+        if self.local_steps is not None:
+            raise ValueError(
+                "rules raise densities by what they see of each step's gradients, and rounds of local steps exchange"
+                " none: leave the callback out, or use local_steps=1"
+            )
+
+    def _check_rounds(self, local: LocalSteps) -> None:
+        """Refuse what has no meaning where changes of parameters are exchanged."""
+        name, own = type(self.compressor).__name__, self.compressor.feedback
+        given = f"local_steps={local.every}"
+        if self.compressor.replicas_diverge:
+            raise ValueError(
+                f"{given} was given to {name}, which averages replicas by a period of its own: choose another"
+                " compressor, such as 'topk' or 'dense'"
+            )
+        if own.momentum is not None or own.clip_norm is not None:
+            raise ValueError(
+                f"{given} was given to {name}, whose momentum={own.momentum!r} and clip_norm={own.clip_norm} act on"
+                " gradients, which are not exchanged: set both to None, or choose compressor='topk'"
+            )
+        if self.adapts_density:
+            raise ValueError(
+                f"{given} leaves nothing of an exchange to hide behind backward, and {name} or schedule='auto' was told"
+                " to send more where it hides: use schedule='merged', and adapts_density=False"
+            )
+        if isinstance(self.optimizer_correction, AdamCorrection):
+            raise ValueError(
+                f"optimizer_correction={self.optimizer_correction!r} corrects updates that are exchanged in every step;"
+                f" with {given} optimizers see whole gradients: leave it out"
+            )
+        if local.residual_decay != 1 and (self.compressor.is_lossless or not own.keeps_residual):
+            raise ValueError(
+                f"residual_decay={local.residual_decay} was given to {name}, which leaves nothing waiting: leave it"
+                " out, or choose a sparsifier such as compressor='topk'"
             )
 
     def _check_adaptation(self, schedule: Union[str, Schedule]) -> None:
@@ -245,6 +363,14 @@ def _checked_exchange(exchange: Union[str, Owners], compressor: Compressor) -> E
             " own: leave it out, or choose a compressor that sends a fixed number of elements, such as 'topk'"
         )
     return chosen
+
+
+def _check_wire(wire: str, bits: Optional[int], compressor: Compressor) -> None:
+    if bits is not None and not (compressor.wire_format == "gather" and compressor.fills_selection):
+        raise ValueError(
+            f"wire={wire!r} was given to {type(compressor).__name__}, but it writes the values of a fixed number of"
+            " selected elements: use wire='bfloat16', or a compressor such as 'topk'"
+        )
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

@@ -64,6 +64,14 @@ class ExchangeWorker:
         """
         done = threading.Event()
         self.submit(task, settle=done.set)
+        self.wait(done)
+
+    def wait(self, done: threading.Event) -> None:
+        """Wait for a task that sets ``done`` when it is settled; on a device the calling thread's stream waits, too.
+
+        Raises:
+            BaseException: what this task or one before it has raised.
+        """
         done.wait()
         self.raise_error()
         self._be_waited_for()

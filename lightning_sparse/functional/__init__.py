@@ -1,7 +1,8 @@
 """Pure functions of flat tensors: no state, no process group, no randomness that is not passed in."""
 
 from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
-from lightning_sparse.functional.copying import add_rows, copy_elements, read_as
+from lightning_sparse.functional.bins import BIN_MEANS, bin_values, values_of_bins
+from lightning_sparse.functional.copying import add_rows, copy_elements, laid_flat, read_as
 from lightning_sparse.functional.deltas import layer_deltas
 from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
@@ -15,6 +16,7 @@ from lightning_sparse.functional.signs import shift_by_sign, sign_totals
 from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
 
 __all__ = [
+    "BIN_MEANS",
     "NORMS",
     "AdamScalars",
     "IndexCodec",
@@ -22,6 +24,7 @@ __all__ = [
     "add_rows",
     "apply_updates",
     "batched_top_k_indices",
+    "bin_values",
     "bucket_views",
     "copy_elements",
     "denominator",
@@ -29,6 +32,7 @@ __all__ = [
     "index_codec",
     "indices_reaching",
     "indices_reaching_each",
+    "laid_flat",
     "layer_deltas",
     "magnitude_histogram",
     "magnitude_quantile",
@@ -43,4 +47,5 @@ __all__ = [
     "to_gradients",
     "top_k_indices",
     "unpack_codes",
+    "values_of_bins",
 ]

@@ -1,5 +1,7 @@
 """Copying between a flat tensor and shards or elements of it, and out of a wire."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,26 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
     if not wires.numel():
         return wires.new_empty(*wires.shape, dtype=dtype)  # torch refuses a view of nothing as a wider type
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
+    """Return a tensor flat, in the order of memory, as DDP lays its gradient.
+
+    Args:
+        tensor: whose elements fill its memory, each place once, in whatever order.
+        like: in whose order they are wanted; ``None`` for its own.
+
+    Returns:
+        a view where the tensor lies as ``like`` does, else a copy.
+
+    Example::
+
+        >>> laid_flat(torch.tensor([[1, 2], [3, 4]]).t())
+        tensor([1, 2, 3, 4])
+    """
+    if like is not None and tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_sparse.compressors.feedback import AdamCorrection, AdamMoments, Hyperparameters
 from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.engine.memory.base import in_widened
-from lightning_sparse.functional import apply_updates
+from lightning_sparse.functional import apply_updates, laid_flat
 
 
 class ComingStep(NamedTuple):
@@ -166,10 +166,10 @@ class AdamSteps:
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
             kept = tuple(state.get(kind) for kind in kinds)
-            first, second, largest = (None if tensor is None else _laid_flat(tensor) for tensor in kept)
+            first, second, largest = (None if tensor is None else laid_flat(tensor) for tensor in kept)
             assert first is not None
             assert second is not None
-            known = self._flats[parameter] = _Flat(kept, _laid_flat(parameter.detach()), first, second, largest)
+            known = self._flats[parameter] = _Flat(kept, laid_flat(parameter.detach()), first, second, largest)
         return known
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,7 +210,7 @@ class AdamSteps:
         wide = in_widened(weights)
         apply_updates(
             wide,
-            in_widened([_laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)]),
+            in_widened([laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)]),
             list(map(self._memory.take_arrived, names)),
             in_widened([each.preconditioner for each in moments]),
             [each.scalars(self._memory.second_step(name)) for each, name in zip(moments, names)],
@@ -255,10 +255,3 @@ def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, each place once, in whatever order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def _laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flat, in the order of memory, as DDP lays its gradient; a view where it lies as ``like`` does."""
-    if like is not None and tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -25,6 +25,9 @@ class DDPWrapping:
     When parameters are frozen, unfrozen, or added to model and optimizer, the model has to be wrapped anew; DDP would
     wait for ever, or let replicas drift apart.
 
+    Args:
+        is_silent: whether gradients are never exchanged by the wrapper: then it has no memory for them.
+
     Attributes:
         is_plain: whether the wrapper is for plain DDP, and not for the engine.
         trained: the parameters that it takes care of.
@@ -32,8 +35,9 @@ class DDPWrapping:
 
     trained: TrainedParameters
 
-    def __init__(self) -> None:
+    def __init__(self, is_silent: bool = False) -> None:
         self.is_plain = False
+        self._is_silent = is_silent
         self._stream: Optional[torch.cuda.Stream] = None
 
     def wrap(
@@ -48,6 +52,9 @@ class DDPWrapping:
         """
         bucket_cap = None if self.is_plain else bucket_cap_mb(module)
         ddp = self._built(module, device_ids, {**arguments, "bucket_cap_mb": bucket_cap})
+        if self._is_silent:
+            del ddp  # it has made the replicas alike
+            ddp = self._silent(module, device_ids, arguments)
         if getattr(ddp, "_use_python_reducer", False):
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
@@ -56,6 +63,19 @@ class DDPWrapping:
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         self.trained = TrainedParameters(module)
         return ddp
+
+    def _silent(
+        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
+    ) -> DistributedDataParallel:
+        """Wrap in a DDP that takes care of the smallest parameter alone: its buckets are memory that nobody reads."""
+        numels = {name: each.numel() for name, each in module.named_parameters() if each.requires_grad}
+        kept = min(numels, key=lambda name: numels[name])
+        others = [name for name, _ in module.named_parameters() if name != kept]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
+        try:
+            return self._built(module, device_ids, {**arguments, "init_sync": False})
+        finally:
+            del module._ddp_params_and_buffers_to_ignore
 
     def _built(
         self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]

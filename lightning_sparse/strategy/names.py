@@ -41,9 +41,22 @@ class System(NamedTuple):
         return {self.name + suffix: {**self.arguments, **launch} for suffix, launch in _VARIANTS}
 
 
-# The only name that is not a compressor's.
 AUTO = System(
     "sparse_auto", inspect.cleandoc(Auto.__doc__ or "").partition("\n")[0], {"compressor": "lags", "schedule": "auto"}
+)
+# The names that are not a compressor's.
+_OWN = (
+    AUTO,
+    System(
+        "sparse_diloco",
+        "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
+        {"compressor": "dense", "local_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
+    ),
+    System(
+        "sparse_loco",
+        "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
+        {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "local_steps": 30, "residual_decay": 0.95},
+    ),
 )
 
 
@@ -52,10 +65,10 @@ def systems() -> list[System]:
 
     Example::
 
-        >>> [system.name for system in systems()][:3]
-        ['sparse_auto', 'sparse_lags', 'sparse_omgs']
+        >>> [system.name for system in systems()][:4]
+        ['sparse_auto', 'sparse_diloco', 'sparse_loco', 'sparse_lags']
     """
-    return [AUTO, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
+    return [*_OWN, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
 
 
 def announce_systems(tell: Callable[[System], None]) -> None:
@@ -64,7 +77,8 @@ def announce_systems(tell: Callable[[System], None]) -> None:
     Args:
         tell: may refuse one with a ``ValueError``.
     """
-    tell(AUTO)
+    for system in _OWN:
+        tell(system)
     COMPRESSORS.announce(lambda name, description: tell(_system_of(name, description)))
 
 

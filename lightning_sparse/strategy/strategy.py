@@ -22,8 +22,9 @@ from typing_extensions import override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.collectives import gather_apart
-from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.collectives import gather_apart, gather_together
+from lightning_sparse.engine.rounds import Rounds
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.adam_steps import is_correctable
@@ -97,6 +98,18 @@ class SparseDDPStrategy(DDPStrategy):
             way takes half the bytes or less: that is so from about 15 ranks on. See the page on scaling.
         overlaps_backward: whether gradients travel while backward goes on. ``False`` lets them begin when it is over:
             on NCCL no other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
+        local_steps: optimizer steps that each rank makes by itself before anything is exchanged: then what its
+            parameters have changed by since the last round goes the way of a gradient (any compressor, wire and
+            exchange), and its mean over ranks moves the shared model, which is what is validated, saved, and there at
+            the end. Optimizers are any, and see whole gradients of their own rank. 1 exchanges gradients in every step.
+            See the page on local steps.
+        outer_lr: what the mean change is multiplied by.
+        outer_momentum: momentum of the mean changes, as of SGD.
+        nesterov: whether that is Nesterov's.
+        residual_decay: what waits is multiplied by this before a change is added to it.
+        overlap_steps: local steps that are made while an exchange travels; what it brings is then added.
+        fragments: parts of the model that are exchanged in turn within ``local_steps``, so that bytes do not come all
+            at once.
         gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
             much memory as the residuals take.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
@@ -126,17 +139,35 @@ class SparseDDPStrategy(DDPStrategy):
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
+        local_steps: int = 1,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = False,
+        residual_decay: float = 1.0,
+        overlap_steps: int = 0,
+        fragments: int = 1,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         for name, cure in _REFUSED_ARGUMENTS.items():
             if ddp_kwargs.get(name) is not None:
                 raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
+        rounds = LocalSteps(
+            local_steps, outer_lr, outer_momentum, nesterov, residual_decay, overlap_steps, fragments
+        ).checked()
         self.settings = Settings(
-            compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+            compressor,
+            density,
+            schedule,
+            wire,
+            warmup_epochs,
+            optimizer_correction,
+            exchange,
+            overlaps_backward,
+            None if rounds == LocalSteps() else rounds,
         )
         self.engine: Optional[Engine] = None
-        self._wrapping = DDPWrapping()
+        self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._choice: Optional[BackendChoice] = None
         self._optimizer_view: Optional[OptimizerView] = None
@@ -205,6 +236,8 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module, **changes: Any) -> DistributedDataParallel:
         _check_parameters(model)
+        if self.settings.local_steps is not None:
+            _check_layers(model, self.settings.local_steps)
         if self._optimizer_view is not None:
             self._optimizer_view.know(dict(model.named_parameters()))
         return self._wrapping.wrap(model, self.determine_ddp_device_ids(), {**self._ddp_kwargs, **changes})
@@ -277,6 +310,13 @@ class SparseDDPStrategy(DDPStrategy):
         super().on_train_start()
         self._step.put_back(self.optimizers)
         self._note_use()
+        if self._rounds is not None:
+            assert self.lightning_module is not None
+            _check_batches(gather_together(self.lightning_module.trainer.num_training_batches))
+
+    @property
+    def _rounds(self) -> Optional[Rounds]:
+        return None if self.engine is None else self.engine.rounds
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +330,14 @@ class SparseDDPStrategy(DDPStrategy):
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
         self._is_at_border = False
+        self._be_silent()
         return super().training_step(*args, **kwargs)
+
+    def _be_silent(self) -> None:
+        """Keep DDP from exchanging gradients, in rounds of local steps."""
+        if self._rounds is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.require_backward_grad_sync = self.model.require_forward_param_sync = False
 
     @override
     @contextmanager
@@ -303,11 +350,13 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._wrapping.check(self.optimizers, self._tolerates_unused)
+        self._be_silent()  # where users call backward themselves, Lightning has ended the silence by now
+        if self._rounds is None:
+            self._wrapping.check(self.optimizers, self._tolerates_unused)
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
-        if self.engine is not None:
+        if self.engine is not None and self._rounds is None:
             assert self._optimizer_view is not None
             assert isinstance(self.model, DistributedDataParallel)
             is_exchanged = self.model.require_backward_grad_sync
@@ -327,7 +376,9 @@ class SparseDDPStrategy(DDPStrategy):
         It would be taken for a gradient: by momentum, which is one of gradients; and of a parameter that no rank used
         this time, where nothing is to change.
         """
-        return not self.is_plain and (self.settings.feedback.momentum is not None or self._tolerates_unused)
+        if self.is_plain or self._rounds is not None:
+            return False
+        return self.settings.feedback.momentum is not None or self._tolerates_unused
 
     def _loss_scale(self) -> Optional[Tensor]:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -351,18 +402,39 @@ class SparseDDPStrategy(DDPStrategy):
             self._is_at_border = True
             self._choice.end_step()
         if self.engine is not None:
-            self.engine.end_step()
+            assert self.lightning_module is not None
+            number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
+            self.engine.end_step(number, self.lightning_module.current_epoch, self._agreed_rates())
         return output
+
+    def _agreed_rates(self) -> list[float]:
+        """Return learning rates that ranks could have set differently, by what each has measured."""
+        if self._rounds is None or not any(each.reduce_on_plateau for each in self.lr_scheduler_configs):
+            return []
+        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @override
     def on_validation_start(self) -> None:
-        self._synchronize_replicas()
+        if self._rounds is None:
+            self._synchronize_replicas()
+        else:
+            self._rounds.show()
         super().on_validation_start()
 
     @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._rounds is not None:
+            self._rounds.hide()
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._synchronize_replicas()
-        return super().lightning_module_state_dict()
+        if self._rounds is None:
+            self._synchronize_replicas()
+            return super().lightning_module_state_dict()
+        with self._rounds.shared_model():
+            state = super().lightning_module_state_dict()
+            return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
     @override
     def on_train_end(self) -> None:
@@ -457,9 +529,11 @@ class SparseDDPStrategy(DDPStrategy):
         kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
-        if self.settings.compressor.replicas_diverge:
+        if self.settings.replicas_diverge:
             # Lightning's file holds those of rank 0; here they differ, as the gradients that they were fed with.
             kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+                kept["scaler"] = scaler.state_dict()
         return kept
 
     @override
@@ -493,9 +567,11 @@ class SparseDDPStrategy(DDPStrategy):
         gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
         exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
         self._step.restore(gradients, is_begun, arrived, exchanged)
-        if self.settings.compressor.replicas_diverge:
+        if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None and "scaler" in kept:
+                scaler.load_state_dict(kept["scaler"])
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
         if self._choice is not None and is_ours:
             self._choice.restore(bool(kept["is_plain"]))
@@ -560,6 +636,24 @@ def _clipping(value: float, gradient_clip_algorithm: Union[str, None] = GradClip
     if not value:
         return Clipping()
     return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
+
+
+def _check_layers(model: Module, local: LocalSteps) -> None:
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            f"local_steps={local.every} exchanges nothing between rounds, but SyncBatchNorm does in each of its layers"
+            " in every step: leave out sync_batchnorm=True, so that BatchNorm's statistics are averaged in each round,"
+            " or use local_steps=1"
+        )
+
+
+def _check_batches(numbers: Sequence[float]) -> None:
+    if len(set(numbers)) > 1:
+        listed_numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(numbers))
+        raise ValueError(
+            f"ranks have different numbers of batches ({listed_numbers}), so that some would wait in a round for others"
+            f" that have ended: give Trainer(limit_train_batches={min(numbers):g}), or a DistributedSampler"
+        )
 
 
 def _check_parameters(model: Module) -> None:

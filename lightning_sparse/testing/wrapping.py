@@ -12,7 +12,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.ddp_hook import bucket_cap_mb
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.testing.devices import DEVICE
@@ -31,13 +31,14 @@ def sparse_ddp(
     correction: Optional[AdamCorrection] = None,
     exchange: "str | Owners" = "auto",
     overlaps_backward: bool = True,
+    local_steps: Optional[LocalSteps] = None,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
     settings = Settings(
-        built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward
+        built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward, local_steps
     )
     if settings.can_correct_adam:
         settings.correct_adam()

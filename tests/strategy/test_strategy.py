@@ -77,7 +77,7 @@ def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Po
     (first, stats), (second, _) = pair.run(fit_with, settings, Small, arguments)
     assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
     assert not all(torch.equal(first[key], value) for key, value in weights(Small()).items())
-    assert stats.keys() - {"replica_divergence"} == STATS
+    assert stats.keys() - {"replica_divergence", "local_steps"} == STATS
 
 
 @pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_find_unused_parameters_true"])

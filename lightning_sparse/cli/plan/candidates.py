@@ -149,7 +149,7 @@ class EngineSystem(Candidate):
     def transfers(self, sizes: Sequence[int], workers: int) -> list[Transfer]:
         settings, compressor, density = self._settings, self._settings.compressor, self._settings.density
         ways = (compressor.wire_format, compressor.dense_wire_format)
-        wires = build_wires(*ways, settings.wire, 0, workers, settings.exchange)
+        wires = build_wires(*ways, settings.wire, 0, workers, settings.exchange, settings.wire_bits)
         if compressor.dense_wire_format is not None and density >= 1:
             return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
         if compressor.selects_across_group:
@@ -221,8 +221,8 @@ def measure_candidates(
 
 def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
     for system in systems():
-        if system == AUTO:
-            continue  # it takes whichever of the others is faster
+        if system == AUTO or "local_steps" in system.arguments:
+            continue  # it takes whichever of the others is faster; rounds are not forecast
         compressor = system.arguments["compressor"]
         has_density = COMPRESSORS.resolve(compressor).default_density is not None
         for density in densities if has_density else (None,):

@@ -155,7 +155,15 @@ def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, dev
     return Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks),
-        build_wires(compressor.wire_format, compressor.dense_wire_format, settings.wire, 0, ranks, settings.exchange),
+        build_wires(
+            compressor.wire_format,
+            compressor.dense_wire_format,
+            settings.wire,
+            0,
+            ranks,
+            settings.exchange,
+            settings.wire_bits,
+        ),
         EchoCollectives(ranks, device),
         Recorder(device),
         density_of=lambda name: compressor.density_of(name, settings.density),

@@ -25,7 +25,7 @@ def build_memory(feedback: ErrorFeedback, ranks: int) -> Memory:
         return AdamMemory(ranks, feedback.adam.refresh_steps, clip, feedback.follows_learning_rate)
     local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
     if feedback.momentum is None:
-        return ResidualMemory(local_clip_norm, feedback.follows_learning_rate)
+        return ResidualMemory(local_clip_norm, feedback.follows_learning_rate, feedback.decay)
     unknown = feedback.momentum == FROM_OPTIMIZER
     without_optimizer = Hyperparameters(0.0, 0.0 if unknown else float(feedback.momentum), feedback.nesterov)
     return MomentumMemory(without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.follows_learning_rate)

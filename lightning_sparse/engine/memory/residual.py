@@ -32,13 +32,18 @@ class ResidualMemory(Memory):
             it is accumulated. ``None`` not to clip.
         follows_learning_rate: multiply what waits by the last learning rate over the present one (within a tenth and
             ten), so that what was gathered acts with the learning rate under which it was gathered.
+        decay: what waits is multiplied by this before a gradient is added; below 1 some of it is forgotten, as in
+            SparseLoCo (arXiv 2508.15706).
     """
 
-    def __init__(self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False) -> None:
+    def __init__(
+        self, local_clip_norm: Optional[float] = None, follows_learning_rate: bool = False, decay: float = 1.0
+    ) -> None:
         self.clips_gradients = local_clip_norm is not None
         self._local_clip_norm = local_clip_norm
         self._clip_factor: Optional[Tensor] = None
         self._follows_learning_rate = follows_learning_rate
+        self._decay = decay
         self._residuals: dict[str, Tensor] = {}
         self._rates: dict[str, Tensor] = {}
         self._new_rates: dict[str, Tensor] = {}
@@ -66,7 +71,7 @@ class ResidualMemory(Memory):
     ) -> None:
         """Add what waits to the gradients, in place."""
         if names:
-            torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters))
+            torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters), alpha=self._decay)
 
     def _waiting(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]

@@ -24,18 +24,38 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "union": UnionFormat,
 }
 _WORTH = 2.0  # times fewer bytes make up for three more collectives
-WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def wire_dtype(wire: str) -> torch.dtype:
-    """Return the type that a ``wire`` argument names.
+class WireValues(NamedTuple):
+    """How values are written.
+
+    Attributes:
+        dtype: type of those that travel.
+        bits: of the code in whose place selected values travel where selections are gathered; ``None`` for no code.
+    """
+
+    dtype: torch.dtype
+    bits: Optional[int] = None
+
+
+WIRES = {
+    "float32": WireValues(torch.float32),
+    "bfloat16": WireValues(torch.bfloat16),
+    "float16": WireValues(torch.float16),
+    "4bit": WireValues(torch.bfloat16, 4),
+    "2bit": WireValues(torch.bfloat16, 2),
+}
+
+
+def wire_values(wire: str) -> WireValues:
+    """Return what a ``wire`` argument stands for.
 
     Raises:
         ValueError: if the name is unknown.
     """
-    if wire not in WIRE_DTYPES:
-        raise ValueError(unknown_name("wire", str(wire), WIRE_DTYPES))
-    return WIRE_DTYPES[wire]
+    if wire not in WIRES:
+        raise ValueError(unknown_name("wire", str(wire), WIRES))
+    return WIRES[wire]
 
 
 class Exchange(NamedTuple):
@@ -138,6 +158,7 @@ def build_wires(
     rank: int,
     ranks: int,
     exchange: Exchange = EXCHANGES["gather"],
+    bits: Optional[int] = None,
 ) -> Wires:
     """Build the formats of a group.
 
@@ -148,8 +169,9 @@ def build_wires(
         rank: this rank within its process group.
         ranks: size of the process group.
         exchange: how selections travel that would be gathered; without effect on others.
+        bits: of the code in whose place values travel that are gathered; without effect on others.
     """
-    wire = WIRE_FORMATS[name](dtype, rank, ranks)
+    wire = GatherFormat(dtype, rank, ranks, bits) if name == "gather" else WIRE_FORMATS[name](dtype, rank, ranks)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
         return Wires(wire, whole)
@@ -159,7 +181,7 @@ def build_wires(
 
 __all__ = [
     "EXCHANGES",
-    "WIRE_DTYPES",
+    "WIRES",
     "WIRE_FORMATS",
     "Arrival",
     "Exchange",
@@ -168,8 +190,9 @@ __all__ = [
     "Phases",
     "Transfer",
     "WireFormat",
+    "WireValues",
     "Wires",
     "build_wires",
     "exchange_of",
-    "wire_dtype",
+    "wire_values",
 ]

@@ -7,10 +7,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
-from lightning_sparse.functional import index_codec, read_as, round_to
+from lightning_sparse.functional import (
+    BIN_MEANS,
+    bin_values,
+    index_codec,
+    pack_codes,
+    packed_nbytes,
+    read_as,
+    round_to,
+    unpack_codes,
+    values_of_bins,
+)
 
 
 class GatherFormat(WireFormat):
@@ -18,27 +28,38 @@ class GatherFormat(WireFormat):
 
     The tensors of a group are laid end to end, so that one codec writes all their positions::
 
-        values   count x 2 or 4 bytes
+        values   count x 2 or 4 bytes; or 2 bytes for each bin of each tensor, and some bits for each value
         indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.indices)
         used     1 byte a tensor, only where unused parameters are tracked
         padding  up to a multiple of 16 bytes
 
     All sizes follow from the number of elements selected, which must be the same on all ranks.
+
+    Args:
+        dtype: as for :class:`~lightning_sparse.engine.wire.base.WireFormat`.
+        rank: likewise.
+        ranks: likewise.
+        bits: of a value where the values of each tensor are written as bins (see lightning_sparse.functional.bins);
+            ``None`` to write each in ``dtype``.
     """
 
     collectives: tuple[str, ...] = ("all_gather",)
+
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
+        super().__init__(dtype, rank, ranks)
+        self._bits = bits
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = selection.flat()
         values, indices, numel = selected.values, selected.indices, selected.numel
         codec = index_codec(numel, values.numel())
-        sent = round_to(values if selected.filled is None else values.where(selected.filled, 0.0), self.dtype)
-        sections = [sent.view(torch.uint8), codec.encode(indices, numel)]
+        written, sent = self._write(selected)
+        sections = [written, codec.encode(indices, numel)]
         wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
         sizes = [section.numel() for section in sections]
         value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
-        received = read_as(value_bytes, self.dtype).to(values.dtype)
+        received = self._read(value_bytes, selected.counts).to(values.dtype)
         received.div_(self.ranks)
         return Arrival(
             finite=received.isfinite().all(),
@@ -47,9 +68,32 @@ class GatherFormat(WireFormat):
             kept=selected.replaced(values - sent.to(values.dtype), indices),
         )
 
+    def _write(self, selected: FlatSelection) -> tuple[Tensor, Tensor]:
+        """Return values as bytes, and what is read of them."""
+        if self._bits is None:
+            values = selected.values if selected.filled is None else selected.values.where(selected.filled, 0.0)
+            sent = round_to(values, self.dtype)
+            return sent.view(torch.uint8), sent
+        assert selected.filled is None
+        codes, means = bin_values(selected.values, selected.counts, self._bits)
+        written = torch.cat([means.view(torch.uint8), pack_codes(codes, self._bits)])
+        return written, values_of_bins(codes, means, selected.counts, self._bits)
+
+    def _read(self, written: Tensor, counts: Sequence[int]) -> Tensor:
+        """Read values of several ranks, uint8 ``[ranks, nbytes]``, as ``[ranks, sum(counts)]``."""
+        if self._bits is None:
+            return read_as(written, self.dtype)
+        packed = packed_nbytes(sum(counts), self._bits)
+        means = read_as(written[:, : written.shape[1] - packed], BIN_MEANS)
+        room = packed * 8 // self._bits
+        codes = unpack_codes(written[:, -packed:].flatten(), self._bits, len(written) * room).view(-1, room)
+        return values_of_bins(codes[:, : sum(counts)], means, counts, self._bits)
+
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         numel = sum(size.numel for size in sizes)
         count = sum(size.selected for size in sizes)
-        nbytes = count * self.dtype.itemsize + index_codec(numel, count).nbytes(numel, count)
-        return [Transfer("all_gather", aligned(nbytes))]
+        nbytes = count * self.dtype.itemsize
+        if self._bits is not None:
+            nbytes = len(sizes) * BIN_MEANS.itemsize * 2**self._bits + packed_nbytes(count, self._bits)
+        return [Transfer("all_gather", aligned(nbytes + index_codec(numel, count).nbytes(numel, count)))]

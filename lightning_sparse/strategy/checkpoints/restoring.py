@@ -1,6 +1,7 @@
 """Select what fits the present model and compressor from a saved state."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor
@@ -48,17 +49,19 @@ def restore_engine(
     unused: list[str] = []
     present = engine.state_dict()
     kinds = state["memory"].keys() - _NUMBERS.keys()
-    if kinds == present["memory"].keys() - _NUMBERS.keys():
+    if reason := _other_memory(compressor, kinds, state, present):
+        unused.append(reason)
+    elif kinds:
         usable["memory"], gone = _fitted_memory(state["memory"], parameters, layouts, source)
         if not compressor.feedback.follows_learning_rate:
             usable["memory"].pop(_RATES, None)
         unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
-    elif kinds:
-        unused.append(f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things")
     if type(compressor).__name__ == save.compressor:
         usable["compressor"] = state["compressor"]
     elif state["compressor"]:
         unused.append(f"what {save.compressor} had learned, because {type(compressor).__name__} goes on")
+    if "rounds" in state and "rounds" in present:
+        usable["rounds"] = state["rounds"]
     if "averager" in state:
         usable["averager"] = state["averager"]
     try:
@@ -70,6 +73,19 @@ def restore_engine(
             f"{source}: {save.compressor} refuses its state in this model: {error!r}. {CURE}"
         ) from error
     return unused
+
+
+def _other_memory(
+    compressor: Compressor, kinds: AbstractSet[str], state: Mapping[str, Any], present: Mapping[str, Any]
+) -> str:
+    """Say why what was kept is of no use to the engine that goes on; nothing where it is, or nothing was kept."""
+    if "rounds" in state and "rounds" not in present:
+        return "what has changed since its last round, and waits, because gradients are exchanged now"
+    if kinds and "rounds" in present and "rounds" not in state:
+        return f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters"
+    if kinds and kinds != present["memory"].keys() - _NUMBERS.keys():
+        return f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things"
+    return ""
 
 
 def remarks(save: Save, ranks: int, unused: Sequence[str], source: str) -> Iterator[str]:

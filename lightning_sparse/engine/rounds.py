@@ -1,0 +1,348 @@
+"""Rounds of local steps: every rank trains by itself for some steps, then what its parameters changed by is exchanged.
+
+The change goes the way of a gradient (any compressor, memory and wire), and its mean over ranks is the gradient of an
+outer step, which moves the shared model. With everything sent this is local SGD (Stich, arXiv 1805.09767), with an
+outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), in fragments that overlap with training Streaming
+DiLoCo (arXiv 2501.18512), and with top-k and error feedback SparseLoCo (Sarfi et al., arXiv 2508.15706).
+
+Where ours differs: an exchange that overlaps with steps is applied as a correction, which keeps what those steps have
+learned, where Streaming DiLoCo mixes them with the shared model; and the mean is over all ranks, as in SparseLoCo's
+formula, where its released code divides by the number of ranks that sent an element.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from threading import Event
+from time import perf_counter
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.memory import widened
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.wire import Payload
+from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.functional import laid_flat, round_to
+from lightning_sparse.schedule import Schedule
+
+
+class _Flight:
+    """The exchange of a fragment, from its beginning until it is applied.
+
+    Attributes:
+        names: of the tensors that it is about.
+        lands: step after which it is applied.
+        corrections: what is then added to each; ``None`` where they are replaced by the shared model.
+        done: set when the exchange has ended.
+    """
+
+    def __init__(self, names: Sequence[str], lands: int, corrections: Optional[list[Tensor]]) -> None:
+        self.names = list(names)
+        self.lands = lands
+        self.corrections = corrections
+        self.changes: list[Tensor] = []  # held for as long as a device may read them
+        self.done = Event()
+
+
+class Rounds:
+    """Exchange what parameters have changed by since the last round, and keep the shared model.
+
+    Args:
+        module: the model.
+        names: of the parameters that are exchanged.
+        local: settings.
+        pipeline: what every group goes through.
+        schedule: how parameters are cut into groups.
+        worker: where it is done.
+        recorder: the facts.
+        collectives: how floating-point buffers are averaged.
+
+    Attributes:
+        covered_steps: local steps that the last exchange was about.
+        waited_seconds: time that training has waited for the last exchange that was applied.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        names: Sequence[str],
+        local: LocalSteps,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        worker: ExchangeWorker,
+        recorder: Recorder,
+        collectives: Collectives,
+    ) -> None:
+        self._local = local
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._recorder = recorder
+        self._collectives = collectives
+        self._step = 0
+        self._steps_of: dict[int, int] = {}
+        self._flights: list[_Flight] = []
+        self._shared: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._away: Optional[dict[str, Tensor]] = None
+        self.covered_steps = local.every
+        self.waited_seconds = 0.0
+        self.follow(module, names)
+
+    def follow(self, module: Module, names: Sequence[str]) -> None:
+        """Exchange these parameters from now on, between two rounds: replicas are the same then."""
+        parameters = dict(module.named_parameters())
+        buffers = {
+            name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.numel()
+        }
+        self._tensors: dict[str, Tensor] = {name: parameters[name].detach() for name in names} | buffers
+        self._buffers = list(buffers)
+        self._shared = {
+            name: self._shared[name] if name in self._shared else tensor.to(widened(tensor.dtype), copy=True)
+            for name, tensor in self._tensors.items()
+        }
+        self._fragments = _cut({name: parameters[name].numel() for name in names}, self._local.fragments)
+        self._begun = [self._step] * len(self._fragments)
+        self._are_stale = [False] * len(self._fragments)
+
+    def end_step(self, optimizer: int, prepare: Callable[[], StepContext], agreed: Sequence[float] = ()) -> None:
+        """Count a step of an optimizer; apply the exchanges that are to be applied now, and begin those that are due.
+
+        A round counts the steps of the optimizer that has made the most, whether or not a scaler skipped some: ranks
+        call this equally often.
+
+        Args:
+            optimizer: its number.
+            prepare: called on the worker before an exchange that begins now, for what is known of it.
+            agreed: numbers that have to be the same on all ranks.
+        """
+        self._are_stale = [True] * len(self._fragments)
+        self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
+        if self._steps_of[optimizer] <= self._step:
+            return
+        self._step += 1
+        self._land(self._step)
+        count = len(self._fragments)
+        for fragment in range(count):
+            if self._local.is_due(self._step, fragment, count):
+                self._begin(fragment, prepare, self._local.overlap_steps, agreed)
+        self._land(self._step)
+
+    def close(self, prepare: Callable[[], StepContext]) -> None:
+        """End the round early, and go on from the shared model; all ranks must call."""
+        self._land(self._step + self._local.every)
+        for fragment, is_stale in enumerate(self._are_stale):
+            if is_stale or self._local.overlap_steps:
+                self._begin(fragment, prepare, 0)
+        self._land(self._step)
+
+    def _begin(
+        self, fragment: int, prepare: Callable[[], StepContext], overlap: int, agreed: Sequence[float] = ()
+    ) -> None:
+        names = self._fragments[fragment]
+        steps, self._begun[fragment] = self._step - self._begun[fragment], self._step
+        self._are_stale[fragment] = False
+        flown = [*names, *self._buffers] if fragment == len(self._fragments) - 1 else names
+        tensors = [self._tensors[name] for name in flown]
+        starts = [tensor.clone() for tensor in tensors] if overlap else None
+        flight = _Flight(flown, self._step + overlap, starts)
+        flight.changes = [
+            laid_flat(_as(self._shared[name], self._tensors[name].dtype) - self._tensors[name]) for name in flown
+        ]
+        self._flights.append(flight)
+        self._worker.submit(lambda: self._exchange(flight, len(names), prepare, steps, agreed), flight.done.set)
+
+    def _exchange(
+        self,
+        flight: _Flight,
+        parameters: int,
+        prepare: Callable[[], StepContext],
+        steps: int,
+        agreed: Sequence[float],
+    ) -> None:
+        """Exchange a fragment's changes and move the shared model by their mean; on the worker."""
+        self._recorder.begin_backward()
+        self._recorder.end_backward()
+        if agreed:
+            self._check_agreed(agreed)
+        self._pipeline.context = prepare()
+        self._pipeline.commit(self._exchange_groups(flight.names[:parameters], flight.changes[:parameters]))
+        self._average(flight.changes[parameters:])
+        self._move(flight.names, flight.changes, parameters)
+        if flight.corrections is not None:
+            for name, start in zip(flight.names, flight.corrections):
+                start.copy_(_as(self._shared[name], start.dtype) - start)
+        self.covered_steps = steps
+        self._recorder.end_step()
+        self._recorder.close_samples(self._pipeline.memory.state_dict)
+
+    def _exchange_groups(self, names: Sequence[str], changes: Sequence[Tensor]) -> list[Exchanged]:
+        exchanged: list[Exchanged] = []
+        group: list[LocalGradient] = []
+        for name, change in zip(names, changes):
+            if group and group[0].gradient.dtype is not change.dtype:  # a message has values of one type
+                exchanged += self._pipeline.exchange(group)
+                group = []
+            group.append(LocalGradient(name, change, None))
+            if self._schedule.closes_group(name, sum(local.gradient.numel() for local in group)):
+                exchanged += self._pipeline.exchange(group)
+                group = []
+        return exchanged + (self._pipeline.exchange(group) if group else [])
+
+    def _average(self, changes: Sequence[Tensor]) -> None:
+        """Average the changes of buffers over ranks, in place: all of each, whatever the compressor."""
+        if not changes:
+            return
+        flat = torch.cat(list(changes)).div_(self._collectives.ranks)
+        self._recorder.add_bytes(flat.nbytes)
+        with self._recorder.span("exchange"), self._collectives.telling_of("the model's buffers", "all_reduce"):
+            flat = self._collectives.run(*Payload("all_reduce", flat))
+        for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
+            change.copy_(mean)
+
+    def _move(self, names: Sequence[str], changes: Sequence[Tensor], parameters: int) -> None:
+        """Make an outer step, that of ``torch.optim.SGD``; buffers take their mean as it is."""
+        local = self._local
+        for position, (name, change) in enumerate(zip(names, changes)):
+            shared = laid_flat(self._shared[name])
+            if position >= parameters:
+                shared.sub_(change)
+                continue
+            if local.outer_momentum:
+                momentum = self._momenta.setdefault(name, torch.zeros_like(change))
+                momentum.mul_(local.outer_momentum).add_(change)
+                change = change.add_(momentum, alpha=local.outer_momentum) if local.nesterov else momentum
+            shared.sub_(change, alpha=local.outer_lr)
+
+    def _check_agreed(self, numbers: Sequence[float]) -> None:
+        everywhere = self._collectives.gather_numbers(numbers)
+        if bool((everywhere != everywhere[0]).any()):
+            raise RuntimeError(
+                f"learning rates differ between ranks, that of this rank is {numbers[0]}: a schedule went by a number"
+                " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
+            )
+
+    def _land(self, step: int) -> None:
+        """Apply the exchanges that are to be applied after a step."""
+        while self._flights and self._flights[0].lands <= step:
+            flight = self._flights.pop(0)
+            start = perf_counter()
+            self._worker.wait(flight.done)
+            self.waited_seconds = perf_counter() - start
+            for position, name in enumerate(flight.names):
+                tensor = self._tensors[name]
+                if flight.corrections is None:
+                    tensor.copy_(round_to(self._shared[name], tensor.dtype))
+                else:
+                    tensor.add_(flight.corrections[position])
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Have the model's tensors be those of the shared model inside."""
+        is_outermost = self._away is None
+        if is_outermost:
+            self.show()
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self.hide()
+
+    def show(self) -> None:
+        """Put the shared model into the model's tensors, until :meth:`hide`; nothing is sent."""
+        if self._away is not None:
+            return
+        self._worker.run(lambda: None)  # an exchange that is on its way ends first: the same model on all ranks
+        self._away = {}
+        for name, tensor in self._tensors.items():
+            self._away[name] = tensor.clone()
+            tensor.copy_(round_to(self._shared[name], tensor.dtype))
+
+    def hide(self) -> None:
+        """Go on with this rank's own tensors."""
+        for name, tensor in (self._away or {}).items():
+            self._tensors[name].copy_(tensor)
+        self._away = None
+
+    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+        """Return the statistics of the last exchange as those of the steps that it was about.
+
+        ``dense_bytes`` are what fp32 gradients would have taken in all of them.
+        """
+        dense_bytes = stats["dense_bytes"] * self.covered_steps
+        ratio = dense_bytes / stats["wire_bytes"] if stats["wire_bytes"] else 1.0
+        counted = {"dense_bytes": dense_bytes, "compression_ratio": ratio, "exposed_seconds": self.waited_seconds}
+        return {**stats, **counted, "local_steps": float(self.covered_steps)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""
+        return {
+            "step": self._step,
+            "steps_of": dict(self._steps_of),
+            "begun": list(self._begun),
+            "are_stale": list(self._are_stale),
+            "local": dict(self._tensors if self._away is None else self._away),
+            # In Lightning's file the shared model has the type of the parameters.
+            "shared": {name: self._shared[name] for name, tensor in self._tensors.items() if _is_narrow(tensor)},
+            "momentum": dict(self._momenta),
+            "flights": [
+                {"names": flight.names, "lands": flight.lands, "corrections": flight.corrections}
+                for flight in self._flights
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another round stood, with the shared model that the model's tensors hold now.
+
+        Raises:
+            ValueError: if it is about tensors of another shape.
+        """
+        for name, tensor in state["local"].items():
+            if name in self._tensors and self._tensors[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(self._tensors[name].shape)}, not {tuple(tensor.shape)}"
+                )
+        device = self._collectives.device
+        self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
+        if len(state["begun"]) == len(self._fragments):
+            self._begun, self._are_stale = list(state["begun"]), list(state["are_stale"])
+        for name, tensor in self._tensors.items():
+            self._shared[name].copy_(state["shared"].get(name, tensor))
+            tensor.copy_(state["local"].get(name, tensor))
+        self._momenta = {name: each.to(device, copy=True) for name, each in state["momentum"].items()}
+        self._flights = []
+        for saved in state["flights"]:
+            flight = _Flight(saved["names"], saved["lands"], [each.to(device) for each in saved["corrections"]])
+            flight.done.set()
+            self._flights.append(flight)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return widened(tensor.dtype) is not tensor.dtype
+
+
+def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shared model as a parameter of a type holds it, wide: rounding is no change of the parameter."""
+    return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
+
+
+def _cut(numels: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Cut a model into parts of about as many elements, in the order of its definition.
+
+    Example::
+
+        >>> _cut({"a": 10, "b": 10, "c": 5, "d": 15}, 2)
+        [['a', 'b'], ['c', 'd']]
+    """
+    total = sum(numels.values())
+    fragments: list[list[str]] = [[] for _ in range(parts)]
+    for name, end in zip(numels, accumulate(numels.values())):
+        middle = end - numels[name] / 2
+        fragments[min(parts - 1, int(middle * parts / total))].append(name)
+    return [fragment for fragment in fragments if fragment]

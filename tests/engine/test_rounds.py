@@ -1,0 +1,269 @@
+"""Rounds of local steps against slow references in float64."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp
+
+OUTER = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
+FRAGMENTS = LocalSteps(every=4, fragments=2, overlap_steps=1)
+
+
+def flat(tensors: Any) -> Tensor:
+    """Lay tensors end to end, in float64."""
+    return torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors])
+
+
+def train(rank: int, steps: int, local: LocalSteps, settings: dict[str, Any], closes: bool = False) -> dict[str, Any]:
+    """Train with AdamW in rounds; return what can be seen after every step."""
+    torch.manual_seed(0)
+    seen: dict[str, Any] = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
+    with sparse_ddp(Edges(), **{"compressor": "dense", "local_steps": local, **settings}) as (ddp, engine):
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        for step in range(steps):
+            with ddp.no_sync():
+                ddp.zero_grad()
+                ddp(batch(rank, step)).backward()
+            optimizer.step()
+            seen["drift"].append(flat(ddp.parameters()))
+            engine.end_step()
+            if closes and step == steps - 1:
+                engine.synchronize_replicas()
+            seen["local"].append(flat(ddp.parameters()))
+            with engine.rounds.shared_model():
+                seen["shared"].append(flat(ddp.parameters()))
+            residuals = engine.memory.state_dict().get("residual", {})
+            seen["residual"].append(flat(residuals.get(name, torch.zeros(0)) for name in parameters_of(ddp)))
+            seen["wire_bytes"].append(engine.recorder.total_wire_bytes)
+        seen["stats"] = engine.compression_stats()
+    return seen
+
+
+class Reference:
+    """DiLoCo of virtual workers, on one flat vector in float64."""
+
+    def __init__(self, ranks: int, local: LocalSteps) -> None:
+        self.local = local
+        self.models = []
+        for _ in range(ranks):
+            torch.manual_seed(0)
+            self.models.append(Edges().to(DEVICE))
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in self.models]
+        self.shared = flat(self.models[0].parameters())
+        self.momentum = torch.zeros_like(self.shared)
+        self.steps = 0
+
+    def step(self) -> list[Tensor]:
+        """Make a step on every worker; return their parameters."""
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers)):
+            model.zero_grad()
+            model(batch(rank, self.steps)).backward()
+            optimizer.step()
+        self.steps += 1
+        if self.steps % self.local.every == 0:
+            mean = sum(self.shared - flat(model.parameters()) for model in self.models) / len(self.models)
+            self.momentum = self.local.outer_momentum * self.momentum + mean
+            ahead = self.local.outer_momentum * self.momentum + mean if self.local.nesterov else self.momentum
+            self.shared = self.shared - self.local.outer_lr * ahead
+            for model in self.models:
+                write(self.shared, model)
+        return [flat(model.parameters()) for model in self.models]
+
+
+@torch.no_grad()
+def write(vector: Tensor, model: nn.Module) -> None:
+    """Write a flat vector into parameters."""
+    parameters = list(model.parameters())
+    for parameter, piece in zip(parameters, vector.split([parameter.numel() for parameter in parameters])):
+        parameter.copy_(piece.view_as(parameter))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("local", [OUTER, LocalSteps(every=3), LocalSteps(every=3, outer_momentum=0.5)])
+def test_rounds_go_as_their_formula_says(pools: dict[int, Pool], ranks: int, local: LocalSteps) -> None:
+    reference, answers = Reference(ranks, local), pools[ranks].run(train, 9, local, {})
+    for step in range(9):
+        for answer, expected in zip(answers, reference.step()):
+            torch.testing.assert_close(answer["local"][step], expected, rtol=0, atol=3e-5)
+            torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
+
+
+def synchronous(rank: int, local: Optional[LocalSteps]) -> list[Tensor]:
+    """Train with SGD, in rounds of one step or as DDP does."""
+    torch.manual_seed(0)
+    history = []
+    with sparse_ddp(Edges(), "dense", local_steps=local) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(6):
+            ddp.require_backward_grad_sync = local is None
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            optimizer.step()
+            engine.end_step()
+            history.append(flat(ddp.parameters()))
+    return history
+
+
+def test_rounds_of_one_step_of_sgd_are_ddp(pair: Pool) -> None:
+    for ours, theirs in zip(*(pair.run(synchronous, local)[0] for local in (LocalSteps(), None))):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_what_is_not_sent_waits_and_decays(pair: Pool, decay: float) -> None:
+    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), {"compressor": "topk", "density": 0.1})
+    start = flat(Reference(1, OUTER).models[0].parameters())
+    owed = [torch.zeros_like(start) for _ in answers]
+    for step in (1, 3, 5):
+        before = start if step == 1 else answers[0]["shared"][step - 2]
+        sent = before - answers[0]["shared"][step]
+        changes = [decay * each + before - answer["drift"][step] for each, answer in zip(owed, answers)]
+        kept = [answer["residual"][step] for answer in answers]
+        torch.testing.assert_close(sent, sum(map(torch.sub, changes, kept)) / 2, rtol=0, atol=1e-6)
+        owed = kept
+
+
+@pytest.mark.parametrize("wire", [*WIRES, "4bit", "2bit"])
+@pytest.mark.parametrize("local", [LocalSteps(every=3), FRAGMENTS, OUTER._replace(overlap_steps=2)])
+def test_the_shared_model_is_one_to_the_bit(pools: dict[int, Pool], local: LocalSteps, wire: str) -> None:
+    answers = pools[3].run(train, 9, local, {"compressor": "topk", "density": 0.05, "wire": wire}, True)
+    for answer in answers[1:]:
+        assert all(map(torch.equal, answer["shared"], answers[0]["shared"]))
+        assert torch.equal(answer["local"][-1], answers[0]["local"][-1])
+    assert torch.equal(answers[0]["local"][-1], answers[0]["shared"][-1])
+    assert not torch.equal(answers[0]["local"][0], answers[1]["local"][0])
+
+
+def test_looking_changes_nothing_and_sends_nothing(pair: Pool) -> None:
+    looked, left_alone = (pair.run(train_looking, FRAGMENTS, looks) for looks in (True, False))
+    for one, other in zip(looked, left_alone):
+        assert all(map(torch.equal, one[0], other[0]))
+        assert one[1] == other[1]
+
+
+def train_looking(rank: int, local: LocalSteps, looks: bool) -> tuple[list[Tensor], list[int]]:
+    """Train, with a look at the shared model after every step if wanted."""
+    torch.manual_seed(0)
+    history, counts = [], []
+    with sparse_ddp(Edges(), "topk", 0.1, local_steps=local) as (ddp, engine):
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        for step in range(10):
+            with ddp.no_sync():
+                ddp.zero_grad()
+                ddp(batch(rank, step)).backward()
+            optimizer.step()
+            engine.end_step()
+            if looks:
+                with engine.rounds.shared_model():
+                    flat(ddp.parameters())
+            history.append(flat(ddp.parameters()))
+        engine.settle()
+        counts.append(engine.recorder.total_wire_bytes)
+    return history, counts
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+def test_no_grouping_changes_a_bit(pair: Pool, schedule: str) -> None:
+    settings = {"compressor": "topk", "density": 0.1, "wire": "2bit"}
+    one, other = (pair.run(train, 6, OUTER, {**settings, "schedule": each})[0] for each in ("merged", schedule))
+    assert all(map(torch.equal, one["local"], other["local"]))
+
+
+def test_bytes_travel_in_rounds_only(pair: Pool) -> None:
+    answer = pair.run(train, 7, LocalSteps(every=3), {})[0]
+    counts = answer["wire_bytes"]
+    assert counts[0] == counts[1] == 0 < counts[2] == counts[4] < counts[5] == counts[6] == 2 * counts[2]
+    assert answer["stats"]["local_steps"] == 3
+    assert answer["stats"]["dense_bytes"] == 3 * 4 * len(answer["local"][0])
+
+
+def test_fragments_take_turns(pair: Pool) -> None:
+    counts = pair.run(train, 8, FRAGMENTS._replace(overlap_steps=0), {})[0]["wire_bytes"]
+    sent = [after - before for before, after in zip([0, *counts], counts)]
+    assert [bool(each) for each in sent] == [False, True] * 4
+    assert max(sent) < 0.8 * (sent[1] + sent[3])
+
+
+def late(rank: int, at_once: bool) -> tuple[list[Tensor], Tensor]:
+    """Train with SGD, exchanges two steps late; return the changes that each step made by itself, and the end."""
+    torch.manual_seed(0)
+    changes = []
+    local = LocalSteps(every=3, overlap_steps=0 if at_once else 2)
+    with sparse_ddp(Edges(), "dense", local_steps=local) as (ddp, engine):
+        start = flat(ddp.parameters())
+        for step in range(6):
+            before = flat(ddp.parameters())
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.sub_(0.01 * (rank + 1) * (step + 1))
+            changes.append(before - flat(ddp.parameters()))
+            engine.end_step()
+        engine.synchronize_replicas()
+        return changes, start - flat(ddp.parameters())
+
+
+def test_nothing_that_is_learned_during_an_exchange_is_lost(pair: Pool) -> None:
+    for at_once in (True, False):
+        answers = pair.run(late, at_once)
+        learned = sum(sum(changes) for changes, _ in answers) / 2
+        for _, moved in answers:
+            torch.testing.assert_close(moved, learned, rtol=0, atol=1e-5)
+
+
+def broken(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Train a round in which one rank's change is not finite; return what waits before it and after."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), "topk", 0.1, local_steps=LocalSteps(every=1, residual_decay=0.9)) as (ddp, engine):
+        for step in range(3):
+            before = [each.clone() for each in engine.memory.state_dict().get("residual", {}).values()]
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+                if rank == 1 and step == 2:
+                    next(iter(ddp.parameters())).fill_(torch.nan)
+            engine.end_step()
+        return before, [each.clone() for each in engine.memory.state_dict()["residual"].values()]
+
+
+def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair: Pool) -> None:
+    for before, after in pair.run(broken):
+        assert before
+        assert all(map(torch.equal, before, after))
+
+
+def disagree(rank: int) -> None:
+    """End a round with another learning rate on each rank."""
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2)) as (_, engine):
+        for _ in range(3):
+            engine.end_step(agreed=[0.1 * (rank + 1)])
+            engine.settle()
+
+
+def test_learning_rates_that_differ_are_noticed(pair: Pool) -> None:
+    failures = [failure for failure, _ in pair.answers(disagree)]
+    assert all("sync_dist=True" in (failure or "") for failure in failures)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"every": 0}, "local_steps=0 must be a whole number, at least 1"),
+        ({"every": 2.5}, "local_steps=2.5 must be a whole number"),
+        ({"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1 never forgets"),
+        ({"residual_decay": -0.1}, "residual_decay=-0.1"),
+        ({"nesterov": True}, "nesterov=True needs an outer_momentum"),
+        ({"every": 4, "overlap_steps": 4}, "overlap_steps=4 must be less than local_steps=4"),
+        ({"every": 4, "fragments": 5}, "fragments=5 cannot take turns within local_steps=4"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        LocalSteps(**changes).checked()

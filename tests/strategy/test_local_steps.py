@@ -1,0 +1,381 @@
+"""Rounds of local steps in a Trainer: any optimizer, any loop, and what is validated, saved and resumed."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.callbacks import AdaptiveDensity, MomentumCorrection, ReplicaSentinel
+from lightning_sparse.compressors import DGC, LAGS, SDAGC
+from lightning_sparse.compressors.density import CriticalRegime
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.resuming import Numbered, fit_numbered, heard, resume_exactly
+from tests.helpers.trainers import Rows, Small, run_fit, weights
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "diloco": {"compressor": "dense", "local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
+    "sparse": {"compressor": "topk", "density": 0.1, "wire": "2bit", "local_steps": 4, "residual_decay": 0.9},
+    "late": {"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 2, "fragments": 2},
+}
+
+
+class Local(Numbered):
+    """A model with BatchNorm, trained by AdamW on rows of this rank's own."""
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+        super().__init__(save_after, path)
+        self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Look at rows of this rank's own."""
+        self.training_step(batch, batch_index)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with a learning rate that falls step by step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Narrow(Local):
+    """The same in bfloat16, without BatchNorm."""
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+        super().__init__(save_after, path)
+        self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        return torch.bfloat16
+
+
+def resume(rank: int, kind: str, path: str, save_after: int, module: type[Numbered]) -> tuple[list[int], list[str]]:
+    """Fit with a save in between, and go on from it."""
+    return resume_exactly(rank, lambda: SparseDDPStrategy(**ROUNDS[kind]), path, save_after, {}, module)
+
+
+@pytest.mark.parametrize(("module", "save_after"), [(Local, 5), (Local, 6), (Narrow, 3), (Narrow, 8)])
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_a_round_goes_on_to_the_bit(
+    pair: Pool, tmp_path: Path, kind: str, module: type[Numbered], save_after: int
+) -> None:
+    for gone_through, found in pair.run(resume, kind, str(tmp_path / "middle.ckpt"), save_after, module):
+        assert gone_through == list(range(save_after + 1, 13))
+        assert not found
+
+
+def save(rank: int, kind: str, path: str) -> dict[str, Tensor]:
+    """Fit with a save in the midst of a round; return this rank's own parameters then."""
+    model = Local(6, path)
+    fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model, max_epochs=1)
+    return model.history[6]
+
+
+def take_up(rank: int, kind: str, path: str) -> dict[str, Tensor]:
+    """Go on from a save; return this rank's own parameters when training starts."""
+
+    class Noting(Local):
+        def on_train_start(self) -> None:
+            self.history[0] = weights(self)
+
+    model = Noting()
+    fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model, path, limit_train_batches=6)
+    return model.history[0]
+
+
+@pytest.mark.parametrize("kind", ["diloco", "late"])
+def test_other_numbers_of_ranks_take_up_the_mean(pools: dict[int, Pool], tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    saved = pools[3].run(save, kind, path)
+    for taken_up in pools[2].run(take_up, kind, path):
+        for name, tensor in taken_up.items():
+            mean = sum(each[name].double() for each in saved) / 3
+            torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
+
+
+def change_over(rank: int, path: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], bool]:
+    """Save in the midst of a round, and go on in another way; return what is said, and whether it trains."""
+    fit_numbered(rank, SparseDDPStrategy(density=0.1, **before), Local(6, path), max_epochs=1)
+    model = Local()
+    with heard() as lines:
+        fit_numbered(rank, SparseDDPStrategy(density=0.1, **after), model, path)
+    return lines, bool(model.history)
+
+
+def test_rounds_and_gradients_keep_different_things(pair: Pool, tmp_path: Path) -> None:
+    rounds, path = {"local_steps": 4}, str(tmp_path / "middle.ckpt")
+    for lines, trains in pair.run(change_over, path, rounds, {}):
+        assert trains
+        assert "what has changed since its last round" in lines[-1]
+    for lines, trains in pair.run(change_over, path, {}, rounds):
+        assert trains
+        assert "rounds of local steps keep changes of parameters" in lines[-1]
+
+
+class Validated(Local):
+    """A model that notes with which parameters and buffers it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Note what is validated."""
+        self.validated.append(torch.cat([each.detach().flatten().float() for each in self.state_dict().values()]))
+
+
+def validate(rank: int, kind: str, interval: Optional[int]) -> tuple[list[Tensor], list[Tensor], float]:
+    """Fit, with a validation after every few batches or none; return what was validated, trained, and sent."""
+    model = Validated()
+    checks = {"limit_val_batches": 0} if interval is None else {"val_check_interval": interval, "limit_val_batches": 1}
+    trainer = fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model, **checks)
+    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    trained = [torch.cat([each.flatten() for each in model.history[seen].values()]) for seen in sorted(model.history)]
+    return model.validated, trained, trainer.strategy.compression_stats()["total_wire_bytes"]
+
+
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_the_shared_model_is_validated_for_nothing(pair: Pool, kind: str) -> None:
+    often, never = (pair.run(validate, kind, interval) for interval in (1, None))
+    for (validated, trained, sent), (_, trained_alone, sent_alone) in zip(often, never):
+        assert len(validated) >= 12
+        assert all(map(torch.equal, validated, often[0][0]))
+        assert all(map(torch.equal, trained, trained_alone))
+        assert sent == sent_alone
+    assert not torch.equal(often[0][1][0], often[1][1][0])
+
+
+def save_weights(rank: int, kind: str, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Save in the midst of a round and at the end of training; return what is in rank 0's file, and the model."""
+    model = Local(5, path)
+    trainer = fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model)
+    trainer.save_checkpoint(f"{path}.end")
+    return torch.load(path, weights_only=True)["state_dict"], {
+        name: each.clone() for name, each in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair: Pool, tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    (middle, first), (_, second) = pair.run(save_weights, kind, path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    end = torch.load(f"{path}.end", weights_only=True)["state_dict"]
+    assert all(torch.equal(first[name], end[name].to(first[name].device)) for name in first)
+    assert not all(torch.equal(middle[name], end[name]) for name in end)
+
+
+class Adversaries(Small):
+    """Two networks that are trained in turn by optimizers of their own, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Linear(32, 1)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Train one, then the other, which steps every second time."""
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(self.global_rank)).to(self.device)
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self.judge(self.network(rows)).square().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        if batch_index % 2:
+            loss = (1 - self.judge(self.network(rows).detach())).square().mean()
+            second.zero_grad()
+            self.manual_backward(loss)
+            second.step()
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer for each."""
+        return torch.optim.AdamW(self.network.parameters()), torch.optim.SGD(self.judge.parameters(), lr=0.1)
+
+
+class Partial(Local):
+    """A model of which some ranks use a part only, and of which a part is frozen after some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(32, 32)
+        self.late = nn.Linear(32, 32)
+        self.late.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Use a side network on odd ranks."""
+        rows = self.rows(batch_index)
+        out = self.late(self.network(rows))
+        return ((out + self.side(rows) if self.global_rank % 2 else out) - rows).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze one part and unfreeze another, in the midst of a round."""
+        if batch_idx == 2:
+            self.network[0].requires_grad_(False)
+            self.late.requires_grad_(True)
+
+
+def fit(rank: int, module: type[LightningModule], kind: str, arguments: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Fit a model; return its parameters at the start and at the end, and the statistics."""
+    model = module()
+    start = weights(model)
+    trainer = run_fit(rank, SparseDDPStrategy(**ROUNDS[kind], **more), model, limit_train_batches=8, **arguments)
+    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    return start, weights(model), trainer.strategy.compression_stats()
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "more"),
+    [
+        (Adversaries, {}, {}),
+        (Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
+        (Partial, {}, {}),
+        (Partial, {}, {"find_unused_parameters": True}),
+    ],
+    ids=["by hand", "accumulated", "frozen", "unused"],
+)
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_any_loop_trains_one_model(
+    pair: Pool, kind: str, module: type[LightningModule], arguments: dict[str, Any], more: dict[str, Any]
+) -> None:
+    (start, first, stats), (_, second, _) = pair.run(fit, module, kind, arguments, more)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(not torch.equal(first[name].cpu(), start[name]) for name in first if "network.1" not in name)
+    assert stats["total_wire_bytes"] > 0
+
+
+class Overflowing(Local):
+    """A model whose gradients overflow on one rank, in one step."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Multiply the loss by what fp32 cannot hold."""
+        loss = super().training_step(batch, batch_index)
+        return loss * (float("inf") if self.global_rank == 1 and batch_index == 1 else 1.0)
+
+
+def fit_scaled(rank: int, path: str) -> tuple[dict[str, Tensor], list[float], list[str]]:
+    """Fit with a gradient scaler, and resume; return parameters, the scale of this rank, and differences."""
+    plugins = []
+
+    def build() -> SparseDDPStrategy:
+        return SparseDDPStrategy(**ROUNDS["diloco"])
+
+    def arguments() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
+        plugins.append(MixedPrecision("16-mixed", DEVICE.type, scaler))
+        return {"plugins": [plugins[-1]]}
+
+    first = Overflowing(6, path)
+    fit_numbered(rank, build(), first, **arguments())
+    second = Overflowing()
+    fit_numbered(rank, build(), second, path, **arguments())
+    found = [str(seen) for seen in second.history if not _same(first.history[seen], second.history[seen])]
+    return weights(first), [plugin.scaler.get_scale() for plugin in plugins], found
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_ranks_may_skip_different_steps(pair: Pool, tmp_path: Path) -> None:
+    (first, scales, found), (second, other_scales, other_found) = pair.run(fit_scaled, str(tmp_path / "middle.ckpt"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(tensor.isfinite().all() for tensor in first.values())
+    assert scales[0] > other_scales[0]
+    assert scales[0] == scales[1]
+    assert other_scales[0] == other_scales[1]
+    assert not found + other_found
+
+
+class Plateau(Small):
+    """A model whose learning rate goes by a loss of this rank alone."""
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Log a number that gets worse on one rank."""
+        self.log("mine", float(self.global_step * (2 * self.global_rank - 1)), sync_dist=False)
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD that slows down where the loss gets worse."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mine"}}
+
+
+class Uneven(Small):
+    """A model with more batches on one rank."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return a batch more for every rank."""
+        return DataLoader(Rows(8 + 4 * self.global_rank), batch_size=4)
+
+
+def refusal(rank: int, module: type[LightningModule], arguments: dict[str, Any], changes: dict[str, Any]) -> str:
+    """Return what a fit is refused with."""
+    warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*")
+    try:
+        run_fit(rank, SparseDDPStrategy(**{**ROUNDS["diloco"], **changes}), module(), **arguments)
+    except (ValueError, RuntimeError, MisconfigurationException) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "told"),
+    [
+        (Local, {"sync_batchnorm": True}, "local_steps=4 exchanges nothing between rounds, but SyncBatchNorm does"),
+        (Plateau, {"max_epochs": 4, "limit_train_batches": 4}, r"sync_dist=True"),
+        (Uneven, {"use_distributed_sampler": False}, "limit_train_batches=2"),
+    ],
+    ids=["SyncBatchNorm", "plateau", "uneven"],
+)
+def test_what_would_drive_ranks_apart_is_refused(
+    pair: Pool, module: type[LightningModule], arguments: dict[str, Any], told: str
+) -> None:
+    for answer in pair.run(refusal, module, arguments, {"local_steps": 4}):
+        assert told in answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"compressor": "a2sgd"}, "averages replicas by a period of its own"),
+        ({"compressor": "dgc"}, "act on gradients, which are not exchanged"),
+        ({"compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm=1.0 act on gradients"),
+        ({"compressor": "lags", "schedule": "auto"}, "leaves nothing of an exchange to hide"),
+        ({"compressor": LAGS(adapts_density=True)}, "leaves nothing of an exchange to hide"),
+        ({"compressor": "topk", "optimizer_correction": AdamCorrection()}, "optimizers see whole gradients"),
+        ({"compressor": "dense", "residual_decay": 0.9}, "leaves nothing waiting"),
+        ({"compressor": "topk", "overlap_steps": 9}, "overlap_steps=9 must be less than local_steps=5"),
+        ({"compressor": SDAGC(momentum=None), "wire": "2bit"}, "wire='2bit' was given to SDAGC"),
+        ({"compressor": "exdyna", "wire": "4bit"}, "wire='4bit' was given to ExDyna"),
+    ],
+    ids=str,
+)
+def test_what_cannot_go_together_is_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SparseDDPStrategy(local_steps=5, **arguments)
+
+
+@pytest.mark.parametrize(
+    "callback", [MomentumCorrection(), AdaptiveDensity([CriticalRegime()])], ids=["momentum", "density"]
+)
+def test_callbacks_that_act_on_gradients_are_refused(pair: Pool, callback: Callback) -> None:
+    changes = {"compressor": "topk", "outer_momentum": 0.0, "nesterov": False}
+    for answer in pair.run(refusal, Small, {"callbacks": [callback]}, changes):
+        assert "use local_steps=1" in answer
+
+
+def test_replicas_that_drift_are_not_compared(pair: Pool) -> None:
+    for answer in pair.run(refusal, Small, {"callbacks": [ReplicaSentinel()]}, {}):
+        assert "drift" in answer
