@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.testing.pool import Pool
 from tests.compatibility.page import page
 from tests.compatibility.rows import ROWS
-from tests.compatibility.running import STRATEGIES, Feature, Outcome, refusal_of, run_cell
+from tests.compatibility.running import ROUND, STRATEGIES, Feature, Outcome, refusal_of, run_cell
 
 FEATURES = {feature.name: feature for feature in ROWS}
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -34,6 +34,7 @@ COMPRESSION = {
     "sparse_omgs": Compression((0.045, 0.055), 0.08),
     "sparse_a2sgd": Compression((1.0, 1.0), 0.001),
     "sparse_auto": Compression((0.045, 0.055), 0.08),
+    "sparse_loco": Compression((0.045, 0.055), 0.08),
 }
 
 
@@ -58,25 +59,26 @@ def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Pat
         return
     first, second = pair.run(run, strategy, name, str(tmp_path))
     assert_one_model(feature, strategy, first, second)
-    assert_compressed(strategy, first, feature.sent_whole)
+    # Whole gradients are sent for the sake of Adam, which sees them anyway where each rank steps by itself.
+    assert_compressed(strategy, first, 0.0 if strategy == "sparse_loco" else feature.sent_whole)
     feature.check(first, second)
 
 
 def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Outcome) -> None:
-    """Ask for ranks that end as one model, which has been trained; and for the same after every step, but of A2SGD."""
+    """Ask for ranks that end as one model, which has been trained; and for the same after every step, if they share one."""
     assert first.after.keys() == second.after.keys()
     for name, parameter in first.after.items():
         assert parameter.isfinite().all()
         assert torch.equal(parameter, second.after[name])
         assert torch.equal(parameter, first.before[name]) == (name in feature.untrained)
-    if strategy != "sparse_a2sgd":
+    if strategy not in ("sparse_a2sgd", "sparse_loco"):
         assert [batch.checksum for batch in first.batches] == [batch.checksum for batch in second.batches]
 
 
 def assert_compressed(strategy: str, outcome: Outcome, sent_whole: float) -> None:
     """Ask for steps that were compressed; of ``sparse_auto``, which takes turns here, also for some that were not."""
-    if strategy not in COMPRESSION:
-        return
+    if strategy not in COMPRESSION or (strategy == "sparse_loco" and outcome.batches[-1].step < ROUND):
+        return  # nothing travels before the end of the first round
     expected = COMPRESSION[strategy]
     sparse = [batch.stats for batch in outcome.batches if batch.stats and not (batch.is_plain or batch.is_whole)]
     # ExDyna's threshold takes some steps to find its level.

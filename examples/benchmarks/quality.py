@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from virtual import VirtualRanks
 
 from lightning_sparse import Owners
-from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize, encoded, random_windows, warmed_up_cosine, window_loss
@@ -216,6 +216,11 @@ class Run(NamedTuple):
     ranks: int
     wire: str
     exchange: str = "gather"
+    local: str = ""
+
+    def local_numbers(self) -> list[float]:
+        """Return steps of a round, outer rate, outer momentum and decay, as far as they are given."""
+        return [float(number) for number in self.local.split(":") if number]
 
     def settings(self) -> Optional[Settings]:
         """Build what the user chose, anew; ``None`` for DDP."""
@@ -226,8 +231,16 @@ class Run(NamedTuple):
         # With SGD the density falls over the first epochs, as the examples have it; Adam's correction has its own fall.
         epochs = 4 if self.optimizer == "sgd" else 0
         way, _, keep = self.exchange.partition(":")
-        exchange = Owners(float(keep)) if keep else way
-        return Settings(name, self.density, "single", self.wire, epochs, correction, exchange)
+        exchange = AUTO if name == "dense" else Owners(float(keep)) if keep else way
+        rounds = None
+        if self.local:
+            steps, rate, momentum, decay, *_ = [
+                *self.local_numbers(),
+                *(1.0, 0.0, 1.0)[len(self.local_numbers()) - 1 :],
+            ]
+            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay).checked()
+            epochs = 0
+        return Settings(name, self.density, "single", self.wire, epochs, correction, exchange, local_steps=rounds)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -243,6 +256,7 @@ def train(run: Run) -> dict[str, Any]:
         run.settings,
         run.steps,
         task.clip_norm,
+        int(run.local_numbers()[0]) if run.system == "ddp" and run.local else None,
     )
     start = time.perf_counter()
     curve = []
@@ -252,7 +266,8 @@ def train(run: Run) -> dict[str, Any]:
                 group["lr"] = run.rate * task.schedule(step, run.steps)
         ranks.step([_loss_of(learnable, rank, step) for rank in range(run.ranks)], step // task.epoch_steps)
         if (step + 1) % max(1, run.steps // _CURVE_POINTS) == 0 or step + 1 == run.steps:
-            curve.append([step + 1, ranks.wire_bytes, _scored(learnable, ranks.ranks[0].network)])
+            with ranks.ranks[0].shared_model() as network:
+                curve.append([step + 1, ranks.wire_bytes, _scored(learnable, network)])
     ranks.close()
     elements = sum(parameter.numel() for parameter in ranks.ranks[0].network.parameters())
     dense_bytes = 4 * elements * run.steps
@@ -286,11 +301,13 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         steps = options.steps or TASKS[task].steps
         best = options.rate or TASKS[task].rates[optimizer]
         rates = [best * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)] if options.tune else [best]
-        densities = [None] if system == "ddp" else options.densities
+        densities = [None] if system in ("ddp", "dense") else options.densities
         wire = "float32" if system == "ddp" else options.wire
         exchanges = ["gather"] if system == "ddp" else options.exchanges
-        for density, rate, seed, exchange in product(densities, rates, options.seeds, exchanges):
-            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire, exchange)
+        for density, rate, seed, exchange, local in product(
+            densities, rates, options.seeds, exchanges, options.local_steps
+        ):
+            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire, exchange, local)
 
 
 def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
@@ -309,11 +326,12 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     yield "| task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | seeds | bytes / ddp |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
-        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather"), [])
+        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather", local=""), [])
         values = [line["score"] for line in lines]
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         ratio = fmean(values) / fmean([line["score"] for line in ddp]) if ddp else math.nan
         sent = "" if run.density is None else f"{run.density:g}, {run.wire}, {run.exchange}"
+        sent += f" local {run.local}" if run.local else ""
         volume = fmean([line["bytes"] for line in lines])
         yield (
             f"| {run.task} | {run.optimizer}, {run.rate:g} | {run.steps}, {run.ranks} | {run.system} | {sent} |"
@@ -344,7 +362,7 @@ def draw(results: dict[Run, dict[str, Any]], path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    systems = ["ddp", *SYSTEMS, *(UNCORRECTED + system for system in SYSTEMS)]
+    systems = ["ddp", "dense", *SYSTEMS, *(UNCORRECTED + system for system in SYSTEMS)]
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["gpt"])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw95"])
     parser.add_argument(
@@ -356,6 +374,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wire", default="bfloat16", help="type of the values sent (default bfloat16)")
     parser.add_argument(
         "--exchanges", nargs="+", default=["gather"], help="gather, owners or auto; owners:2 keeps twice a selection"
+    )
+    parser.add_argument(
+        "--local-steps",
+        nargs="+",
+        default=[""],
+        help="of a round, then outer rate, outer momentum (Nesterov's) and decay, such as 20:0.7:0.9; ddp with them is"
+        " torch's post-localSGD",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")

@@ -5,8 +5,9 @@ What is sent, kept and applied is what the engine sends, keeps and applies, to t
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -19,13 +20,17 @@ from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.wire import build_wires
+from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.schedule.base import Single
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.optimizers import OptimizerView
 
 _DEVICE = torch.device("cpu")
+_POST_LOCAL_START = 100  # steps of DDP before torch's post-localSGD begins, its own default
 
 
 class Meeting:
@@ -85,6 +90,23 @@ class ThreadCollectives(Collectives):
         return tensor.copy_(total)
 
 
+class InlineWorker(ExchangeWorker):
+    """A worker that does each task at once, on the rank's own thread: time does not count here."""
+
+    def __init__(self) -> None:
+        self.error = None
+
+    @override
+    def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
+        run()
+        if settle is not None:
+            settle()
+
+    @override
+    def wait(self, done: threading.Event) -> None:
+        return
+
+
 class VirtualRank:
     """One rank: a replica of the model, its optimizer, and what it keeps.
 
@@ -95,6 +117,8 @@ class VirtualRank:
         settings: what the user chose; ``None`` for plain DDP.
         total_steps: optimizer steps of the whole training.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
+        averages_every: steps between two averages of parameters, in place of gradients, as torch's post-localSGD; only
+            with plain DDP.
     """
 
     def __init__(
@@ -105,12 +129,16 @@ class VirtualRank:
         settings: Optional[Settings],
         total_steps: int,
         clip_norm: Optional[float],
+        averages_every: Optional[int] = None,
     ) -> None:
         self.network = network
         self.optimizer = optimizer
         self._collectives = collectives
         self._settings = settings
         self._clip_norm = clip_norm
+        self._averages_every = averages_every
+        self._steps = 0
+        self._rounds: Optional[Rounds] = None
         self.recorder = Recorder(_DEVICE)
         if settings is not None:
             self._build(settings, total_steps)
@@ -131,6 +159,11 @@ class VirtualRank:
         memory = settings.memory_for({torch.float32}, ranks)
         self._pipeline = Pipeline(compressor, memory, wires, self._collectives, self.recorder, self._densities.of)
 
+        if settings.local_steps is not None:
+            names = [name for name, _ in self.network.named_parameters()]
+            arguments = (settings.local_steps, self._pipeline, Single(), InlineWorker())
+            self._rounds = Rounds(self.network, names, *arguments, self.recorder, self._collectives)
+
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
 
@@ -141,12 +174,40 @@ class VirtualRank:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
         self.optimizer.zero_grad()
         loss.backward()
+        self._steps += 1
+        is_local = self._averages_every is not None and self._steps > _POST_LOCAL_START
         with torch.no_grad():
-            if self._settings is None:
+            if self._rounds is not None or is_local:
+                self._clip()
+            elif self._settings is None:
                 self._reduce()
             else:
                 self._exchange(self._settings, epoch)
         self.optimizer.step()
+        with torch.no_grad():
+            if self._rounds is not None:
+                self._rounds.end_step(0, StepContext)
+            elif is_local and self._steps % (self._averages_every or 1) == 0:
+                self._average()
+
+    @contextmanager
+    def shared_model(self) -> Iterator[nn.Module]:
+        """Have the network be the one that all ranks share."""
+        if self._rounds is None:
+            yield self.network
+            return
+        with self._rounds.shared_model():
+            yield self.network
+
+    def _average(self) -> None:
+        """Average parameters over ranks."""
+        parameters = [parameter.detach() for parameter in self.network.parameters()]
+        flat = torch.cat([parameter.flatten() for parameter in parameters])
+        flat = self._collectives.all_reduce(flat) / self._collectives.ranks
+        self.recorder.add_bytes(4 * flat.numel())
+        self.recorder.end_step()
+        for parameter, mean in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
+            parameter.copy_(mean.view_as(parameter))
 
     def _reduce(self) -> None:
         gradients = [each.grad for each in self.network.parameters() if each.grad is not None]
@@ -190,6 +251,7 @@ class VirtualRanks:
         build_settings: builds what the user chose, anew for each rank; returns ``None`` for plain DDP.
         total_steps: optimizer steps of the whole training.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
+        averages_every: as for :class:`VirtualRank`.
     """
 
     def __init__(
@@ -200,6 +262,7 @@ class VirtualRanks:
         build_settings: Callable[[], Optional[Settings]],
         total_steps: int,
         clip_norm: Optional[float] = None,
+        averages_every: Optional[int] = None,
     ) -> None:
         self._meeting = Meeting(ranks)
         # How many threads torch takes is a setting of each thread.
@@ -209,7 +272,9 @@ class VirtualRanks:
             network = build_network()
             optimizer = build_optimizer(network.parameters())
             collectives = ThreadCollectives(self._meeting, rank, ranks)
-            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm)
+            member = VirtualRank(
+                network, optimizer, collectives, build_settings(), total_steps, clip_norm, averages_every
+            )
             self.ranks.append(member)
 
     @property

@@ -155,6 +155,11 @@ class SparseDDPStrategy(DDPStrategy):
         rounds = LocalSteps(
             local_steps, outer_lr, outer_momentum, nesterov, residual_decay, overlap_steps, fragments
         ).checked()
+        if rounds != LocalSteps() and ddp_kwargs.get("static_graph"):
+            raise ValueError(
+                f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local_steps} it"
+                " exchanges none: leave it out"
+            )
         self.settings = Settings(
             compressor,
             density,

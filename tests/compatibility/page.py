@@ -20,19 +20,21 @@ steps give it the time.
 {table}
 
 {refusals}- Gradient clipping acts on what the exchange hands to the optimizer. With Adam and AdamW, whose updates are
-  made before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` it is each rank's own.
+  made before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` and local
+  steps it is each rank's own.
 - A layer that no rank ever uses is sent whole with Adam and AdamW, as with `ddp`: its second moment is never learned.
 - `sparse_a2sgd` lets the ranks' parameters drift apart and averages them every 50 steps, before validation, before a
-  checkpoint and at the end: there they are asked to be the same, with the other strategies after every step.
+  checkpoint and at the end: there they are asked to be the same, with the other strategies after every step. With
+  `sparse_loco`, here in rounds of two local steps, ranks are one model where it is validated, saved and at the end.
 - A LightningModule that is compiled as a whole cannot call `self.log` in a step, with `ddp` either (torch 2.13).
 """
 
 
 def cell(feature: Feature, strategy: str) -> str:
     """Return the word in a cell."""
-    if feature.needs_gpu:
-        return "GPU"
-    return "no" if strategy in feature.refusals else "yes"
+    if strategy in feature.refusals:
+        return "no"
+    return "GPU" if feature.needs_gpu else "yes"
 
 
 def page(rows: Sequence[Feature]) -> str:

@@ -58,6 +58,7 @@ ROWS = (
         "the model is wrapped so",
         checks.static,
         strategy={"static_graph": True},
+        refusals={"sparse_loco": "is about gradients that DDP exchanges"},
         use=checks.fit_noting_the_wrapper,
     ),
     Feature(
@@ -67,6 +68,7 @@ ROWS = (
         lambda folder: {"sync_batchnorm": True},
         module=modules.Normalized,
         use=checks.fit_noting_normalization,
+        refusals={"sparse_loco": "exchanges nothing between rounds, but SyncBatchNorm does"},
         needs_gpu=True,
     ),
     Feature(

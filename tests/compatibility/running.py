@@ -17,6 +17,7 @@ from tests.compatibility.modules import Plain
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import make_trainer, weights
 
+ROUND = 2  # local steps
 # The densities are such that a small model's few elements are neither all sent nor none.
 STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
     "ddp": None,
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
     "sparse_omgs": {"compressor": "omgs", "density": 0.05},
     "sparse_a2sgd": {"compressor": "a2sgd"},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
+    "sparse_loco": {"compressor": "topk", "density": 0.05, "local_steps": ROUND, "residual_decay": 0.95},
 }
 
 
@@ -189,7 +191,7 @@ class Feature(NamedTuple):
 
     def refusal_by(self, strategy: str) -> Optional[str]:
         """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
-        if self.needs_gpu:
+        if strategy not in self.refusals and self.needs_gpu:
             return NEEDS_GPU if DEVICE.type == "cpu" else None
         return self.refusals.get(strategy)
 
@@ -197,7 +199,11 @@ class Feature(NamedTuple):
 def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
     """Build the strategy of a column."""
     settings = STRATEGIES[name]
-    if name in ("ddp", "sparse_a2sgd"):  # which send no part of a gradient late, and have nothing to correct
+    if name in (
+        "ddp",
+        "sparse_a2sgd",
+        "sparse_loco",
+    ):  # which send no part of a gradient late, and have nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
     return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
 
