@@ -65,7 +65,7 @@ def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Pat
 
 
 def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Outcome) -> None:
-    """Ask for ranks that end as one model, which has been trained; and for the same after every step, if they share one."""
+    """Ask for ranks that end as one model, which has been trained; and for one after every step, if they share it."""
     assert first.after.keys() == second.after.keys()
     for name, parameter in first.after.items():
         assert parameter.isfinite().all()
