@@ -1,7 +1,9 @@
 """The models of the step benchmark, each with the batches that it trains on."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +11,9 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from gpt import GPT, GPTSize
 
 VOCABULARY = 10_000
 
@@ -81,7 +86,11 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+_GPT = GPTSize()
+_CHARACTERS = 96
+
 WORKLOADS = {
+    "gpt": Workload(lambda: GPT(_CHARACTERS, _GPT), _tokens(8, _GPT.length, _CHARACTERS), _token_loss),
     "lstm": Workload(Lstm, _tokens(10, 10, VOCABULARY), _token_loss),
     "deep_narrow": Workload(DeepNarrow, lambda: (torch.randn(32, 256), torch.randn(32, 256)), functional.mse_loss),
     "transformer": Workload(Transformer, _tokens(4, 32, 1_000), _token_loss),

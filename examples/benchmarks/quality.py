@@ -393,12 +393,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train_all(missing: Sequence[Run], options: argparse.Namespace) -> None:
+def train_all(missing: Sequence[Run], jobs: int, path: Path) -> None:
     """Train each in a process of its own, several at once, and write down what ends."""
     waiting = list(missing)
     running: list[subprocess.Popen[str]] = []
     while waiting or running:
-        while waiting and len(running) < options.jobs:
+        while waiting and len(running) < jobs:
             command = [sys.executable, __file__, "--one", json.dumps(waiting.pop(0)._asdict())]
             running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         time.sleep(0.2)
@@ -407,7 +407,7 @@ def _train_all(missing: Sequence[Run], options: argparse.Namespace) -> None:
             line = process.communicate()[0]
             if process.returncode:
                 raise SystemExit(f"a run failed: {process.args!r}")
-            with options.results.open("a") as results:
+            with path.open("a") as results:
                 results.write(line)
             outcome = json.loads(line)
             print({key: outcome[key] for key in (*Run._fields, "score", "bytes", "seconds")}, flush=True)
@@ -422,7 +422,7 @@ def main() -> None:
     asked = list(dict.fromkeys(runs(options)))
     if not options.table and options.picture is None:
         known = known_runs(options.results)
-        _train_all([run for run in asked if run not in known], options)
+        train_all([run for run in asked if run not in known], options.jobs, options.results)
     known = known_runs(options.results)
     wanted = known if options.table else {run: known[run] for run in asked if run in known}
     if options.picture is not None:

@@ -34,6 +34,7 @@ class Row(NamedTuple):
             ``None`` where the strategy counts them itself.
         hook: DDP hook and the maker of its state; Lightning registers hooks on CUDA only.
         batches_per_step: batches between two exchanges.
+        local_steps: optimizer steps of a round of local steps, over which times and bytes are averaged.
         trial_steps: steps in which the schedule tries groupings, before it follows a plan.
         callbacks: makes those that the way consists of.
         optimizer: builds the optimizer of some parameters; ``None`` for the workload's.
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     sent_bytes: Optional[Callable[[Shapes], float]] = None
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None
     batches_per_step: int = 1
+    local_steps: int = 1
     trial_steps: int = 0
     callbacks: Callable[[], Sequence[Callback]] = tuple
     optimizer: Optional[Callable[[Any], torch.optim.Optimizer]] = None
@@ -127,6 +129,11 @@ def _sparsifier(compressor: str, density: float, **arguments: Any) -> Row:
     return _sparse(**{**settings, **arguments})
 
 
+def _rounds(local_steps: int, **arguments: Any) -> Row:
+    """Train in rounds of local steps; as a name of a strategy where that is one."""
+    return _sparse(local_steps=local_steps, **arguments)._replace(local_steps=local_steps, trial_steps=0)
+
+
 def _monitored(row: Row) -> Row:
     """Log every step, of which a user logs one in 50: so that what that costs rises above the noise."""
 
@@ -142,6 +149,9 @@ def _adamw(row: Row) -> Row:
 
 # Sparse soon: a few steps are measured, not the warm-up of a training.
 _CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
+AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
+_DILOCO = {"compressor": "dense", "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
+_LOCO = {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "residual_decay": 0.95}
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
@@ -169,9 +179,22 @@ ROWS: dict[str, Row] = {
         Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0)
     ),
     "ddp, AdamW": _adamw(_ddp()),
+    "ddp + bf16 hook, AdamW": _adamw(
+        _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook))
+    ),
+    "ddp + PowerSGD rank 1, AdamW": _adamw(_power_sgd(1)),
+    "ddp + PowerSGD rank 4, AdamW": _adamw(_power_sgd(4)),
+    "sparse_lags 0.01, AdamW": _adamw(_sparsifier("lags", 0.01, optimizer_correction=_CORRECTION)),
+    "sparse_lags 0.001, AdamW": _adamw(_sparsifier("lags", 0.001, optimizer_correction=_CORRECTION)),
+    "sparse_diloco, AdamW": _adamw(_rounds(20, **_DILOCO)),
+    "sparse_loco, AdamW": _adamw(_rounds(30, **_LOCO)),
     "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
+    "sparse_diloco": _rounds(50, **_DILOCO),
+    "sparse_diloco, late": _rounds(50, **_DILOCO, overlap_steps=20, fragments=2),
+    "sparse_loco": _rounds(30, **_LOCO),
+    "sparse_loco, late": _rounds(30, **_LOCO, overlap_steps=5, fragments=2),
     "sparse_a2sgd": _sparse(compressor="a2sgd"),
     "sparse_qsgd": _sparse(compressor="qsgd"),
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=_readable_by(parse_rate), default="1gbit", help="of each host's egress")
     parser.add_argument("--delay", type=_readable_by(parse_delay), default="100us", help="one way, or 0")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["lstm", "deep_narrow", "transformer"])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW", help=f"{list(ROWS)}")
     parser.add_argument("--rounds", type=int, default=2, help="times that each row takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="measured in a turn")

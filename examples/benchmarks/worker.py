@@ -70,6 +70,8 @@ class PlanWatch(Callback):
         if isinstance(trainer.strategy, SparseDDPStrategy):
             self._plan = None if trainer.strategy.is_plain else trainer.strategy.exchange_plan()
             assert trainer.strategy.engine is not None
+            if trainer.strategy.engine.rounds is not None:
+                return
             marks = trainer.strategy.engine.last_marks
             assert marks is not None
             self._seconds.append(Clock.seconds(marks.backward_start, marks.end))
@@ -94,10 +96,11 @@ def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Me
     """Train for some steps and return what this rank saw."""
     torch.manual_seed(0)
     module = BenchmarkModule(WORKLOADS[workload])
-    watch, plan_watch = StepWatch(warm_up + row.trial_steps, row.batches_per_step), PlanWatch(steps)
-    trainer = train(row, module, hosts, warm_up + row.trial_steps + steps + 1, [watch, plan_watch])
+    batches = row.batches_per_step * row.local_steps
+    watch, plan_watch = StepWatch(warm_up + row.trial_steps, batches), PlanWatch(steps)
+    trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch, plan_watch])
     seconds = watch.seconds()
-    sent_bytes = _sent_bytes(row, trainer, module) / row.batches_per_step
+    sent_bytes = _sent_bytes(row, trainer, module) / batches
     return Measurement(seconds, sent_bytes, watch.link_bytes(), plan_watch.predicted_seconds(median(seconds)))
 
 

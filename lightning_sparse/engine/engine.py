@@ -95,7 +95,7 @@ class Engine:
         self._averager = ReplicaAverager(ddp.module, self._collectives, every) if diverges else None
         self._planner = None if settings.local_steps else self._planner_of(settings.schedule, say)
         self._stream = None if settings.local_steps else self._stream_from(ddp)
-        self.rounds = self._rounds_of(ddp)
+        self.rounds = self._rounds_of(ddp, say)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -106,12 +106,12 @@ class Engine:
         schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
         return GradientStream(ddp, self.pipeline, schedule, self._worker, self.recorder, self._end_step, overlaps)
 
-    def _rounds_of(self, ddp: DistributedDataParallel) -> Optional[Rounds]:
+    def _rounds_of(self, ddp: DistributedDataParallel, say: Callable[[str], None]) -> Optional[Rounds]:
         local, schedule = self._settings.local_steps, self._settings.schedule
         if local is None:
             return None
-        names = self._layout.names
-        return Rounds(ddp.module, names, local, self.pipeline, schedule, self._worker, self.recorder, self._collectives)
+        names, worker, recorder = self._layout.names, self._worker, self.recorder
+        return Rounds(ddp.module, names, local, self.pipeline, schedule, worker, recorder, self._collectives, say)
 
     def _end_step(self, step: Sequence[Exchanged]) -> None:
         """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""

@@ -10,6 +10,7 @@ learned, where Streaming DiLoCo mixes them with the shared model; and the mean i
 formula, where its released code divides by the number of ranks that sent an element.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -30,6 +31,11 @@ from lightning_sparse.engine.wire import Payload
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.functional import laid_flat, round_to
 from lightning_sparse.schedule import Schedule
+
+COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges
+_FIRST_STEPS = 8  # of a round, until times are known
+_TIMED_ROUNDS = 3
+_MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as well
 
 
 class _Flight:
@@ -62,6 +68,7 @@ class Rounds:
         worker: where it is done.
         recorder: the facts.
         collectives: how floating-point buffers are averaged.
+        say: called with lines for the user.
 
     Attributes:
         covered_steps: local steps that the last exchange was about.
@@ -78,8 +85,14 @@ class Rounds:
         worker: ExchangeWorker,
         recorder: Recorder,
         collectives: Collectives,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._local = local
+        self._say = say
+        self._every = local.every if isinstance(local.every, int) else _FIRST_STEPS
+        self._origin = 0  # step at which rounds of this length began
+        self._times: Optional[list[tuple[int, float, float]]] = None if isinstance(local.every, int) else []
+        self._landed = perf_counter()
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
@@ -91,7 +104,7 @@ class Rounds:
         self._shared: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
-        self.covered_steps = local.every
+        self.covered_steps = self._every
         self.waited_seconds = 0.0
         self.follow(module, names)
 
@@ -128,15 +141,35 @@ class Rounds:
             return
         self._step += 1
         self._land(self._step)
-        count = len(self._fragments)
-        for fragment in range(count):
-            if self._local.is_due(self._step, fragment, count):
+        for fragment in range(len(self._fragments)):
+            if self._is_due(fragment):
                 self._begin(fragment, prepare, self._local.overlap_steps, agreed)
         self._land(self._step)
+        if self._times is not None and len(self._times) > _TIMED_ROUNDS:
+            self._choose_length(self._times)
+
+    def _is_due(self, fragment: int) -> bool:
+        """Return whether a fragment's exchange begins now: fragments take turns within a round."""
+        own_turn = (fragment + 1) * self._every // len(self._fragments)
+        return (self._step - self._origin - own_turn) % self._every == 0
+
+    def _choose_length(self, times: Sequence[tuple[int, float, float]]) -> None:
+        """Choose how many steps a round has from now on, the same on all ranks."""
+        steps, seconds, waited = (sum(each) for each in zip(*times[1:]))  # the first exchange makes connections
+        means: list[float] = []
+        numbers = (seconds / steps, waited / (len(times) - 1))
+        self._worker.run(lambda: means.extend(self._collectives.mean_of_numbers(numbers)))
+        step, exchange = means
+        self._times, self._origin = None, self._step
+        self._every = min(_MOST_STEPS, max(1, math.ceil(exchange / (COMMUNICATION_SHARE * step))))
+        self._say(
+            f"a step takes {1e3 * step:.1f} ms and an exchange {1e3 * exchange:.1f} ms: rounds of {self._every} local"
+            f" steps, so that exchanges take {exchange / (step * self._every):.1%} of the time."
+        )
 
     def close(self, prepare: Callable[[], StepContext]) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
-        self._land(self._step + self._local.every)
+        self._land(self._step + self._every)
         for fragment, is_stale in enumerate(self._are_stale):
             if is_stale or self._local.overlap_steps:
                 self._begin(fragment, prepare, 0)
@@ -232,15 +265,31 @@ class Rounds:
         """Apply the exchanges that are to be applied after a step."""
         while self._flights and self._flights[0].lands <= step:
             flight = self._flights.pop(0)
-            start = perf_counter()
-            self._worker.wait(flight.done)
-            self.waited_seconds = perf_counter() - start
+            self._wait(flight)
             for position, name in enumerate(flight.names):
                 tensor = self._tensors[name]
                 if flight.corrections is None:
                     tensor.copy_(round_to(self._shared[name], tensor.dtype))
                 else:
                     tensor.add_(flight.corrections[position])
+
+    def _wait(self, flight: _Flight) -> None:
+        if self._times is not None:
+            self._synchronize()
+        start = perf_counter()
+        self._worker.wait(flight.done)
+        if self._times is not None:
+            self._synchronize()
+        self.waited_seconds = perf_counter() - start
+        if self._times is not None:
+            self._times.append((self.covered_steps, start - self._landed, self.waited_seconds))
+        self._landed = perf_counter()
+
+    def _synchronize(self) -> None:
+        """Wait for a device, whose time is to be measured; in a few rounds only."""
+        device = self._collectives.device
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -284,6 +333,8 @@ class Rounds:
         """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""
         return {
             "step": self._step,
+            "every": self._every if self._times is None else None,
+            "origin": self._origin,
             "steps_of": dict(self._steps_of),
             "begun": list(self._begun),
             "are_stale": list(self._are_stale),
@@ -310,6 +361,8 @@ class Rounds:
                 )
         device = self._collectives.device
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
+        if not isinstance(self._local.every, int) and state["every"] is not None:
+            self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         if len(state["begun"]) == len(self._fragments):
             self._begun, self._are_stale = list(state["begun"]), list(state["are_stale"])
         for name, tensor in self._tensors.items():

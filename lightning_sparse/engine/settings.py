@@ -24,7 +24,7 @@ class LocalSteps(NamedTuple):
     """Settings of rounds of local steps.
 
     Attributes:
-        every: optimizer steps of a round.
+        every: optimizer steps of a round; ``"auto"`` to choose by measured times.
         outer_lr: what the mean change is multiplied by, when it is applied to the shared model.
         outer_momentum: momentum of the outer step; 0 for none.
         nesterov: whether that momentum is Nesterov's.
@@ -33,7 +33,7 @@ class LocalSteps(NamedTuple):
         fragments: parts of the model that are exchanged in turn, so that bytes do not come in a burst.
     """
 
-    every: int = 1
+    every: Union[int, str] = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -47,13 +47,20 @@ class LocalSteps(NamedTuple):
         Raises:
             ValueError: for a number out of range.
         """
+        if self.every == AUTO and (self.overlap_steps or self.fragments > 1):
+            raise ValueError(
+                f"local_steps='auto' measures exchanges that are waited for, and overlap_steps={self.overlap_steps},"
+                f" fragments={self.fragments} were given: name a number of local steps, or leave the two out"
+            )
+        every = 1 if self.every == AUTO else self.every
         for name, given, least in (
-            ("local_steps", self.every, 1),
+            ("local_steps", every, 1),
             ("overlap_steps", self.overlap_steps, 0),
             ("fragments", self.fragments, 1),
         ):
             if not isinstance(given, int) or given < least:
                 raise ValueError(f"{name}={given!r} must be a whole number, at least {least}")
+        assert isinstance(every, int)
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is")
         for name, number in (("outer_momentum", self.outer_momentum), ("residual_decay", self.residual_decay)):
@@ -63,27 +70,20 @@ class LocalSteps(NamedTuple):
             raise ValueError("outer_momentum=1 never forgets: choose a number below 1, such as 0.9")
         if self.nesterov and not self.outer_momentum:
             raise ValueError("nesterov=True needs an outer_momentum above 0, such as 0.9")
-        if self.fragments > self.every:
-            raise ValueError(
-                f"fragments={self.fragments} cannot take turns within local_steps={self.every}: at most one fragment is"
-                " exchanged after each step"
-            )
-        if self.overlap_steps >= self.every:
-            raise ValueError(
-                f"overlap_steps={self.overlap_steps} must be less than local_steps={self.every}: an exchange has to be"
-                " applied before the next one of the same parameters begins"
-            )
+        self._check_turns(every)
         return self
 
-    def is_due(self, step: int, fragment: int, fragments: int) -> bool:
-        """Return whether a fragment's exchange begins after a step, counted from 1.
-
-        Example::
-
-            >>> [step for step in range(1, 13) if LocalSteps(every=6).is_due(step, 0, 2)]
-            [3, 9]
-        """
-        return (step - (fragment + 1) * self.every // fragments) % self.every == 0
+    def _check_turns(self, every: int) -> None:
+        if self.fragments > every:
+            raise ValueError(
+                f"fragments={self.fragments} cannot take turns within local_steps={every}: at most one fragment is"
+                " exchanged after each step"
+            )
+        if self.overlap_steps >= every:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps} must be less than local_steps={every}: an exchange has to be"
+                " applied before the next one of the same parameters begins"
+            )
 
 
 class Settings:
@@ -240,7 +240,7 @@ class Settings:
     def _check_rounds(self, local: LocalSteps) -> None:
         """Refuse what has no meaning where changes of parameters are exchanged."""
         name, own = type(self.compressor).__name__, self.compressor.feedback
-        given = f"local_steps={local.every}"
+        given = f"local_steps={local.every!r}"
         if self.compressor.replicas_diverge:
             raise ValueError(
                 f"{given} was given to {name}, which averages replicas by a period of its own: choose another"

@@ -101,8 +101,9 @@ class SparseDDPStrategy(DDPStrategy):
         local_steps: optimizer steps that each rank makes by itself before anything is exchanged: then what its
             parameters have changed by since the last round goes the way of a gradient (any compressor, wire and
             exchange), and its mean over ranks moves the shared model, which is what is validated, saved, and there at
-            the end. Optimizers are any, and see whole gradients of their own rank. 1 exchanges gradients in every step.
-            See the page on local steps.
+            the end. Optimizers are any, and see whole gradients of their own rank. 1 exchanges gradients in every step;
+            ``"auto"`` times a few short rounds, and then takes as many steps as keep exchanges at 5 % of the time. See
+            the page on local steps.
         outer_lr: what the mean change is multiplied by.
         outer_momentum: momentum of the mean changes, as of SGD.
         nesterov: whether that is Nesterov's.
@@ -139,7 +140,7 @@ class SparseDDPStrategy(DDPStrategy):
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
-        local_steps: int = 1,
+        local_steps: Union[int, str] = 1,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         nesterov: bool = False,
@@ -646,9 +647,9 @@ def _clipping(value: float, gradient_clip_algorithm: Union[str, None] = GradClip
 def _check_layers(model: Module, local: LocalSteps) -> None:
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
-            f"local_steps={local.every} exchanges nothing between rounds, but SyncBatchNorm does in each of its layers"
-            " in every step: leave out sync_batchnorm=True, so that BatchNorm's statistics are averaged in each round,"
-            " or use local_steps=1"
+            f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
+            " layers in every step: leave out sync_batchnorm=True, so that BatchNorm's statistics are averaged in each"
+            " round, or use local_steps=1"
         )
 
 

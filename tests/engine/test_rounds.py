@@ -1,6 +1,8 @@
 """Rounds of local steps against slow references in float64."""
 
+import time
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -260,6 +262,8 @@ def test_learning_rates_that_differ_are_noticed(pair: Pool) -> None:
         ({"residual_decay": -0.1}, "residual_decay=-0.1"),
         ({"nesterov": True}, "nesterov=True needs an outer_momentum"),
         ({"every": 4, "overlap_steps": 4}, "overlap_steps=4 must be less than local_steps=4"),
+        ({"every": "auto", "fragments": 2}, "local_steps='auto' measures exchanges that are waited for"),
+        ({"every": "often"}, "local_steps='often' must be a whole number"),
         ({"every": 4, "fragments": 5}, "fragments=5 cannot take turns within local_steps=4"),
     ],
     ids=str,
@@ -267,3 +271,38 @@ def test_learning_rates_that_differ_are_noticed(pair: Pool) -> None:
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         LocalSteps(**changes).checked()
+
+
+def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:
+    """Train over a link whose exchanges take a while; return the bytes sent by each step, and what is said."""
+    torch.manual_seed(0)
+    lines: list[str] = []
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every="auto"), say=lines.append) as (_, engine):
+        gather = engine.pipeline.collectives.all_gather
+
+        def slowly(tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+            time.sleep(seconds)
+            return gather(tensor, out)
+
+        sent = []
+        with mock.patch.object(engine.pipeline.collectives, "all_gather", slowly):
+            while len(set(sent)) < 7:  # four rounds that are timed, and two that are not
+                time.sleep(0.002)
+                engine.end_step()
+                sent.append(engine.recorder.total_wire_bytes)
+    return sent, lines
+
+
+@pytest.mark.clock
+def test_rounds_are_as_long_as_exchanges_are_slow(pair: Pool) -> None:
+    lengths = []
+    for seconds in (0.0, 0.1):
+        answers = pair.run(slow_link, seconds)
+        (sent, lines), (other, _) = answers
+        assert sent == other
+        assert len(lines) == 1
+        ends = [step for step in range(1, len(sent)) if sent[step] > sent[step - 1]]
+        lengths.append(ends[-1] - ends[-2])
+        assert f"rounds of {lengths[-1]} local steps" in lines[0]
+    assert lengths[0] < lengths[1] / 2
+    assert lengths[1] > 100  # an exchange that takes as long as some twenty steps

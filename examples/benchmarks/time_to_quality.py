@@ -1,0 +1,202 @@
+"""How long until the model is as good? The time to DDP's final loss, by way to train and by network.
+
+Two measurements, and their product:
+
+1. How many steps each way needs to end at the loss at which DDP ends, with ``quality.py``: trainings of 1, 1.25, 1.5, 2
+   and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
+2. How long a step takes, with ``step.py``, over each network.
+
+The ways that exist without this package are taken to need as many steps as DDP where they were not tried, which is in
+their favour. Everything is written to ``--output``, and what is there already is not measured again::
+
+    python examples/benchmarks/time_to_quality.py --quality          # hours of two cores
+    sudo python examples/benchmarks/time_to_quality.py --steps       # root: network namespaces; half an hour
+    python examples/benchmarks/time_to_quality.py --picture time_to_quality.png
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, Optional
+
+from quality import Run, known_runs, train_all
+from rows import AVERAGED_EVERY, NO_COMMUNICATION
+
+_FOLDER = Path(__file__).parent
+_BUDGETS = (1.0, 1.25, 1.5, 2.0, 3.0)  # times DDP's steps
+NETWORKS = {
+    "10 Gbit/s": ("10gbit", "0"),
+    "1 Gbit/s, 100 us": ("1gbit", "100us"),
+    "100 Mbit/s, 10 ms": ("100mbit", "10ms"),
+    "20 Mbit/s, 50 ms": ("20mbit", "50ms"),
+}
+
+
+class Way(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        row: in the step benchmark; without it, the time follows from those of DDP and of no communication.
+        quality: fields of its runs in the quality benchmark; ``None`` where it is taken to need as many steps as DDP.
+        is_ours: whether it is this package's.
+    """
+
+    row: Optional[str]
+    quality: Optional[dict[str, Any]]
+    is_ours: bool = False
+
+
+WAYS = {
+    "ddp": Way("ddp, AdamW", {"system": "ddp"}),
+    "ddp + bf16 hook": Way("ddp + bf16 hook, AdamW", None),
+    "ddp + PowerSGD rank 4": Way("ddp + PowerSGD rank 4, AdamW", None),
+    "ddp + PowerSGD rank 1": Way("ddp + PowerSGD rank 1, AdamW", None),
+    "post-local SGD": Way(None, {"system": "ddp", "local": str(AVERAGED_EVERY)}),
+    "sparse_lags 0.01": Way("sparse_lags 0.01, AdamW", {"system": "lags", "density": 0.01}, True),
+    "sparse_lags 0.001": Way("sparse_lags 0.001, AdamW", {"system": "lags", "density": 0.001}, True),
+    "sparse_diloco": Way("sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.5"}, True),
+    "sparse_loco": Way(
+        "sparse_loco, AdamW", {"system": "topk", "density": 1 / 64, "wire": "2bit", "local": "30:1:0:0.95"}, True
+    ),
+}
+
+
+def run_of(way: Way, steps: int, seed: int) -> Run:
+    """Return the training of a way, for so many steps."""
+    assert way.quality is not None
+    fields = {"density": None, "wire": "float32" if way.quality["system"] in ("ddp", "dense") else "bfloat16"}
+    return Run("gpt", "adamw95", seed=seed, rate=16e-3, steps=steps, ranks=4, **{**fields, **way.quality})
+
+
+def search(options: argparse.Namespace) -> None:
+    """Train each way with ever more steps, until it ends where DDP does."""
+    for name in options.ways:
+        for budget in _BUDGETS:
+            way, steps = WAYS[name], round(budget * options.ddp_steps)
+            if way.quality is None or (name == "ddp" and budget > 1):
+                break
+            known = known_runs(options.output / "quality.jsonl")
+            asked = [run_of(way, steps, seed) for seed in options.seeds]
+            train_all([run for run in asked if run not in known], options.jobs, options.output / "quality.jsonl")
+            if budgets_of(name, options) is not None:
+                break
+
+
+def budgets_of(name: str, options: argparse.Namespace) -> Optional[tuple[float, list[list[float]]]]:
+    """Return how many times DDP's steps a way needs to end where DDP does, and its loss by step."""
+    known = known_runs(options.output / "quality.jsonl")
+    target = _scores(known, WAYS["ddp"], options.ddp_steps, options.seeds)
+    if target is None:
+        return None
+    way = WAYS[name] if WAYS[name].quality is not None else WAYS["ddp"]
+    for budget in _BUDGETS:
+        steps = round(budget * options.ddp_steps)
+        scores = _scores(known, way, steps, options.seeds)
+        if scores is not None and fmean(scores) <= fmean(target):
+            curves = [known[run_of(way, steps, seed)]["curve"] for seed in options.seeds]
+            return budget, [[points[0][0], fmean(point[2] for point in points)] for points in zip(*curves)]
+    return None
+
+
+def _scores(known: dict[Run, dict[str, Any]], way: Way, steps: int, seeds: Sequence[int]) -> Optional[list[float]]:
+    runs = [run_of(way, steps, seed) for seed in seeds]
+    return [known[run]["score"] for run in runs] if all(run in known for run in runs) else None
+
+
+def measure_steps(options: argparse.Namespace) -> None:
+    """Time the steps of each way over each network."""
+    rows = [way.row for name, way in WAYS.items() if way.row is not None and name in options.ways]
+    for name in options.networks:
+        folder = options.output / name.replace("/", "").replace(" ", "_")
+        if (folder / "step.csv").exists():
+            continue
+        rate, delay = NETWORKS[name]
+        command = [sys.executable, str(_FOLDER / "step.py"), "--workloads", "gpt", "--rate", rate, "--delay", delay]
+        command += ["--output", str(folder), "--rounds", str(options.rounds), "--steps", "4", "--warm-up", "2"]
+        subprocess.run([*command, "--rows", f"{NO_COMMUNICATION}, AdamW", *rows], check=True)
+
+
+def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the mean seconds of a step, by way."""
+    path = options.output / network.replace("/", "").replace(" ", "_") / "step.csv"
+    if not path.exists():
+        return {}
+    lines = csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    by_row = {line["row"]: float(line["median_ms"]) / 1e3 for line in lines}
+    alone, ddp = by_row[f"{NO_COMMUNICATION}, AdamW"], by_row["ddp, AdamW"]
+    averaged = alone + (ddp - alone) / AVERAGED_EVERY  # parameters are as many bytes as gradients
+    return {name: averaged if way.row is None else by_row[way.row] for name, way in WAYS.items()}
+
+
+def table(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a Markdown table of steps, seconds and their products relative to DDP's."""
+    networks = [name for name in NETWORKS if step_seconds(name, options)]
+    yield f"| way | steps / ddp | {' | '.join(f'{name}: step, time / ddp' for name in networks)} |"
+    yield f"| --- | ---: | {' | '.join('---:' for _ in networks)} |"
+    for name in WAYS:
+        found = budgets_of(name, options)
+        cells = []
+        for network in networks:
+            seconds = step_seconds(network, options)
+            product = "not reached" if found is None else f"{found[0] * seconds[name] / seconds['ddp']:.2f}"
+            cells.append(f"{1e3 * seconds[name]:.0f} ms, {product}")
+        assumed = " (assumed)" if WAYS[name].quality is None else ""
+        budget = "not reached" if found is None else f"{found[0]:g}{assumed}"
+        yield f"| {name} | {budget} | {' | '.join(cells)} |"
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw the loss against seconds, a panel for each network."""
+    import matplotlib.pyplot as plt
+
+    networks = [name for name in NETWORKS if step_seconds(name, options)]
+    figure, axes = plt.subplots(1, len(networks), figsize=(4 * len(networks), 4), sharey=True, squeeze=False)
+    for panel, network in zip(axes[0], networks):
+        seconds = step_seconds(network, options)
+        for name, way in WAYS.items():
+            found = budgets_of(name, options)
+            if found is not None and (way.quality is not None or name == "ddp + bf16 hook"):
+                points = found[1]
+                panel.plot(
+                    [step * seconds[name] / 60 for step, _ in points],
+                    [loss for _, loss in points],
+                    "-" if way.is_ours else "--",
+                    label=name,
+                )
+        panel.set(title=network, xlabel="minutes", xscale="log")
+    axes[0][0].set(ylabel="validation loss")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(options.picture, dpi=120)
+
+
+def main() -> None:
+    """Measure what is asked for; print the table of what is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quality", action="store_true", help="train until DDP's loss is reached")
+    parser.add_argument("--steps", action="store_true", help="time steps over the networks; root")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw loss against seconds")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"{list(WAYS)}")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--ddp-steps", type=int, default=800, help="steps of DDP's trainings")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each way is timed")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--output", type=Path, default=Path(".benchmarks/time_to_quality"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.quality:
+        search(options)
+    if options.steps:
+        measure_steps(options)
+    if options.picture is not None:
+        draw(options)
+    print("\n".join(table(options)))
+
+
+if __name__ == "__main__":
+    main()
