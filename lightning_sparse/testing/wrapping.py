@@ -31,6 +31,7 @@ def sparse_ddp(
     correction: Optional[AdamCorrection] = None,
     exchange: "str | Owners" = "auto",
     overlaps_backward: bool = True,
+    node_ranks: int = 1,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
@@ -41,7 +42,7 @@ def sparse_ddp(
     )
     if settings.can_correct_adam:
         settings.correct_adam()
-    engine = Engine(ddp, settings, say=say)
+    engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
     try:
         yield ddp, engine
     finally:
