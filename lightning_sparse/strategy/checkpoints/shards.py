@@ -160,8 +160,8 @@ def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, 
     """Return what a rank goes on with, of parts of which every rank has read a share; all ranks must call.
 
     What is kept of each parameter becomes the mean over ranks: what the model is still owed stays as it was. What a
-    compressor has learned is passed on as it is, from rank to rank in turn. Where ranks had shares of a parameter, it is
-    the mean over nodes of all shares laid end to end.
+    compressor has learned is passed on as it is, from rank to rank in turn. Where ranks had shares of a parameter, the
+    mean is that over nodes, of all shares laid end to end.
 
     Args:
         share: what :func:`read_share` returned; not to be used any more.
