@@ -87,7 +87,7 @@ class Engine:
         wires = build_wires(compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange)
         self._collectives.check(wires.collectives)
         if wires.owners is None and compressor.wire_format == "gather":
-            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, say)
+            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, node_ranks, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
         self._numels = self._exchanged_numels()
         self._learned: Optional[Mapping[str, Any]] = None
@@ -361,10 +361,11 @@ class Engine:
         return has_ended and self._worker.error is None
 
 
-def _tell_of_memory(arrival_bytes: float, say: Callable[[str], None]) -> None:
-    """Say so where what arrives in a step takes more bytes for each parameter than the residual."""
+def _tell_of_memory(arrival_bytes: float, shared_by: int, say: Callable[[str], None]) -> None:
+    """Say so where what arrives in a step takes more bytes for each element than the residual, of what ranks share."""
     if arrival_bytes > _RESIDUAL_BYTES:
         say(
-            f"what arrives in a step takes {arrival_bytes:.1f} bytes for each parameter, beside {_RESIDUAL_BYTES} for"
-            " what waits: exchange='auto' takes ways that do not grow with the number of ranks."
+            f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
+            f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
+            " number of ranks."
         )

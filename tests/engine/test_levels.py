@@ -2,11 +2,13 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import lightning_sparse.engine.node as node_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.node import chunks_of
@@ -262,6 +264,18 @@ def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes: Pool) -
     for rows in (everywhere := nodes.run(sum_rows, settings_of("topk"))):
         assert torch.equal(rows, everywhere[0])
         assert rows.any(dim=1).tolist() == [True] * 4 + [False] * 4
+
+
+def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes: Pool) -> None:
+    settings = settings_of("topk", schedule="single")
+    assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))
+
+
+def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> list[Tensors]:
+    """Train with messages of so many elements."""
+    torch.manual_seed(0)
+    with mock.patch.object(node_module, "_MESSAGE_ELEMENTS", elements):
+        return train_steps(rank, Edges(), settings)
 
 
 def test_chunks_are_of_one_kind() -> None:

@@ -38,9 +38,10 @@ class ReduceFormat(WireFormat):
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        values = self.end_to_end([each.values for each in selection])
+        self._is_in_use = True
+        values = self._end_to_end([each.values for each in selection])
         sent = round_to(values, self.dtype)
-        parts = yield Payload("all_to_all", sent, out=self.reused("parts", sent))
+        parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))
         mean = self._mean(parts, values.dtype)
         returned = round_to(mean, self.dtype)
         received = (yield Payload("all_gather", returned)).to(values.dtype)
@@ -81,11 +82,10 @@ class ReduceFormat(WireFormat):
         counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
         return self.transfers([SelectionSize(count, count) for count in counts])
 
-    def end_to_end(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Lay flat tensors of one type end to end, cut into the shards of each rank, ``[ranks, shard]``."""
+    def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
         sharded = [self._sharded(tensor) for tensor in tensors]
         sharded.append(tensors[0].new_zeros(self.ranks, self._padding(tensor.numel() for tensor in tensors)))
-        return torch.cat(sharded, dim=1, out=self.reused("values", *sharded))
+        return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
 
     def _padding(self, numels: Iterable[int]) -> int:
         """Return by how many elements the shards of a group are filled up."""
@@ -96,12 +96,7 @@ class ReduceFormat(WireFormat):
         padding = -tensor.numel() % self.ranks
         return functional.pad(tensor, (0, padding)).view(self.ranks, -1) if padding else tensor.view(self.ranks, -1)
 
-    def reused(self, name: str, *likes: Tensor) -> Tensor:
-        """Return memory under a name for ``[ranks, shard]``, as many elements as some tensors have together.
-
-        It is that of the last call with this name, unless more are needed.
-        """
-        self._is_in_use = True
+    def _reused(self, name: str, *likes: Tensor) -> Tensor:
         numel = sum(like.numel() for like in likes)
         held = self._workspace.get(name)
         if held is None or held.numel() < numel or held.dtype != likes[0].dtype:

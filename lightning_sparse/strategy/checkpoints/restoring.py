@@ -71,18 +71,17 @@ def restore_engine(
 def remarks(save: Save, topology: tuple[int, int], unused: Sequence[str], source: str) -> Iterator[str]:
     """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
     if save.topology != topology:
-        before, now = map(_told, (save.topology, topology))
+        before, now = map(_levels, (save.topology, topology))
         yield (
-            f"{before} saved {source}, {now} go on. Each takes up the mean of what those kept, so that the"
-            " model is owed as much as before; what was divided between ranks is divided anew."
+            f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each takes up the mean of what those"
+            " kept, so that the model is owed as much as before; what was divided between ranks is divided anew."
         )
     if unused:
         yield f"not used of {source}: {'; '.join(unused)}."
 
 
-def _told(topology: tuple[int, int]) -> str:
-    ranks, node_ranks = topology
-    return f"{ranks} ranks" if node_ranks == 1 else f"{ranks} ranks on nodes of {node_ranks}"
+def _levels(topology: tuple[int, int]) -> str:
+    return "" if topology[1] == 1 else f" on nodes of {topology[1]}"
 
 
 def _fitted_memory(
