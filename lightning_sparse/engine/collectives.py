@@ -74,8 +74,7 @@ class Collectives:
                 f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}: another rank"
                 " has died, or did not get there before the process group's timeout. Look at the other ranks' output"
                 " for the first error; give SparseDDPStrategy a longer timeout=... if they are only slow. To go on,"
-                " start the job again from its last checkpoint (ckpt_path=...). The backend said: "
-                f"{error}"
+                f" start the job again from its last checkpoint (ckpt_path=...). The backend said: {error}"
             ) from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:

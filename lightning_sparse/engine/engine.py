@@ -77,6 +77,7 @@ class Engine:
             rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
             node, place = divmod(self._collectives.rank, node_ranks)
             self._node = Node(Collectives(nodes[node], device, timeout, nodes))
+            self._node.collectives.check(("all_to_all", "all_gather"))
             across = Collectives(rows[place], device, timeout, rows)
         self._across = across
         compressor = settings.compressor

@@ -1,7 +1,6 @@
 """Two levels: the ranks of a node average their gradients whole, and each of them sees to a share of the means."""
 
 from collections.abc import Generator, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -71,13 +70,12 @@ class Node:
         dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
         rows = [self._rows(gradient.to(dtype)) for gradient in gradients]
         numels = [row.shape[1] for row in rows]
-        rows.append(rows[0].new_zeros(self.ranks, -sum(numels) % _ALIGNED))
-        shares = self._workspace.take(sum(row.shape[1] for row in rows), rows[0].new_empty(0, dtype=widened(dtype)))
+        padding = -sum(numels) % _ALIGNED
+        rows.append(rows[0].new_zeros(self.ranks, padding))
+        shares = self._workspace.take(sum(numels) + padding, rows[0].new_empty(0, dtype=widened(dtype)))
         for start, stop in self._parts_of(len(shares)):
-            pieces = [
-                rows[place][:, first:last]
-                for place, first, last in _within([row.shape[1] for row in rows], start, stop)
-            ]
+            within = _within([*numels, padding], start, stop)
+            pieces = [rows[place][:, first:last] for place, first, last in within]
             sent = torch.cat(pieces, dim=1, out=self._message("sent", stop - start, dtype))
             parts = yield Payload("all_to_all", sent, out=self._message("parts", stop - start, dtype))
             parts = parts.to(shares.dtype).div_(self.ranks)  # before they are added: a sum of large values stays finite
@@ -172,21 +170,3 @@ def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int,
         if first < last:
             yield place, first, last
         begin += numel
-
-
-def chunks_of(numels: Sequence[int], kinds: Sequence[object], most: int) -> list[tuple[int, int]]:
-    """Cut tensors in a row, of some kinds, into runs of one kind with no more elements than ``most``, if they can be.
-
-    Example::
-
-        >>> chunks_of([3, 3, 9, 1], ["a", "a", "a", "b"], 6)
-        [(0, 2), (2, 3), (3, 4)]
-    """
-    stops = [0]
-    held = 0
-    for place, (numel, kind) in enumerate(zip(numels, kinds)):
-        if place and (held + numel > most or kind != kinds[place - 1]):
-            stops.append(place)
-            held = 0
-        held += numel
-    return list(zip(stops, chain(stops[1:], [len(numels)])))

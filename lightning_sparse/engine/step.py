@@ -24,6 +24,7 @@ shares to the whole node.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import NamedTuple, Optional, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
-from lightning_sparse.engine.node import Node, Steps, chunks_of
+from lightning_sparse.engine.node import Node, Steps
 from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
 from lightning_sparse.engine.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
@@ -44,7 +45,6 @@ from lightning_sparse.functional import layer_deltas, norm_of, round_to
 Result = TypeVar("Result")
 
 _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
-_AVERAGED_TOGETHER = 1 << 22  # elements, where the whole gradient is averaged in the node before any group travels
 
 
 class StepContext(NamedTuple):
@@ -159,9 +159,8 @@ class Pipeline:
         """
         names = [local.name for local in gradients]
         if self._node is not None:
-            numels, dtypes = zip(*((local.gradient.numel(), local.gradient.dtype) for local in gradients))
-            for start, stop in chunks_of(numels, dtypes, _AVERAGED_TOGETHER):
-                self._shares.update(zip(names[start:stop], self._shared(self._node, gradients[start:stop])))
+            for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
+                self._shares.update((share.name, share) for share in self._shared(self._node, list(alike)))
             gradients = [self._shares[name] for name in names]
         with self.recorder.span("select"):
             norm = norm_of([local.gradient for local in gradients])

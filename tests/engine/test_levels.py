@@ -11,7 +11,6 @@ from torch import Tensor
 import lightning_sparse.engine.node as node_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.node import chunks_of
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.edges import Given, edges_of
@@ -276,8 +275,3 @@ def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> lis
     torch.manual_seed(0)
     with mock.patch.object(node_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
-
-
-def test_chunks_are_of_one_kind() -> None:
-    assert chunks_of([1], ["a"], 1) == [(0, 1)]
-    assert chunks_of([5, 1, 1, 1], ["a", "a", "b", "b"], 2) == [(0, 1), (1, 2), (2, 4)]

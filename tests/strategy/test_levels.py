@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.loggers.logger import DummyLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.callbacks import (
+    AdaptiveDensity,
+    AssumptionMonitor,
+    CompressionMonitor,
+    ErrorBudget,
+    ReplicaSentinel,
+)
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy import strategy as strategy_module
@@ -120,3 +128,69 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools: dict[int, Pool]) -> No
     for _, stats, _, said in pools[4].run(fit, {"levels": 1, "density": 0.05}, torch.optim.SGD, {}):
         assert "link_bytes" not in stats
         assert not any("two levels" in line for line in said)
+
+
+class Noting(DummyLogger):
+    """A logger that keeps the latest of all that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Take a note."""
+        self.logged.update(metrics)
+
+
+def fit_freezing(rank: int) -> tuple[Any, bool]:
+    """Fit on two nodes while a layer is frozen for an epoch; return weights, and whether more waited of it then."""
+    model = Freezing(torch.optim.SGD, lr=0.1)
+    run_fit(rank, SparseDDPStrategy("topk", density=0.05), model, node_ranks=2, max_epochs=3)
+    return weights(model), model.has_waited
+
+
+def test_what_waits_of_a_frozen_layer_waits(pools: dict[int, Pool]) -> None:
+    for parameters, has_waited in (answers := pools[4].run(fit_freezing)):
+        assert_same(parameters, answers[0][0])
+        assert has_waited
+
+
+class Freezing(Trained):
+    """A model whose first layer is frozen for an epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Freeze, or unfreeze."""
+        self.network[0].requires_grad_(self.current_epoch != 1)
+        if self.current_epoch:
+            strategy: Any = self.trainer.strategy
+            strategy.engine.settle()
+            waiting = strategy.engine.memory.state_dict()["residual"]["network.0.weight"].clone()
+            self.has_waited = self.current_epoch == 1 or torch.equal(waiting, self.waiting)
+            self.waiting = waiting
+
+
+def fit_watched(rank: int, compressor: str) -> tuple[Any, dict[str, float]]:
+    """Fit on two nodes with what looks on; return weights, and what was logged."""
+    callbacks = [
+        CompressionMonitor(by_parameter=True),
+        AssumptionMonitor(every_n_steps=1),
+        AdaptiveDensity([ErrorBudget(budget=2.0)], every_n_steps=1),
+        ReplicaSentinel(every_n_steps=1),
+    ]
+    model = Trained(torch.optim.SGD, lr=0.1)
+    logger = Noting()
+    strategy = SparseDDPStrategy(compressor, density=0.05)
+    settings = {"node_ranks": 2, "max_epochs": 1, "callbacks": callbacks, "logger": logger, "log_every_n_steps": 1}
+    run_fit(rank, strategy, model, **settings)
+    return weights(model), logger.logged
+
+
+@pytest.mark.parametrize("compressor", ["topk", "lags"])
+def test_whoever_looks_on_sees_shares(pools: dict[int, Pool], compressor: str) -> None:
+    answers = pools[4].run(fit_watched, compressor)
+    for parameters, _ in answers:
+        assert_same(parameters, answers[0][0])
+    logged = answers[0][1]
+    assert 0 < logged["sparse/link_bytes"] < logged["sparse/wire_bytes"]
+    assert 0 <= logged["sparse/delta/network.0.weight"] <= 1
+    assert 0.04 <= logged["sparse/density"] <= 1
