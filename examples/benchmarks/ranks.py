@@ -18,6 +18,7 @@ and the same where a host is a node of several ranks, which exchange among thems
 """
 
 import argparse
+import math
 import os
 import resource
 import subprocess
@@ -43,6 +44,8 @@ from lightning_sparse.engine.wire import EXCHANGES, build_wires
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01
+_NODE_RANKS = 8
+_LEVELS = f"auto, from other nodes of {_NODE_RANKS} ranks"
 _HOSTS = (4, 16)
 _NODES = ((2, 2), (2, 4), (4, 2), (4, 4))  # and ranks on each
 _WARM_UP, _STEPS = 3, 5
@@ -52,7 +55,13 @@ SIZES = (50257 * 768, 1024 * 768, *_BLOCK * 12, 768, 768)
 
 
 def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
-    """Return the bytes that a rank receives in a step; ``exchange`` may also be ``ddp`` or ``ddp, bf16``."""
+    """Return the bytes that a rank receives in a step; ``exchange`` may also be ``ddp``, ``ddp, bf16``, or two levels.
+
+    With two levels it is what comes from other nodes; NaN where there is one.
+    """
+    if exchange == _LEVELS:
+        shares_of = [-(-size // _NODE_RANKS) for size in sizes]
+        return received("auto", ranks // _NODE_RANKS, shares_of) if ranks > _NODE_RANKS else math.nan
     if exchange.startswith("ddp"):
         return (2 if "bf16" in exchange else 4) * sum(sizes) * 2 * (ranks - 1) / ranks
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
@@ -63,11 +72,13 @@ def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
 
 def table() -> Iterator[str]:
     """Yield a Markdown table of megabytes."""
-    rows = ("ddp", "ddp, bf16", *EXCHANGES)
+    rows = ("ddp", "ddp, bf16", *EXCHANGES, _LEVELS)
     yield f"| megabytes that a rank receives in a step | {' | '.join(map(str, RANKS))} |"
     yield "| --- |" + " ---: |" * len(RANKS)
     for row in rows:
-        yield f"| {row} | " + " | ".join(f"{received(row, ranks) / 1e6:.3g}" for ranks in RANKS) + " |"
+        yield (
+            f"| {row} | " + " | ".join(f"{received(row, ranks) / 1e6:.3g}" for ranks in RANKS).replace("nan", "") + " |"
+        )
 
 
 def draw(path: Path) -> None:
@@ -75,7 +86,7 @@ def draw(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    styles = {"ddp": ":", "ddp, bf16": "--", "gather": "-", "owners": "-", "auto": "-"}
+    styles = {"ddp": ":", "ddp, bf16": "--", "gather": "-", "owners": "-", "auto": "-", _LEVELS: "-."}
     for row, style in styles.items():
         width = 4 if row == "auto" else 1.8
         axes.plot(RANKS, [received(row, ranks) / 1e6 for ranks in RANKS], style, label=row, linewidth=width, alpha=0.75)
