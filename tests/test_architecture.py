@@ -28,6 +28,7 @@ ROOMS = [
 ENGINE = [
     {"memory", "wire", "collectives", "observe", "worker"},
     {"selecting", "settings", "step_samples"},
+    {"node"},
     {"step", "replicas", "planner"},
     {"ddp_hook", "rounds"},
     {"engine"},

@@ -11,9 +11,14 @@ As root, on a shaped network of 4 and of 16 hosts, what arrives at a host's link
 makes steps::
 
     python ranks.py --links
+
+and the same where a host is a node of several ranks, which exchange among themselves over its loopback::
+
+    python ranks.py --nodes
 """
 
 import argparse
+import math
 import os
 import resource
 import subprocess
@@ -39,7 +44,10 @@ from lightning_sparse.engine.wire import EXCHANGES, build_wires
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01
+_NODE_RANKS = 8
+_LEVELS = f"auto, from other nodes of {_NODE_RANKS} ranks"
 _HOSTS = (4, 16)
+_NODES = ((2, 2), (2, 4), (4, 2), (4, 4))  # and ranks on each
 _WARM_UP, _STEPS = 3, 5
 # GPT-2 with 124 million parameters: embeddings, and twelve blocks.
 _BLOCK = (768, 768, 2304 * 768, 2304, 768 * 768, 768, 768, 768, 3072 * 768, 3072, 3072 * 768, 768)
@@ -47,7 +55,13 @@ SIZES = (50257 * 768, 1024 * 768, *_BLOCK * 12, 768, 768)
 
 
 def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
-    """Return the bytes that a rank receives in a step; ``exchange`` may also be ``ddp`` or ``ddp, bf16``."""
+    """Return the bytes that a rank receives in a step; ``exchange`` may also be ``ddp``, ``ddp, bf16``, or two levels.
+
+    With two levels it is what comes from other nodes; NaN where there is one.
+    """
+    if exchange == _LEVELS:
+        shares_of = [-(-size // _NODE_RANKS) for size in sizes]
+        return received("auto", ranks // _NODE_RANKS, shares_of) if ranks > _NODE_RANKS else math.nan
     if exchange.startswith("ddp"):
         return (2 if "bf16" in exchange else 4) * sum(sizes) * 2 * (ranks - 1) / ranks
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
@@ -58,11 +72,13 @@ def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
 
 def table() -> Iterator[str]:
     """Yield a Markdown table of megabytes."""
-    rows = ("ddp", "ddp, bf16", *EXCHANGES)
+    rows = ("ddp", "ddp, bf16", *EXCHANGES, _LEVELS)
     yield f"| megabytes that a rank receives in a step | {' | '.join(map(str, RANKS))} |"
     yield "| --- |" + " ---: |" * len(RANKS)
     for row in rows:
-        yield f"| {row} | " + " | ".join(f"{received(row, ranks) / 1e6:.3g}" for ranks in RANKS) + " |"
+        yield (
+            f"| {row} | " + " | ".join(f"{received(row, ranks) / 1e6:.3g}" for ranks in RANKS).replace("nan", "") + " |"
+        )
 
 
 def draw(path: Path) -> None:
@@ -70,7 +86,7 @@ def draw(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    styles = {"ddp": ":", "ddp, bf16": "--", "gather": "-", "owners": "-", "auto": "-"}
+    styles = {"ddp": ":", "ddp, bf16": "--", "gather": "-", "owners": "-", "auto": "-", _LEVELS: "-."}
     for row, style in styles.items():
         width = 4 if row == "auto" else 1.8
         axes.plot(RANKS, [received(row, ranks) / 1e6 for ranks in RANKS], style, label=row, linewidth=width, alpha=0.75)
@@ -142,32 +158,44 @@ def links() -> Iterator[str]:
         yield f"| {exchange} | {' | '.join(cells)} |"
 
 
-def _arriving(exchange: str, hosts: int) -> float:
+def nodes() -> Iterator[str]:
+    """Yield a Markdown table of megabytes that arrive at the link of a node of several ranks in a step."""
+    yield "| nodes x ranks on each | one level | two levels | quotient, of 1 / ranks on a node |"
+    yield "| --- | ---: | ---: | ---: |"
+    for hosts, node_ranks in _NODES:
+        one, two = (_arriving("gather", hosts, node_ranks, levels) for levels in (1, 2))
+        quotient = two / one * node_ranks
+        yield f"| {hosts} x {node_ranks} | {one / 1e6:.3f} | {two / 1e6:.3f} | {quotient:.2f} |"
+
+
+def _arriving(exchange: str, hosts: int, node_ranks: int = 1, levels: int = 1) -> float:
+    ranks = hosts * node_ranks
     with ShapedNetwork(hosts=hosts, rate="1gbit", delay="0", name="lsranks") as network:
-        shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(hosts)}
+        shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(ranks)}
         processes = [
             network.start(
-                host,
-                [sys.executable, __file__, "--worker", exchange],
-                {**os.environ, **shared, "RANK": str(host), "GLOO_SOCKET_IFNAME": "eth0"},
+                rank // node_ranks,
+                [sys.executable, __file__, "--worker", exchange, str(node_ranks if levels == 2 else 1)],
+                {**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"},
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for host in range(hosts)
+            for rank in range(ranks)
         ]
         said = [process.communicate()[0] for process in processes]
     return fmean(map(float, said))
 
 
-def _work(exchange: str) -> float:
-    """Make steps as one rank; return the bytes that arrive at this host in one."""
+def _work(exchange: str, node_ranks: int) -> float:
+    """Make steps as one rank, of so many that average first; return the bytes that arrive at this host in one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb(model))
     way, _, keep = exchange.partition(":")
-    engine = Engine(ddp, Settings("topk", DENSITY, "merged", "float32", 0, None, Owners(float(keep)) if keep else way))
+    settings = Settings("topk", DENSITY, "merged", "float32", 0, None, Owners(float(keep)) if keep else way)
+    engine = Engine(ddp, settings, node_ranks=node_ranks)
     counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
     for step in range(_WARM_UP + _STEPS):
         if step == _WARM_UP:
@@ -189,17 +217,21 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the bytes")
     parser.add_argument("--memory", action="store_true", help="measure memory")
     parser.add_argument("--links", action="store_true", help="count at the links of a shaped network; root")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", action="store_true", help="the same of nodes of several ranks; root")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(memory(options.one[0], int(options.one[1])))
     elif options.worker:
-        print(_work(options.worker))
+        print(_work(options.worker[0], int(options.worker[1])))
     elif options.picture is not None:
         draw(options.picture)
     else:
-        print("\n".join(links() if options.links else memory_table() if options.memory else table()))
+        tables = {nodes: options.nodes, links: options.links, memory_table: options.memory}
+        chosen = next((rows for rows, is_wanted in tables.items() if is_wanted), table)
+        for line in chosen():
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

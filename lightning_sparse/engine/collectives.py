@@ -29,10 +29,21 @@ class Collectives:
         ranks: global ranks that exchange.
         device: device of the payloads.
         timeout: how long a collective may wait for its peers; ``None`` for the backend's default.
+        parts: into which all ranks are divided that are to exchange among themselves, ``ranks`` one of them; the same
+            on all ranks. ``None`` where all exchange with all.
     """
 
-    def __init__(self, ranks: list[int], device: torch.device, timeout: Optional[timedelta] = None) -> None:
-        self.group: Optional[dist.ProcessGroup] = dist.new_group(ranks, timeout=timeout)
+    def __init__(
+        self,
+        ranks: list[int],
+        device: torch.device,
+        timeout: Optional[timedelta] = None,
+        parts: Optional[Sequence[list[int]]] = None,
+    ) -> None:
+        # A group is set up by all ranks of the job. Set up by its own alone (use_local_synchronization), it would get
+        # the name of one that was given back before, and find the addresses of that one's ranks in the store.
+        groups = [(part, dist.new_group(part, timeout=timeout)) for part in parts or [ranks]]
+        self.group: Optional[dist.ProcessGroup] = next(group for part, group in groups if part == ranks)
         self.device = device
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
@@ -60,10 +71,10 @@ class Collectives:
             raise
         except RuntimeError as error:
             raise ExchangeError(
-                f"rank {self.rank} of {self.ranks} waited in vain in {name} of {subject}: another rank has died, or did"
-                " not get there before the process group's timeout. Look at the other ranks' output for the first"
-                " error; give SparseDDPStrategy a longer timeout=... if they are only slow. To go on, start the job"
-                f" again from its last checkpoint (ckpt_path=...). The backend said: {error}"
+                f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}: another rank"
+                " has died, or did not get there before the process group's timeout. Look at the other ranks' output"
+                " for the first error; give SparseDDPStrategy a longer timeout=... if they are only slow. To go on,"
+                f" start the job again from its last checkpoint (ckpt_path=...). The backend said: {error}"
             ) from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:

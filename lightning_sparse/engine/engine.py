@@ -18,13 +18,14 @@ from lightning_sparse.compressors.layout import ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.engine.memory import AdamMemory
+from lightning_sparse.engine.node import Node
 from lightning_sparse.engine.observe import Recorder, StepMarks, dense_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
 from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import Exchanged, Pipeline, StepContext
-from lightning_sparse.engine.wire import build_wires
+from lightning_sparse.engine.wire import Wires, build_wires
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Merged, Schedule
 from lightning_sparse.schedule.plain import plain
@@ -44,6 +45,8 @@ class Engine:
         settings: what the user chose.
         timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
         say: called on rank 0 with lines for the user.
+        node_ranks: how many ranks, one after the other, are on one node and average their gradients there first; 1 for
+            one level.
 
     Attributes:
         densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
@@ -62,33 +65,40 @@ class Engine:
         settings: Settings,
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
+        node_ranks: int = 1,
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
         self._settings = settings
-        self.recorder = Recorder(device)
-        self._collectives = Collectives(dist.get_process_group_ranks(ddp.process_group), device, timeout)
+        self.recorder = Recorder(device, node_ranks)
+        everybody = dist.get_process_group_ranks(ddp.process_group)
+        self._collectives = Collectives(everybody, device, timeout)
+        self._node, self._across = _levels_of(self._collectives, everybody, node_ranks, timeout)
         compressor = settings.compressor
         self.densities = Densities(compressor, settings.density_at(0))
-        rank, ranks = self._collectives.rank, self._collectives.ranks
-        # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
-        dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
-        wires = build_wires(
-            compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
-        )
+        ranks = self._across.ranks
+        wires = _wires_of(settings, self._across.rank, ranks)
         self._collectives.check(wires.collectives)
         if wires.owners is None and compressor.wire_format == "gather":
-            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, say)
-        self._layout = layout_of(ddp.module, rank, ranks, device)
-        self._numels = dict(zip(self._layout.names, self._layout.numels))
+            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, node_ranks, say)
+        self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
+        self._numels = self._exchanged_numels()
         self._learned: Optional[Mapping[str, Any]] = None
         self._samples_deltas = False
         self._epoch = 0
-        compressor.begin(self._layout)
+        compressor.begin(self._exchanged_layout())
         # Those of frozen parameters, too: they may be unfrozen.
-        self.memory = settings.memory_for({each.dtype for each in parameters if each.is_floating_point()}, ranks)
+        dtypes = {each.dtype for each in parameters if each.is_floating_point()}
+        self.memory = settings.memory_for(dtypes, ranks, None if self._node is None else self._node.share_of)
         self.pipeline = Pipeline(
-            compressor, self.memory, wires, self._collectives, self.recorder, density_of=self.densities.of
+            compressor,
+            self.memory,
+            wires,
+            self._across,
+            self.recorder,
+            self.densities.of,
+            self._node,
+            self._collectives,
         )
         self._worker = ExchangeWorker(device)
         diverges, every = compressor.replicas_diverge, compressor.param_sync_every
@@ -101,6 +111,27 @@ class Engine:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients are exchanged, in the order of the model."""
         return self._layout.names
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """How many ranks there are, and how many of a node share what is kept; 1 where there is one level."""
+        return self._collectives.ranks, 1 if self._node is None else self._node.ranks
+
+    def share_of(self, flat: Tensor) -> Tensor:
+        """Return the part of a flat tensor of a parameter's size that this rank exchanges and keeps."""
+        return flat if self._node is None else self._node.share_of(flat)
+
+    def _exchanged_layout(self) -> ModelLayout:
+        """Return what is exchanged, and between whom, as compressors see it."""
+        node = self._node
+        if node is None:
+            return self._layout
+        numels = tuple(map(node.share_numel, self._layout.numels))
+        return self._layout._replace(numels=numels, rank=self._across.rank, ranks=self._across.ranks)
+
+    def _exchanged_numels(self) -> dict[str, int]:
+        layout = self._exchanged_layout()
+        return dict(zip(layout.names, layout.numels))
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
@@ -147,10 +178,10 @@ class Engine:
         compressor = self._settings.compressor
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = compressor.state_dict() if self._learned is None else dict(self._learned)
-        compressor.begin(layout)
-        compressor.load_state_dict(learned)
         self._layout = layout
-        self._numels.update(zip(layout.names, layout.numels))
+        compressor.begin(self._exchanged_layout())
+        compressor.load_state_dict(learned)
+        self._numels.update(self._exchanged_numels())
 
     def plan_anew(self) -> None:
         """Measure what things cost once more, from the next step on; all ranks must call."""
@@ -352,9 +383,9 @@ class Engine:
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self._worker.run(load)
 
-    def restore_plan(self, state: Mapping[str, Any], ranks: int) -> bool:
+    def restore_plan(self, state: Mapping[str, Any], topology: tuple[int, int]) -> bool:
         """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
-        is_ours = ranks == self._layout.ranks and state["schedule"] == type(self._settings.schedule).__name__
+        is_ours = topology == self.topology and state["schedule"] == type(self._settings.schedule).__name__
         return is_ours and self._planner is not None and self._planner.restore(state)
 
     def close(self, has_failed: bool = False) -> bool:
@@ -371,14 +402,40 @@ class Engine:
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = self._worker.close()
         if has_ended:
-            self._collectives.close(has_failed or self._worker.error is not None)
+            inside = [] if self._node is None else [self._across, self._node.collectives]
+            for collectives in (*inside, self._collectives):
+                collectives.close(has_failed or self._worker.error is not None)
         return has_ended and self._worker.error is None
 
 
-def _tell_of_memory(arrival_bytes: float, say: Callable[[str], None]) -> None:
-    """Say so where what arrives in a step takes more bytes for each parameter than the residual."""
+def _levels_of(
+    collectives: Collectives, everybody: list[int], node_ranks: int, timeout: Optional[timedelta]
+) -> tuple[Optional[Node], Collectives]:
+    """Return this rank's node, ``None`` where there is one level, and the ranks that it exchanges selections with."""
+    if node_ranks == 1:
+        return None, collectives
+    nodes = [everybody[first : first + node_ranks] for first in range(0, len(everybody), node_ranks)]
+    rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
+    number, place = divmod(collectives.rank, node_ranks)
+    node = Node(Collectives(nodes[number], collectives.device, timeout, nodes))
+    node.collectives.check(("all_to_all", "all_gather"))
+    return node, Collectives(rows[place], collectives.device, timeout, rows)
+
+
+def _wires_of(settings: Settings, rank: int, ranks: int) -> Wires:
+    compressor = settings.compressor
+    # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
+    dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
+    return build_wires(
+        compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
+    )
+
+
+def _tell_of_memory(arrival_bytes: float, shared_by: int, say: Callable[[str], None]) -> None:
+    """Say so where what arrives in a step takes more bytes for each element than the residual, of what ranks share."""
     if arrival_bytes > _RESIDUAL_BYTES:
         say(
-            f"what arrives in a step takes {arrival_bytes:.1f} bytes for each parameter, beside {_RESIDUAL_BYTES} for"
-            " what waits: exchange='auto' takes ways that do not grow with the number of ranks."
+            f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
+            f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
+            " number of ranks."
         )

@@ -1,8 +1,10 @@
 """Settings: the user's choices, checked."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Optional, Union
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.feedback import (
@@ -99,6 +101,7 @@ class Settings:
         exchange: likewise.
         overlaps_backward: whether groups are exchanged while backward goes on.
         local_steps: rounds of local steps; ``None`` to exchange gradients in every step.
+        levels: see :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
 
     Attributes:
         feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
@@ -121,6 +124,7 @@ class Settings:
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
         local_steps: Optional[LocalSteps] = None,
+        levels: Union[str, int] = AUTO,
     ) -> None:
         self.compressor = COMPRESSORS.resolve(compressor)
         self.density = _checked_density(density, self.compressor)
@@ -132,6 +136,7 @@ class Settings:
         self.feedback = self._asked_feedback = self.compressor.feedback
         self.optimizer_correction = _checked_correction(optimizer_correction, self.compressor)
         self.exchange = _checked_exchange(exchange, self.compressor)
+        self.levels = _checked_levels(levels, self.compressor)
         self._check_adaptation(schedule)
         self.local_steps = local_steps
         if local_steps is not None:
@@ -148,6 +153,11 @@ class Settings:
         """Whether a plan may send more than the density asks for."""
         by_schedule = isinstance(self.schedule, Merged) and self.schedule.adapts_density
         return self.compressor.adapts_density or by_schedule
+
+    @property
+    def can_have_levels(self) -> bool:
+        """Whether ranks of a node can average gradients first and share the rest of the work."""
+        return _refusal_of_levels(self.compressor) is None
 
     @property
     def is_sparse(self) -> bool:
@@ -298,12 +308,20 @@ class Settings:
             return max(least, self.density)
         return max(least, same_everywhere(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
 
-    def memory_for(self, gradient_dtypes: set[torch.dtype], ranks: int) -> Memory:
-        """Choose the memory: what the compressor asks for, or none where nothing can be left over."""
+    def memory_for(
+        self,
+        gradient_dtypes: set[torch.dtype],
+        ranks: int,
+        share_of: Optional[Callable[[Tensor], Tensor]] = None,
+    ) -> Memory:
+        """Choose the memory: what the compressor asks for, or none where nothing can be left over.
+
+        Arguments are those of :func:`~lightning_sparse.engine.memory.build_memory`.
+        """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         if self.compressor.is_lossless and wire_is_exact and self.feedback == ErrorFeedback():
             return NoMemory()
-        return build_memory(self.feedback, ranks)
+        return build_memory(self.feedback, ranks, share_of)
 
 
 def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None:
@@ -371,6 +389,32 @@ def _check_wire(wire: str, bits: Optional[int], compressor: Compressor) -> None:
             f"wire={wire!r} was given to {type(compressor).__name__}, but it writes the values of a fixed number of"
             " selected elements: use wire='bfloat16', or a compressor such as 'topk'"
         )
+
+
+def _refusal_of_levels(compressor: Compressor) -> Optional[str]:
+    """Return why a compressor cannot work on shares of gradients; ``None`` if it can."""
+    if compressor.replicas_diverge:
+        return "lets replicas drift apart, also those of one node"
+    if type(compressor).finish_step is not Compressor.finish_step:
+        return "learns from whole gradients of all ranks"
+    if compressor.wire_format not in ("gather", "reduce"):
+        return "exchanges in a way of its own between all ranks"
+    return None
+
+
+def _checked_levels(levels: Union[str, int], compressor: Compressor) -> Union[str, int]:
+    if levels not in (AUTO, 1, 2):
+        raise ValueError(
+            f"levels={levels!r} must be 'auto' (two where several nodes have several ranks each), 1 (all ranks exchange"
+            " with all) or 2 (ranks of a node average their gradients first)"
+        )
+    reason = _refusal_of_levels(compressor)
+    if levels == 2 and reason is not None:
+        raise ValueError(
+            f"levels=2 was given, but {type(compressor).__name__} {reason}: leave it out, or choose a compressor that"
+            " looks at each element by itself: 'topk', 'lags', 'omgs', 'dgc' or 'dense'"
+        )
+    return levels
 
 
 def _checked_density(density: Optional[float], compressor: Compressor) -> float:

@@ -15,12 +15,17 @@ The way of one parameter's gradient ``g`` on one rank, with a residual ``r``, at
 If anything that arrived is not finite, on any rank, no residual of the step changes; the gradients say so to a gradient
 scaler, as with DDP. Where no rank used a parameter, its residual does not change, and DDP leaves its gradient alone. A
 parameter whose density is 1 is a part of its group by itself, and is reduced whole: its residual goes with it.
+
+Where there are two levels (:class:`~lightning_sparse.engine.node.Node`), ``g`` is this rank's share of the mean
+gradient of its node, the other ranks are those with the same share on the other nodes, and step 4 ends with handing the
+shares to the whole node.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Optional
+from itertools import groupby
+from typing import NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +36,13 @@ from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
+from lightning_sparse.engine.node import Node, Steps
 from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
 from lightning_sparse.engine.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
 from lightning_sparse.functional import layer_deltas, norm_of, round_to
+
+Result = TypeVar("Result")
 
 _LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
 
@@ -106,6 +114,9 @@ class Pipeline:
         collectives: how it travels.
         recorder: where facts go.
         density_of: fraction of elements to send of the parameter with a given name.
+        node: the ranks that average their gradients first, where there are two levels; ``collectives`` are then between
+            nodes.
+        everybody: between all ranks; ``None`` where ``collectives`` are.
 
     Attributes:
         context: facts of the step in progress that come from outside.
@@ -119,6 +130,8 @@ class Pipeline:
         collectives: Collectives,
         recorder: Recorder,
         density_of: Callable[[str], float],
+        node: Optional[Node] = None,
+        everybody: Optional[Collectives] = None,
     ) -> None:
         self.compressor = compressor
         self.memory = memory
@@ -127,6 +140,9 @@ class Pipeline:
         self.recorder = recorder
         self.density_of = density_of
         self.context = StepContext()
+        self._node = node
+        self._everybody = collectives if everybody is None else everybody
+        self._shares: dict[str, LocalGradient] = {}  # of the mean gradient of the node, where they are known already
         self._selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
@@ -141,9 +157,16 @@ class Pipeline:
         Args:
             gradients: of the whole model, in the order of its definition: no schedule changes a bit of the sum.
         """
+        names = [local.name for local in gradients]
+        if self._node is not None:
+            for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
+                self._shares.update((share.name, share) for share in self._shared(self._node, list(alike)))
+            gradients = [self._shares[name] for name in names]
         with self.recorder.span("select"):
             norm = norm_of([local.gradient for local in gradients])
-            self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
+        if self._node is not None:
+            norm = self._run_in_node(self._node, self._node.norm_of(norm), names)
+        self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
 
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
@@ -157,8 +180,12 @@ class Pipeline:
         Returns:
             what arrived, in a part for each way: parameters that are sent whole travel by themselves.
         """
-        names, gradients = [local.name for local in group], [local.gradient for local in group]
+        names = [local.name for local in group]
         with self.recorder.group(names, ready) as observer:
+            if self._node is not None:
+                are_known = names[0] in self._shares
+                group = [self._shares.pop(name) for name in names] if are_known else self._shared(self._node, group)
+            gradients = [local.gradient for local in group]
             observer.see_gradients(gradients, self.context.loss_scale)
             with self.recorder.span("select"):
                 if self.context.loss_scale is not None:
@@ -166,6 +193,15 @@ class Pipeline:
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 parts = self._select(group, accumulated)
             return [self._exchange_part(part, group, accumulated, observer) for part in parts]
+
+    def _shared(self, node: Node, group: Sequence[LocalGradient]) -> list[LocalGradient]:
+        """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
+        names = [local.name for local in group]
+        shares = self._run_in_node(node, node.average([local.gradient for local in group]), names)
+        are_used = [local.is_used for local in group]
+        if are_used[0] is not None:
+            are_used = list(self._run_in_node(node, node.any_of(list(map(bool, are_used))), names))
+        return [LocalGradient(*local) for local in zip(names, shares, are_used)]
 
     def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Part]:
         names, whole = [local.name for local in group], self.context.whole
@@ -198,6 +234,8 @@ class Pipeline:
         if not step:
             return  # every gradient had a sparse layout
         finite = torch.stack([*are_finite, *(exchanged.arrival.finite for exchanged in step)]).all()
+        if self._node is not None:  # what is not finite is in the share of one of its ranks
+            finite = self._run_in_node(self._node, self._node.all_of(finite), step[0].names)
         means = self._finish_step(step, finite)
         self._learn(step, finite)
         with self.recorder.span("commit"):
@@ -206,6 +244,8 @@ class Pipeline:
                     self._keep(exchanged, finite)
                     mean.scatter(exchanged.accumulated)  # whose memory serves for the means from here on
                 self._write_back(exchanged, mean)
+        if self._node is not None:
+            self._run_in_node(self._node, self._node.write_back(), step[0].names)
         self._selector.end_step()
         self.wires.end_step()
 
@@ -243,8 +283,8 @@ class Pipeline:
     def reduce_sparse_layout(self, name: str, gradient: Tensor) -> None:
         """Average a ``sparse_coo`` gradient over ranks, in place: it goes the dense way, as in DDP."""
         with self.recorder.span("exchange"):
-            self._run_collective(Payload("all_reduce", gradient), [name])
-        gradient.div_(self.collectives.ranks)
+            self._run_collective(Payload("all_reduce", gradient), [name], self._everybody)
+        gradient.div_(self._everybody.ranks)
         self._are_finite.append(gradient._values().isfinite().all())  # coalescing would have the host wait for a GPU
 
     def _learn(self, step: Sequence[Exchanged], finite: Tensor) -> None:
@@ -260,9 +300,25 @@ class Pipeline:
             names = [name for name, is_used in zip(exchanged.names, are_used) if is_used and name in local]
             for first in range(0, len(names), _LEARNED_TOGETHER):
                 some = {name: local.pop(name) for name in names[first : first + _LEARNED_TOGETHER]}
-                self.memory.learn(some, self._means(list(some.values()), list(some)))
+                means = self._means(list(some.values()), list(some))
+                if self._node is not None:
+                    some, means = self._whole(self._node, some, means)
+                self.memory.learn(some, means)
 
-    def _means(self, tensors: Sequence[Tensor], names: list[str]) -> list[Tensor]:
+    def _whole(
+        self, node: Node, local: dict[str, Tensor], means: Sequence[Tensor]
+    ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        """Return whole gradients, of the node where they are asked for, and whole means, of this rank's shares."""
+        names = list(local)
+        moments = (self.context.hyperparameters[name].adam for name in names)
+        numels = [each.second.numel() for each in moments if each is not None]
+        means = self._run_in_node(node, node.whole(means, numels, torch.bfloat16), names)
+        if self.memory.clips_gradients:
+            whole = self._run_in_node(node, node.whole(list(local.values()), numels, torch.bfloat16), names)
+            local = dict(zip(names, whole))
+        return local, means
+
+    def _means(self, tensors: Sequence[Tensor], names: list[str]) -> Sequence[Tensor]:
         """Return means over ranks, rounded to 16 bits on the way."""
         flat = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors])
         with self.recorder.span("exchange"):
@@ -306,22 +362,30 @@ class Pipeline:
 
     def _run_phases(self, phases: Phases, names: list[str]) -> Arrival:
         """Run the collective that each phase of a wire format names, and hand its result to the next phase."""
+        return self._run(phases, names, self.collectives)
+
+    def _run_in_node(self, node: Node, steps: Steps[Result], names: list[str]) -> Result:
+        return self._run(steps, names, node.collectives)
+
+    def _run(self, steps: Steps[Result], names: list[str], collectives: Collectives) -> Result:
         received: Optional[Tensor] = None
         while True:
             try:
                 with self.recorder.span("encode"):
-                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
+                    payload = steps.send(received)  # type: ignore[arg-type]  # a generator starts with None
             except StopIteration as stop:
-                arrival: Arrival = stop.value
-                return arrival
+                result: Result = stop.value
+                return result
             with self.recorder.span("exchange"):
-                received = self._run_collective(payload, names)
+                received = self._run_collective(payload, names, collectives)
 
-    def _run_collective(self, payload: Payload, names: list[str]) -> Tensor:
-        self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size())
+    def _run_collective(self, payload: Payload, names: list[str], collectives: Optional[Collectives] = None) -> Tensor:
+        collectives = self.collectives if collectives is None else collectives
+        is_inside = self._node is not None and collectives is self._node.collectives
+        self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size(), is_inside)
         subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
-        with self.collectives.telling_of(subject, payload.collective):
-            return self.collectives.run(*payload)
+        with collectives.telling_of(subject, payload.collective):
+            return collectives.run(*payload)
 
     def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
         if group[0].is_used is None:

@@ -40,6 +40,7 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
+from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning_names import where_to_import
 from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.optimizers import (
@@ -111,6 +112,12 @@ class SparseDDPStrategy(DDPStrategy):
         overlap_steps: local steps that are made while an exchange travels; what it brings is then added.
         fragments: parts of the model that are exchanged in turn within ``local_steps``, so that bytes do not come all
             at once.
+        levels: how many levels ranks exchange on: with 2, the ranks of a node average their gradients whole, each of
+            them takes a share of the means, selects from it, exchanges with the ranks of other nodes that have the same
+            share, and hands its part of the result to its node. Between nodes travels one selection for each node
+            instead of one for each rank, and what waits takes as many times less memory as a node has ranks.
+            ``"auto"`` takes two where several nodes have several ranks each, and the compressor can work on shares
+            (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``).
         gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
             much memory as the residuals take.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
@@ -147,6 +154,7 @@ class SparseDDPStrategy(DDPStrategy):
         residual_decay: float = 1.0,
         overlap_steps: int = 0,
         fragments: int = 1,
+        levels: Union[str, int] = AUTO,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
@@ -171,6 +179,7 @@ class SparseDDPStrategy(DDPStrategy):
             exchange,
             overlaps_backward,
             None if rounds == LocalSteps() else rounds,
+            levels,
         )
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
@@ -201,7 +210,9 @@ class SparseDDPStrategy(DDPStrategy):
         Returns:
             ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
             ``wire_bytes`` (all bytes handed to collectives: values, indices, counts, flags, padding), ``dense_bytes``
-            (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels),
+            (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels), with two levels
+            also ``link_bytes`` (those of the wire that were for other nodes; the densities are then those of this
+            rank's share),
             ``total_wire_bytes`` (those of all steps of this ``fit``), ``select_seconds`` (residual, selection and
             encoding), ``exchange_seconds`` (in collectives),
             ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
@@ -263,7 +274,8 @@ class SparseDDPStrategy(DDPStrategy):
             self._say("one process, so there is nothing to exchange or compress.")
             return
         corrects = self._correct_adam(trainer)
-        self.engine = Engine(self.model, self.settings, self._timeout, self._say)
+        self._checkpointer.node_ranks = self._ranks_of_node()
+        self.engine = Engine(self.model, self.settings, self._timeout, self._say, self._checkpointer.node_ranks)
         self._is_at_border = self._has_failed = False
         warning = warning_of_meeting(self.model, dist.get_backend(self.model.process_group), os.environ)
         if warning is not None and self.settings.overlaps_backward:
@@ -285,6 +297,18 @@ class SparseDDPStrategy(DDPStrategy):
             for optimizer in filter(is_adaptive, self.optimizers):
                 if not (corrects and is_correctable(optimizer)):
                     rank_zero_warn(warning_for(optimizer))
+
+    def _ranks_of_node(self) -> int:
+        """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
+        several = self.num_nodes > 1 and self.settings.levels != 1 and self.world_size > 1
+        nodes = gather_together(self.node_rank) if several else [0] * self.world_size
+        count = ranks_of_node(self.settings, nodes)
+        if count > 1:
+            self._say(
+                f"two levels, the {count} ranks of each of {self.world_size // count} nodes average their gradients"
+                " before they exchange with other nodes."
+            )
+        return count
 
     def _correct_adam(self, trainer: Trainer) -> bool:
         """Decide whether Adam's updates are made before selection; return whether so."""

@@ -32,6 +32,7 @@ def sparse_ddp(
     exchange: "str | Owners" = "auto",
     overlaps_backward: bool = True,
     local_steps: Optional[LocalSteps] = None,
+    node_ranks: int = 1,
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
@@ -42,7 +43,7 @@ def sparse_ddp(
     )
     if settings.can_correct_adam:
         settings.correct_adam()
-    engine = Engine(ddp, settings, say=say)
+    engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
     try:
         yield ddp, engine
     finally:

@@ -306,3 +306,12 @@ def test_rounds_are_as_long_as_exchanges_are_slow(pair: Pool) -> None:
         assert f"rounds of {lengths[-1]} local steps" in lines[0]
     assert lengths[0] < lengths[1] / 2
     assert lengths[1] > 100  # an exchange that takes as long as some twenty steps
+
+
+@pytest.mark.parametrize("local", [OUTER, FRAGMENTS])
+def test_nodes_of_several_ranks_go_the_same_way(pools: dict[int, Pool], local: LocalSteps) -> None:
+    one_level, two_levels = (pools[4].run(train, 8, local, {"node_ranks": ranks}, True) for ranks in (1, 2))
+    for one, two in zip(one_level, two_levels):
+        for ours, theirs in zip(two["shared"], one["shared"]):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert torch.equal(two["shared"][-1], two_levels[0]["shared"][-1])

@@ -119,9 +119,10 @@ class WithAdam(Small):
         return torch.optim.Adam(self.parameters())
 
 
-def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
-    """Build a Trainer that uses the pool's processes as its ranks, and is quiet."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+def make_trainer(rank: int, strategy: Any, node_ranks: Optional[int] = None, **arguments: Any) -> Trainer:
+    """Build a Trainer that uses the pool's processes as its ranks, so many on a node, and is quiet."""
+    devices = dist.get_world_size() if node_ranks is None else node_ranks
+    os.environ.update(LOCAL_RANK=str(rank % devices), NODE_RANK=str(rank // devices))
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     quiet = {
@@ -130,7 +131,8 @@ def make_trainer(rank: int, strategy: Any, **arguments: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    defaults = {"accelerator": accelerator(), "devices": dist.get_world_size(), "max_epochs": 1}
+    nodes = dist.get_world_size() // devices
+    defaults = {"accelerator": accelerator(), "devices": devices, "num_nodes": nodes, "max_epochs": 1}
     return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
 
 

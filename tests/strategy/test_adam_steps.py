@@ -78,9 +78,12 @@ def train(rank: int, *settings: Any) -> tuple[list[Tensors], list[Tensors], Tens
 
 
 def reference(
-    start: Tensors, gradients: list[list[Tensors]], density: float, arguments: dict[str, Any]
+    start: Tensors, gradients: list[list[Tensors]], density: float, arguments: dict[str, Any], shares: int = 1
 ) -> list[Tensors]:
-    """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step."""
+    """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step.
+
+    Elements are selected from each of so many shares of a parameter by itself.
+    """
     (beta1, beta2), decay = arguments.get("betas", (0.9, 0.999)), arguments.get("weight_decay", 0.0)
     is_decoupled = arguments.get("decoupled_weight_decay", False)
     sign = -1 if arguments.get("maximize") else 1
@@ -114,10 +117,11 @@ def reference(
                 waiting[rank][name] += mine[rank] / (
                     (used + 4 * (1 - beta2) * mine[rank].square() / ranks).sqrt() + 1e-8
                 )
-                flat = waiting[rank][name].view(-1)
-                chosen = flat.abs().topk(max(1, round(density * flat.numel()))).indices
-                sent.view(-1)[chosen] += flat[chosen] / ranks
-                flat[chosen] = 0
+                size = -(-weight.numel() // shares)
+                for flat, sum_of in zip(waiting[rank][name].view(-1).split(size), sent.view(-1).split(size)):
+                    chosen = flat.abs().topk(min(len(flat), max(1, round(density * size)))).indices
+                    sum_of[chosen] += flat[chosen] / ranks
+                    flat[chosen] = 0
             weight.sub_(RATE * sent)
             if is_refreshed:
                 share = max(0.5, beta2 ** (step - known))
@@ -150,7 +154,12 @@ def test_against_a_slow_reference(pair: Pool, kind: type, arguments: dict[str, A
     told = {"decoupled_weight_decay": kind is torch.optim.AdamW, **arguments}
     told.setdefault("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
     expected = reference(outcomes[0][2], [seen for _, seen, _ in outcomes], density, told)
-    for history, _, _ in outcomes:
+    assert_close_to(expected, [history for history, _, _ in outcomes])
+
+
+def assert_close_to(expected: list[Tensors], histories: list[list[Tensors]]) -> None:
+    """Compare the parameters of all ranks after every step with those of the reference."""
+    for history in histories:
         for step, (ours, theirs) in enumerate(zip(history, expected)):
             for name in theirs:
                 mine = ours[name].cpu().double()
@@ -160,6 +169,25 @@ def test_against_a_slow_reference(pair: Pool, kind: type, arguments: dict[str, A
                 # Of two elements of the same size either may be sent.
                 differ = torch.isclose(mine, theirs[name], rtol=1e-4, atol=1e-5).logical_not().sum()
                 assert differ <= 2 + mine.numel() // 500, f"{differ} elements of {name} after step {step + 1}"
+
+
+LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [CASES[name] for name in LEVELS], ids=LEVELS)
+def test_two_levels_make_the_same_steps_for_nodes(
+    pools: dict[int, Pool], kind: type, arguments: dict[str, Any]
+) -> None:
+    outcomes = pools[4].run(train, kind, {"density": 0.1, "node_ranks": 2}, arguments, STEPS)
+    told = {"decoupled_weight_decay": kind is torch.optim.AdamW, **arguments}
+    told.setdefault("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
+    seen = [[each for _, each, _ in outcomes[first : first + 2]] for first in (0, 2)]
+    nodes = [[{name: (one[name] + other[name]) / 2 for name in one} for one, other in zip(*pair)] for pair in seen]
+    assert_close_to(
+        reference(outcomes[0][2], nodes, 0.1, told, shares=2), histories := [history for history, _, _ in outcomes]
+    )
+    for history in histories:
+        assert_same(history, histories[0])
 
 
 def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:

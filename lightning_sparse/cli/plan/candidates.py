@@ -38,6 +38,7 @@ NOTHING = SelectionCost(_FREE, _FREE)
 _FIRST_BUCKET_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 _MOST_CHUNKS = 100
+_GRADIENT_BYTES = 4  # of an element, inside a node
 _ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is counted here; less often later on
 
 
@@ -76,15 +77,40 @@ class Candidate(ABC):
         """Return what travels when all groups have arrived, and how often in a step on average."""
         return []
 
+    def node_ranks(self, network: Network) -> int:
+        """Return how many workers of a node average gradients first and share the rest of the work; 1 for one level."""
+        return 1
+
+    def peers(self, network: Network) -> Network:
+        """Return the network between those who exchange what they have selected."""
+        return network if self.node_ranks(network) == 1 else network.between
+
+    def sent(self, sizes: Sequence[int], network: Network) -> list[Transfer]:
+        """Return what each worker hands to collectives for a group; with two levels, to those between nodes."""
+        shared_by = self.node_ranks(network)
+        return self.transfers([-(-size // shared_by) for size in sizes], self.peers(network).workers)
+
     def exchange_cost(self, sizes: Sequence[int], network: Network) -> Cost:
         """Return what the exchange of a group takes, by its number of elements.
 
         It is a line: as many bytes an element as the whole model takes in one group.
         """
-        transfers = self.transfers(sizes, network.workers)
-        startup = sum(network.seconds(transfer.collective, 0) for transfer in transfers)
-        whole = sum(network.seconds(*transfer) for transfer in transfers)
+        legs = [(self.peers(network), transfer) for transfer in self.sent(sizes, network)]
+        if self.node_ranks(network) > 1:
+            legs.append((network.inside, Transfer("all_to_all", _GRADIENT_BYTES * sum(sizes))))
+        startup = sum(leg.seconds(transfer.collective, 0) for leg, transfer in legs)
+        whole = sum(leg.seconds(*transfer) for leg, transfer in legs)
         return CostModel(startup, (whole - startup) / sum(sizes)).__call__
+
+    def finish_seconds(self, elements: int, network: Network) -> float:
+        """Return what a step takes when all groups have arrived."""
+        shared_by, peers = self.node_ranks(network), self.peers(network)
+        share = elements // shared_by
+        seconds = self.cost.finish.at_workers(peers.workers)(share)
+        seconds += sum(peers.seconds(*transfer) * often for transfer, often in self.step_transfers(share))
+        if shared_by > 1:
+            seconds += network.inside.seconds("all_gather", _GRADIENT_BYTES * share)
+        return seconds
 
 
 class BucketedDDP(Candidate):
@@ -144,6 +170,11 @@ class EngineSystem(Candidate):
     @cached_property
     def _settings(self) -> Settings:
         return self._settings_of.build()
+
+    @override
+    def node_ranks(self, network: Network) -> int:
+        has_levels = network.workers > network.node_ranks and self._settings.can_have_levels
+        return network.node_ranks if has_levels else 1
 
     @override
     def transfers(self, sizes: Sequence[int], workers: int) -> list[Transfer]:

@@ -56,9 +56,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--bandwidth", help="of each worker's link, such as 100mbit, 2.5gbit; measured inside a job if left out")
+    add(
+        "--bandwidth",
+        help="of each worker's or node's link, such as 100mbit, 2.5gbit; measured inside a job if left out",
+    )
     add("--latency", help="of a message one way, such as 100us, 1ms; measured with the bandwidth")
     add("--workers", type=int, help="processes that exchange gradients, at least 2; inside a job, those of the job")
+    add("--ranks-per-node", type=int, default=1, help="that share the link of their node, 1 if left out")
+    add("--node-bandwidth", default="100gbit", help="of each worker inside its node, 100gbit if left out")
+    add("--node-latency", default="10us", help="of a message inside a node, 10us if left out")
     add("--densities", type=float, nargs="+", default=DENSITIES, help="fractions to try, 0.1 0.01 0.001 if left out")
     add("--json", metavar="FILE", help="write the predictions there; - for standard output, instead of the table")
     add("--picture", metavar="FILE", help="draw speed-up against workers and bandwidth there, such as plan.png")
@@ -78,7 +84,11 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
     known = BackwardProfile.load(options.profile) if options.profile else BackwardProfile((), (), ())
     workers = known.for_workers(_workers(options, job)).workers
     assert workers is not None
-    network = _network(options, job, workers)
+    node = (
+        parse_bandwidth(options.node_bandwidth, "node-bandwidth"),
+        parse_latency(options.node_latency, "node-latency"),
+    )
+    network = Network(*_network(options, job, workers)[:3], options.ranks_per_node, *node).checked()
     if job is not None and job.global_rank() > 0:
         return  # the first one speaks for all
     profile = (known if options.profile else profile_model(model_args)).for_workers(workers)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.candidates import Candidate
 from lightning_sparse.schedule.cost.network import Network
-from lightning_sparse.schedule.merge.simulator import Cost, predict
+from lightning_sparse.schedule.merge.simulator import predict
 
 WORTH = 1.05  # speed-up over DDP from which on a change is worth its trouble; less is within the error of a prediction
 
@@ -20,7 +20,7 @@ class SystemPrediction(NamedTuple):
         step_seconds: of a whole step.
         speedup: DDP's step time over this one.
         exposed_seconds: of selection and exchange, that backward does not hide.
-        sent_bytes: what each worker hands to collectives in a step.
+        sent_bytes: what each worker hands to collectives in a step; with two levels, to those between nodes.
         messages: groups in which the gradient travels.
         replicas_diverge: whether ranks apply different updates.
     """
@@ -81,21 +81,23 @@ def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
 def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -> SystemPrediction:
     sizes, elements = profile.sizes, profile.elements
     backward_seconds = _ready_at_end(profile) if candidate.waits_for_backward else profile.backward_seconds
-    select_cost: Cost = candidate.cost.group.at_workers(network.workers).__call__
+    shared_by, peers = candidate.node_ranks(network), candidate.peers(network)
+    of_share = candidate.cost.group.at_workers(peers.workers)
+
+    def select_cost(elements: float) -> float:
+        return of_share(elements / shared_by)
+
     exchange_cost = candidate.exchange_cost(sizes, network)
     groups = candidate.groups(sizes, backward_seconds, select_cost, exchange_cost)
     selection = "backward" if profile.device == "cpu" else "worker"
     prediction = predict(groups, sizes, backward_seconds, select_cost, exchange_cost, selection)
-    afterwards = candidate.step_transfers(elements)
-    finish_seconds = candidate.cost.finish.at_workers(network.workers)(elements) + sum(
-        network.seconds(*transfer) * share for transfer, share in afterwards
-    )
-    seconds = prediction.total + finish_seconds
+    seconds = prediction.total + candidate.finish_seconds(elements, network)
     sent_in_groups = sum(
         transfer.nbytes
         for group in groups
-        for transfer in candidate.transfers([sizes[position] for position in group], network.workers)
+        for transfer in candidate.sent([sizes[position] for position in group], network)
     )
+    afterwards = candidate.step_transfers(elements // shared_by)
     return SystemPrediction(
         name=candidate.name,
         density=candidate.density,

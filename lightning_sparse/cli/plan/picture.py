@@ -51,12 +51,12 @@ def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candid
     profile = profile._replace(workers=None)
     figure = figure_class()(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    by_workers = [network._replace(workers=workers) for workers in WORKERS]
+    by_workers = [network._replace(workers=workers) for workers in _workers_of(network)]
     by_bandwidth = [network._replace(bandwidth=bandwidth) for bandwidth in BANDWIDTHS]
-    _panel(left, profile, by_workers, [float(workers) for workers in WORKERS], candidates, shown)
+    _panel(left, profile, by_workers, [float(each.workers) for each in by_workers], candidates, shown)
     _panel(right, profile, by_bandwidth, [bandwidth / 1e9 for bandwidth in BANDWIDTHS], candidates, shown)
     left.set(
-        xlabel="workers",
+        xlabel="workers" if network.node_ranks == 1 else f"workers, {network.node_ranks} on a node",
         title=f"{network.bandwidth / 1e9:.4g} Gbit/s",
         ylabel="predicted speed-up over DDP",
         yscale="log",
@@ -68,6 +68,11 @@ def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candid
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=120)
     return Path(path)
+
+
+def _workers_of(network: Network) -> list[int]:
+    """Return the numbers of workers to draw: those that fill nodes."""
+    return [workers for workers in WORKERS if workers <= network.node_ranks or not workers % network.node_ranks]
 
 
 def _fastest_of_each_name(rows: Sequence[SystemPrediction]) -> list[int]:

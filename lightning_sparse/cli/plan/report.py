@@ -39,17 +39,26 @@ def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPre
             "other_seconds": profile.other_seconds,
             "device": profile.device,
         },
-        "network": network._asdict(),
+        "network": _network(network),
         "rows": [row._asdict() for row in rows],
         "best": None if best is None else list(rows).index(best),
     }
 
 
+def _network(network: Network) -> dict[str, Any]:
+    names = network._fields if network.node_ranks > 1 else ("bandwidth", "latency", "workers")
+    return {name: getattr(network, name) for name in names}
+
+
 def _heading(profile: BackwardProfile, network: Network) -> str:
+    nodes = ""
+    if network.node_ranks > 1:
+        nodes = f"; {network.node_ranks} on each node, with {network.node_bandwidth / 1e9:.4g} Gbit/s inside"
     return (
         f"{profile.elements:,} gradient elements in {len(profile.sizes)} tensors; on {profile.device} backward takes"
         f" {sum(profile.backward_seconds) * 1e3:.1f} ms, the rest of a step {profile.other_seconds * 1e3:.1f} ms.\n"
-        f"{network.workers} workers, {network.bandwidth / 1e9:.4g} Gbit/s, {network.latency * 1e6:.4g} us latency."
+        f"{network.workers} workers, {network.bandwidth / 1e9:.4g} Gbit/s, {network.latency * 1e6:.4g} us"
+        f" latency{nodes}."
     )
 
 

@@ -4,7 +4,7 @@ The rule, its sources and where it differs from them stand at :class:`~lightning
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 import torch
@@ -33,16 +33,24 @@ class AdamMemory(ResidualMemory):
         clip: what gradients are clipped to. Each rank clips its own gradient,
             whose norm is larger than that of the mean by a factor that is measured whenever the mean is known.
         follows_learning_rate: see :class:`ResidualMemory`.
+        share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient; ``None``
+            where it is given all. Moments, and what :meth:`learn` is given, are whole in any case.
     """
 
     def __init__(
-        self, ranks: int, refresh_steps: int, clip: Clipping = NOT_CLIPPED, follows_learning_rate: bool = False
+        self,
+        ranks: int,
+        refresh_steps: int,
+        clip: Clipping = NOT_CLIPPED,
+        follows_learning_rate: bool = False,
+        share_of: Optional[Callable[[Tensor], Tensor]] = None,
     ) -> None:
         super().__init__(None, follows_learning_rate)
         self.clip_to(clip)
         self._squared_norms: dict[str, Tensor] = {}  # of this rank's gradient and of the mean
         self._norm_ratio: Optional[Tensor] = None
         self._ranks = ranks
+        self._share_of = share_of
         self._refresh_steps = refresh_steps
         self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
@@ -100,7 +108,7 @@ class AdamMemory(ResidualMemory):
     def _turn_to_updates(self, name: str, moments: AdamMoments) -> None:
         self._in_updates.add(name)
         # All that the first moment would still do, if no other gradient came. Every rank keeps the same of it.
-        owed = in_widened([moments.first])[0] * (
+        owed = in_widened([self._shared(moments.first)])[0] * (
             moments.beta1 / ((1 - moments.beta1) * (1 - moments.beta1 ** (moments.step - 1)))
         )
         owed = -owed if moments.maximizes else owed
@@ -123,7 +131,10 @@ class AdamMemory(ResidualMemory):
             self._return_to_gradients(name, self._moments.pop(name, None))
 
     def _denominator(self, name: str, moments: AdamMoments) -> Tensor:
-        return denominator(in_widened([moments.preconditioner])[0], moments.scalars(self._second_steps[name]))
+        return denominator(self._preconditioners({name: moments})[0], moments.scalars(self._second_steps[name]))
+
+    def _shared(self, flat: Tensor) -> Tensor:
+        return flat if self._share_of is None else self._share_of(flat)
 
     def _accumulate_updates(
         self,
@@ -136,7 +147,7 @@ class AdamMemory(ResidualMemory):
         self._clip_as_mean(gradients)
         for gradient, each in zip(gradients, moments.values()):
             if each.decay:
-                gradient.add_(each.parameter, alpha=each.decay)
+                gradient.add_(self._shared(each.parameter), alpha=each.decay)
         self._local.update((name, inputs[name].clone()) for name in moments if self._is_due(name))
         waiting = self._waiting(list(moments), gradients, hyperparameters)
         accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
@@ -145,7 +156,7 @@ class AdamMemory(ResidualMemory):
             self._update_norms.update(zip(moments, torch._foreach_norm(updates)))
 
     def _preconditioners(self, moments: Mapping[str, AdamMoments]) -> list[Tensor]:
-        return in_widened([each.preconditioner for each in moments.values()])
+        return in_widened([self._shared(each.preconditioner) for each in moments.values()])
 
     def _scalars(self, moments: Mapping[str, AdamMoments]) -> list[AdamScalars]:
         return [each.scalars(self._second_steps[name]) for name, each in moments.items()]
@@ -172,10 +183,13 @@ class AdamMemory(ResidualMemory):
         if not moments:
             return
         corrected = [position for position, name in enumerate(names) if name in moments]
-        self._arrived.update((names[position], means[position].indices) for position in corrected)
+        arrived = [means[position].indices for position in corrected]
+        # What arrives at other ranks of the node is not known here.
+        known = arrived if self._share_of is None else [None] * len(corrected)
+        self._arrived.update(zip((names[position] for position in corrected), known))
         to_gradients(
             [updates[position] for position in corrected],
-            [self._arrived[names[position]] for position in corrected],
+            arrived,
             self._preconditioners(moments),
             self._scalars(moments),
         )

@@ -14,16 +14,22 @@ from lightning_sparse.engine.observe.samples import sent_count, union_count
 class StepFacts:
     """Facts of one step on this rank.
 
+    Args:
+        node_ranks: how many ranks share a gradient; 1 where there is one level.
+
     Attributes:
-        elements: gradient elements that were to be exchanged.
+        elements: gradient elements that were to be exchanged; with two levels those of this rank's shares.
         wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
+        node_bytes: those of them that were for ranks of the same node, with two levels.
         marks: when it happened.
         deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, node_ranks: int = 1) -> None:
+        self._node_ranks = node_ranks
         self.elements = 0
         self.wire_bytes = 0
+        self.node_bytes = 0
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
@@ -53,11 +59,12 @@ class StepFacts:
 
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
-        dense_bytes = 4.0 * self.elements
+        dense_bytes = 4.0 * self.elements * self._node_ranks
         return {
             "density": float(sum(self._sent)) / max(1, self.elements),
             "union_density": self.union() / max(1, self.elements),
             "wire_bytes": float(self.wire_bytes),
+            **({} if self._node_ranks == 1 else {"link_bytes": float(self.wire_bytes - self.node_bytes)}),
             "dense_bytes": dense_bytes,
             "compression_ratio": dense_bytes / self.wire_bytes if self.wire_bytes else 1.0,
             "select_seconds": self.marks.seconds("select", "encode"),

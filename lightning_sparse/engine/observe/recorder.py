@@ -18,6 +18,10 @@ from lightning_sparse.engine.observe.samples import ParameterSamples
 class Recorder:
     """Gather the facts of the step in progress, and keep those of the last one that ended.
 
+    Args:
+        device: of the gradients.
+        node_ranks: how many ranks share a gradient; 1 where there is one level.
+
     Attributes:
         current: the step in progress; it changes only between two backwards.
         last: the last step that ended.
@@ -27,9 +31,10 @@ class Recorder:
         last_samples: of the last step for which they were asked.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
-        self.current = StepFacts()
+        self._node_ranks = node_ranks
+        self.current = StepFacts(node_ranks)
         self.last: Optional[StepFacts] = None
         self.watches_gradients = False
         self.is_watched = False
@@ -67,9 +72,10 @@ class Recorder:
         finally:
             self._group = None
 
-    def add_bytes(self, count: int) -> None:
-        """Record that bytes were handed to a collective."""
+    def add_bytes(self, count: int, is_inside_node: bool = False) -> None:
+        """Record that bytes were handed to a collective, which may be one inside the node."""
         self.current.wire_bytes += count
+        self.current.node_bytes += count * is_inside_node
         if self._group is not None:
             self._group.wire_bytes += count
 
@@ -86,7 +92,7 @@ class Recorder:
         self.current.marks.end = self.clock.mark()
         self.current.close()
         self._bytes_before_last = self.total_wire_bytes
-        self.last, self.current = self.current, StepFacts()
+        self.last, self.current = self.current, StepFacts(self._node_ranks)
         return self.last
 
     def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:

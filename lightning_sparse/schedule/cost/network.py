@@ -17,12 +17,15 @@ _A_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
 class Network(NamedTuple):
-    """Links of equal speed between all workers.
+    """Links of equal speed between all workers, or between nodes of several workers each.
 
     Attributes:
-        bandwidth: bits per second that a worker can send while it receives as many.
+        bandwidth: bits per second that a worker, or a node, can send while it receives as many.
         latency: seconds that a message takes one way, however short it is.
         workers: number of processes that exchange.
+        node_ranks: workers on a node, which share its link.
+        node_bandwidth: bits per second of each worker of a node to others there.
+        node_latency: seconds of a message inside a node.
 
     Example::
 
@@ -33,6 +36,19 @@ class Network(NamedTuple):
     bandwidth: float
     latency: float
     workers: int
+    node_ranks: int = 1
+    node_bandwidth: float = 1e11
+    node_latency: float = 1e-5
+
+    @property
+    def inside(self) -> "Network":
+        """That between the workers of one node."""
+        return Network(self.node_bandwidth, self.node_latency, min(self.node_ranks, self.workers))
+
+    @property
+    def between(self) -> "Network":
+        """That of one worker of each node, while those beside it exchange as much over the same link."""
+        return Network(self.bandwidth / self.node_ranks, self.latency, self.workers // self.node_ranks)
 
     def seconds(self, collective: str, nbytes: float) -> float:
         """Return how long a collective takes into which every worker hands ``nbytes``.
@@ -44,18 +60,26 @@ class Network(NamedTuple):
           whatever the size, so that small messages cost about (P - 1) a there, too;
         * ``all_to_all``: ``(P - 1) a + (P - 1) / P n b``: one message for each other worker.
 
+        With several workers on each of several nodes, a ring crosses the link of a node once; messages for each worker
+        of other nodes share it. On a single node all stay inside.
+
         Raises:
             ValueError: for another collective.
         """
         rounds, share = _COLLECTIVES[one_of("collective", collective, tuple(_COLLECTIVES))]
-        return rounds(self.workers) * self.latency + share(self.workers) * nbytes * 8 / self.bandwidth
+        if 1 < self.workers <= self.node_ranks:
+            return self.inside.seconds(collective, nbytes)
+        crossing = share(self.workers)
+        if collective == "all_to_all":
+            crossing = self.node_ranks * (self.workers - self.node_ranks) / self.workers
+        return rounds(self.workers) * self.latency + crossing * nbytes * 8 / self.bandwidth
 
     def checked(self) -> "Network":
         """Pass through if it can be exchanged over.
 
         Raises:
-            ValueError: for a bandwidth that is not positive, a latency that is negative, either if it is not finite, or
-                fewer than two workers.
+            ValueError: for a bandwidth that is not positive, a latency that is negative, either if it is not finite,
+                fewer than two workers, or workers that do not fill nodes.
         """
         if not 0 < self.bandwidth < math.inf:
             raise ValueError(f"bandwidth={self.bandwidth} must be finite bits per second above 0; 1e9 is 1 Gbit/s")
@@ -66,7 +90,15 @@ class Network(NamedTuple):
                 f"workers={self.workers!r} must be a whole number of processes, at least 2: one has nobody to exchange"
                 " gradients with"
             )
+        if not isinstance(self.node_ranks, int) or self.node_ranks < 1 or not self._fills_nodes():
+            raise ValueError(
+                f"node_ranks={self.node_ranks!r} (--ranks-per-node) must be a whole number of workers on each node, of"
+                f" which {self.workers} workers fill some"
+            )
         return self
+
+    def _fills_nodes(self) -> bool:
+        return self.workers <= self.node_ranks or not self.workers % self.node_ranks
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:

@@ -46,10 +46,12 @@ class Checkpointer:
 
     Attributes:
         loaded: the checkpoint that was read, until it is restored from.
+        node_ranks: how many ranks of a node share what is kept; 1 where each keeps all.
     """
 
     def __init__(self, strategy: DDPStrategy, resumes: bool) -> None:
         self.loaded: Optional[Loaded] = None
+        self.node_ranks = 1
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}
@@ -89,7 +91,7 @@ class Checkpointer:
             self._strategy.checkpoint_io.teardown()
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, str(filepath)))
-        save = Save(name, self._strategy.world_size, compressor)
+        save = Save(name, self._strategy.world_size, compressor, self.node_ranks)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, save.name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
@@ -109,6 +111,10 @@ class Checkpointer:
             self._superseded[str(filepath)] = others
         else:
             self._remove_saves(filepath, others)
+
+    @property
+    def _topology(self) -> tuple[int, int]:
+        return self._strategy.world_size, self.node_ranks
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -161,7 +167,7 @@ class Checkpointer:
             return
 
         def restore() -> None:
-            for line in remarks(save, self._strategy.world_size, restore_shard(shard, save, path), path):
+            for line in remarks(save, self._topology, restore_shard(shard, save, path), path):
                 rank_zero_info(f"{type(self._strategy).__name__}: {line}")
 
         self.together(restore, f"{path}: another rank could not restore what it had kept")
@@ -172,7 +178,7 @@ class Checkpointer:
         strategy = self._strategy
         try:
             plugin = synchronous(strategy.checkpoint_io)
-            found = read_state(plugin, path, save, strategy.global_rank, strategy.world_size)
+            found = read_state(plugin, path, save, strategy.global_rank, self._topology)
         except Exception as raised:
             error = raised
         if strategy.reduce_boolean_decision(isinstance(error, AbsentError)):
@@ -183,7 +189,7 @@ class Checkpointer:
             )
             return None
         self._agree(error, f"{path}: another rank could not read what it had kept")
-        return mean_of_shares(found, save.ranks, strategy.root_device) if isinstance(found, Share) else found
+        return mean_of_shares(found, save, strategy.root_device) if isinstance(found, Share) else found
 
     def together(self, action: Callable[[], None], complaint: str) -> None:
         """Act on every rank, and raise on every rank if one of them cannot."""

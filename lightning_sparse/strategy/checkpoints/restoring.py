@@ -10,12 +10,8 @@ from torch.nn import Parameter
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.strategy.checkpoints.layouts import relaid
-from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
-
-_RATES = "learning_rate"
-# Kinds that are a few numbers for each parameter, and how many.
-_NUMBERS = {_RATES: 1, "second_moment_step": 1, "squared_norms": 2}
+from lightning_sparse.strategy.checkpoints.layouts import relaid, saved_layouts
+from lightning_sparse.strategy.checkpoints.shards import CURE, NUMBERS, RATES, CheckpointError, Save
 
 
 def restore_engine(
@@ -48,13 +44,13 @@ def restore_engine(
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
-    kinds = state["memory"].keys() - _NUMBERS.keys()
+    kinds = state["memory"].keys() - NUMBERS.keys()
     if reason := _other_memory(compressor, kinds, state, present):
         unused.append(reason)
     elif kinds:
-        usable["memory"], gone = _fitted_memory(state["memory"], parameters, layouts, source)
+        usable["memory"], gone = _fitted_memory(state["memory"], engine, save, parameters, layouts, source)
         if not compressor.feedback.follows_learning_rate:
-            usable["memory"].pop(_RATES, None)
+            usable["memory"].pop(RATES, None)
         unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
     if type(compressor).__name__ == save.compressor:
         usable["compressor"] = state["compressor"]
@@ -66,7 +62,7 @@ def restore_engine(
         usable["averager"] = state["averager"]
     try:
         engine.load_state_dict(usable)
-        if "plan" in state and not engine.restore_plan(state["plan"], save.ranks):
+        if "plan" in state and not engine.restore_plan(state["plan"], save.topology):
             unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise CheckpointError(
@@ -83,24 +79,31 @@ def _other_memory(
         return "what has changed since its last round, and waits, because gradients are exchanged now"
     if kinds and "rounds" in present and "rounds" not in state:
         return f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters"
-    if kinds and kinds != present["memory"].keys() - _NUMBERS.keys():
+    if kinds and kinds != present["memory"].keys() - NUMBERS.keys():
         return f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things"
     return ""
 
 
-def remarks(save: Save, ranks: int, unused: Sequence[str], source: str) -> Iterator[str]:
-    """Yield what the user should know of a state that was taken up."""
-    if save.ranks != ranks:
+def remarks(save: Save, topology: tuple[int, int], unused: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
+    if save.topology != topology:
+        before, now = map(_levels, (save.topology, topology))
         yield (
-            f"{save.ranks} ranks saved {source}, {ranks} go on. Each takes up the mean of what those kept, so that the"
-            " model is owed as much as before; what was divided between ranks is divided anew."
+            f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each takes up the mean of what those"
+            " kept, so that the model is owed as much as before; what was divided between ranks is divided anew."
         )
     if unused:
         yield f"not used of {source}: {'; '.join(unused)}."
 
 
+def _levels(topology: tuple[int, int]) -> str:
+    return "" if topology[1] == 1 else f" on nodes of {topology[1]}"
+
+
 def _fitted_memory(
     kept: Mapping[str, Mapping[str, Tensor]],
+    engine: Engine,
+    save: Save,
     parameters: Mapping[str, Tensor],
     layouts: Mapping[str, Any],
     source: str,
@@ -113,20 +116,47 @@ def _fitted_memory(
             gone.add(name)
             continue
         parameter = parameters[name]
-        if tensor.numel() != _NUMBERS.get(kind, parameter.numel()):
+        if tensor.numel() != NUMBERS.get(kind, _kept_numel(parameter.numel(), engine, save)):
             raise CheckpointError(
                 f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
                 f" {parameter.numel()}: its shape has changed since. {CURE}"
             )
-        if kind not in _NUMBERS and name in layouts:
+        if kind not in NUMBERS:
             try:
-                tensor = relaid(tensor, layouts[name], parameter)
+                tensor = _fitted_tensor(tensor, engine, save, parameter, layouts.get(name))
             except ValueError as error:
                 raise CheckpointError(
                     f"{source} keeps a {kind} that does not fit the parameter {name!r}: {error}. {CURE}"
                 ) from error
         fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
     return fitted, sorted(gone)
+
+
+def _kept_numel(numel: int, engine: Engine, save: Save) -> int:
+    """Return how many elements were read of what is kept of a parameter of so many."""
+    share = -(-numel // save.node_ranks)
+    return share if _are_shares(engine, save) else share * save.node_ranks
+
+
+def _are_shares(engine: Engine, save: Save) -> bool:
+    return save.node_ranks > 1 and save.topology == engine.topology
+
+
+def _fitted_tensor(tensor: Tensor, engine: Engine, save: Save, parameter: Tensor, layout: Any) -> Tensor:
+    """Return what this rank keeps of a parameter as it lies now.
+
+    Raises:
+        ValueError: if its shape has changed; or the order in which it lies in memory, of which ranks have shares.
+    """
+    if not _are_shares(engine, save):
+        whole = tensor[: parameter.numel()]
+        return engine.share_of(whole if layout is None else relaid(whole, layout, parameter))
+    if layout is not None and layout != (now := saved_layouts({"": parameter})[""]):
+        raise ValueError(
+            f"it was saved with the shape and the order {layout}, and has {now} now. Of the ranks of a node each keeps"
+            " a share of it: resume with the same memory_format, or with SparseDDPStrategy(levels=1)"
+        )
+    return tensor
 
 
 def fitted_gradients(

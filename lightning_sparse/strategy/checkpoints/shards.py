@@ -14,8 +14,12 @@ from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
-_VERSION = 1
+_VERSION = 2
+_VERSION_OF_ONE_LEVEL = 1  # which versions before can read
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
+# Kinds of what is kept that are a few numbers for each parameter, and how many.
+RATES = "learning_rate"
+NUMBERS = {RATES: 1, "second_moment_step": 1, "squared_norms": 2}
 CURE = "To go on without what the ranks had kept: SparseDDPStrategy(resume_compression=False)."
 
 
@@ -34,15 +38,24 @@ class Save(NamedTuple):
         name: random, 32 hexadecimal digits.
         ranks: how many ranks wrote a part.
         compressor: class name of what their state belongs to.
+        node_ranks: how many ranks, one after the other, had shares of the same parameters; 1 where each kept all.
     """
 
     name: str
     ranks: int
     compressor: str
+    node_ranks: int = 1
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """Who kept what: how many ranks there were, and how many of them shared."""
+        return self.ranks, self.node_ranks
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
+        header = {"version": _VERSION_OF_ONE_LEVEL, "save": self.name, "ranks": self.ranks}
+        header["compressor"] = self.compressor
+        return header if self.node_ranks == 1 else {**header, "version": _VERSION, "node_ranks": self.node_ranks}
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
@@ -55,7 +68,9 @@ def read_header(content: Any, source: str) -> Optional[Save]:
         return None
     header = content[KEY] if isinstance(content[KEY], dict) else {}
     version, name, ranks, compressor = map(header.get, ("version", "save", "ranks", "compressor"))
+    node_ranks = header.get("node_ranks", 1)
     is_whole = isinstance(version, int) and isinstance(ranks, int) and ranks > 0 and isinstance(compressor, str)
+    is_whole = is_whole and isinstance(node_ranks, int) and node_ranks > 0 and ranks % node_ranks == 0
     # The name becomes part of a path.
     if not (is_whole and isinstance(name, str) and re.fullmatch("[0-9a-f]{32}", name)):
         raise CheckpointError(f"{source} holds {KEY!r}, but not as this package writes it. {CURE}")
@@ -64,7 +79,7 @@ def read_header(content: Any, source: str) -> Optional[Save]:
             f"{source} was written by a later version of lightning-sparse (format {version}, this one reads up to"
             f" {_VERSION}): upgrade the package. {CURE}"
         )
-    return Save(name, ranks, compressor)
+    return Save(name, ranks, compressor, node_ranks)
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
@@ -141,15 +156,16 @@ def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, sav
     return Share(sums, shapes)
 
 
-def mean_of_shares(share: Share, saved: int, device: torch.device) -> dict[str, Any]:
+def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, Any]:
     """Return what a rank goes on with, of parts of which every rank has read a share; all ranks must call.
 
     What is kept of each parameter becomes the mean over ranks: what the model is still owed stays as it was. What a
-    compressor has learned is passed on as it is, from rank to rank in turn.
+    compressor has learned is passed on as it is, from rank to rank in turn. Where ranks had shares of a parameter, the
+    mean is that over nodes, of all shares laid end to end.
 
     Args:
         share: what :func:`read_share` returned; not to be used any more.
-        saved: how many parts there are.
+        save: of all parts.
         device: on which ranks exchange.
 
     Raises:
@@ -167,8 +183,9 @@ def mean_of_shares(share: Share, saved: int, device: torch.device) -> dict[str, 
         if not shape.numel():
             continue
         own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
+        parts = save.ranks // save.node_ranks if _is_shared(place) else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
-            means.copy_(sum_together(sums.to(device, torch.float64, copy=True)).div_(saved))
+            means.copy_(sum_together(sums.to(device, torch.float64, copy=True)).div_(parts))
         _put(share.sums, place, mean)
     return share.sums
 
@@ -184,6 +201,23 @@ def _summed(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
             yield from _summed(value, *place, index)
     elif isinstance(part, Tensor) and part.is_floating_point():
         yield place, part
+
+
+def _is_shared(place: Place) -> bool:
+    """Tell whether ranks of a node have shares of what is at a place, where there are two levels."""
+    return len(place) == 4 and place[:2] == ("engine", "memory") and place[2] not in NUMBERS
+
+
+def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
+    """Put the shares that a rank kept where they belong in whole parameters, with zeros for those of other ranks."""
+    if save.node_ranks == 1:
+        return part
+    for place, share in list(_summed(part)):
+        if _is_shared(place):
+            whole = share.new_zeros(save.node_ranks, share.numel())
+            whole[rank % save.node_ranks] = share
+            _put(part, place, whole.view(-1))
+    return part
 
 
 def _at(part: Any, place: Sequence[Any], otherwise: Tensor) -> Tensor:
@@ -214,9 +248,9 @@ def _mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, ranks: int
+    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: tuple[int, int]
 ) -> Union[dict[str, Any], Share]:
-    """Read what a rank goes on with: its own part, or a share of all where the number of ranks has changed.
+    """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed.
 
     Raises:
         AbsentError: if nothing lies beside the checkpoint.
@@ -229,7 +263,9 @@ def read_state(
         return read_shard(checkpoint_io, shard_path(place, save.name, source), save)
 
     try:
-        return read(rank) if save.ranks == ranks else read_share(read, rank, ranks, save.ranks)
+        if save.topology == topology:
+            return read(rank)
+        return read_share(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):
             raise AbsentError(str(error)) from error

@@ -173,3 +173,44 @@ def test_all_systems_are_measured() -> None:
 def test_a_density_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="density=2 must be a fraction"):
         measure_candidates(PROFILE, densities=(2,), device=torch.device("cpu"))
+
+
+# Four workers on two nodes, a second for each 2 MB of a link, a tenth of it inside a node.
+NODES = Network(bandwidth=16e6, latency=0.0, workers=4, node_ranks=2, node_bandwidth=160e6, node_latency=0.0)
+
+
+def test_a_ring_crosses_a_link_once_and_messages_to_each_share_it() -> None:
+    assert NODES.seconds("all_gather", 2 * MEGA) == pytest.approx(3.0)
+    assert NODES.seconds("all_to_all", 2 * MEGA) == pytest.approx(2 * (4 - 2) / 4)
+    assert NODES._replace(workers=2).seconds("all_gather", 2 * MEGA) == pytest.approx(0.1)
+    assert NODES.between == Network(8e6, 0.0, 2)
+
+
+def test_two_levels_send_a_share_between_nodes_and_everything_inside() -> None:
+    system, alone = (EngineSystem(name, SettingsOf(name, 0.01)) for name in ("topk", "exdyna"))
+    assert [each.node_ranks(NODES) for each in (system, alone, DDP)] == [2, 1, 1]
+    assert system.node_ranks(NODES._replace(workers=2)) == 1
+    ours, flat = rows(NODES, system)[1], rows(NODES._replace(node_ranks=1), system)[1]
+    assert ours.sent_bytes == pytest.approx(flat.sent_bytes / 2, rel=0.01)
+    # Shares, of MEGA / 2 elements: two workers send them over one link. Inside, all but the own share of 4 bytes each.
+    selected = system.transfers([MEGA // 2], 2)[0].nbytes
+    seconds = system.exchange_cost([MEGA], NODES)(MEGA)
+    assert seconds == pytest.approx(selected * 8 / 8e6 + 4 * MEGA / 2 * 8 / 160e6)
+    assert system.finish_seconds(MEGA, NODES) == pytest.approx(2 * MEGA * 8 / 160e6)
+
+
+def test_more_on_a_node_pays_more() -> None:
+    system = EngineSystem("topk", SettingsOf("topk", 0.01), COST)
+    networks = [Network(1e9, 1e-4, 64, node_ranks) for node_ranks in (1, 2, 8)]
+    steps = [rows(network, system, profile=LARGE)[1].step_seconds for network in networks]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_nodes_are_told_and_have_to_be_filled() -> None:
+    predictions = rows(NODES, EngineSystem("topk", SettingsOf("topk", 0.01), COST))
+    assert "4 workers, 0.016 Gbit/s, 0 us latency; 2 on each node, with 0.16 Gbit/s inside." in as_table(
+        PROFILE, NODES, predictions
+    )
+    assert as_json(PROFILE, NODES, predictions)["network"]["node_ranks"] == 2
+    with pytest.raises(ValueError, match=r"node_ranks=3 must be .* 4 workers fill some"):
+        rows(NODES._replace(node_ranks=3))

@@ -402,7 +402,7 @@ BROKEN = {
         r"a residual of 7 elements for the parameter 'network.0.weight', which has 2048: its shape",
     ),
     "turned": (turn, r"'network.0.weight': it was saved with the shape \[32, 64\], and has \[64, 32\] now"),
-    "later version": (partial(change_header, version=2), r"later version of lightning-sparse \(format 2.*upgrade"),
+    "later version": (partial(change_header, version=3), r"later version of lightning-sparse \(format 3.*upgrade"),
     "a path as name": (partial(change_header, save="../../elsewhere"), r"but not as this package writes it"),
 }
 

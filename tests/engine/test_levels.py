@@ -1,0 +1,277 @@
+"""Two levels: four ranks play two nodes of two."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse.engine.node as node_module
+from lightning_sparse.compressors import DGC
+from lightning_sparse.engine import Engine
+from lightning_sparse.schedule import FixedSize
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.laws.edges import Given, edges_of
+from lightning_sparse.testing.laws.finiteness import NOT_FINITE, train_with_gaps
+from lightning_sparse.testing.laws.mass import Branches
+from lightning_sparse.testing.laws.replicas import train_both, train_sluggishly
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import density_for
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp, watch_gradients
+from tests.helpers.devices import DEVICE, moved
+
+Tensors = dict[str, Tensor]
+NODE = {"node_ranks": 2}
+WAYS = [
+    pytest.param("topk", "gather", id="topk-gather"),
+    pytest.param("topk", "owners", id="topk-owners"),
+    pytest.param("lags", "auto", id="lags"),
+    pytest.param("dgc", "gather", id="dgc"),
+    pytest.param("dense", "auto", id="dense"),
+]
+each_way = pytest.mark.parametrize(("compressor", "exchange"), WAYS)
+each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+
+
+@pytest.fixture
+def nodes(pools: dict[int, Pool]) -> Pool:
+    """Two nodes of two ranks each."""
+    return pools[4]
+
+
+def settings_of(compressor: str, exchange: str = "auto", **others: Any) -> dict[str, Any]:
+    """Return what :func:`sparse_ddp` needs for two levels."""
+    return {"compressor": compressor, "density": density_for(compressor), "exchange": exchange, **NODE, **others}
+
+
+def kept(engine: Engine) -> Tensors:
+    """Copy what waits here: this rank's share of each parameter."""
+    return {name: tensor.clone() for name, tensor in engine.memory.state_dict().get("residual", {}).items()}
+
+
+def whole(shares: list[Tensors], name: str, like: Tensor) -> Tensor:
+    """Return what waits of a parameter, the mean over two nodes, of what each of their two ranks keeps."""
+    if name not in shares[0]:
+        return torch.zeros_like(like, dtype=torch.float64)
+    nodes = [torch.cat([each[name].double() for each in shares[first : first + 2]]) for first in (0, 2)]
+    return (sum(nodes) / 2)[: like.numel()].view_as(like)
+
+
+def balance(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tensors, Tensors, Tensors, Tensors]]:
+    """Train, and write down of every step what waited, what came, what was applied, and what waits."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        gradients = watch_gradients(ddp.module)
+        for step in range(steps):
+            before = kept(engine)
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+            book.append((before, copy.deepcopy(gradients), applied, kept(engine)))
+            optimizer.step()
+    return book
+
+
+def assert_balanced(books: list[list[tuple[Tensors, Tensors, Tensors, Tensors]]]) -> None:
+    """Check that what came was applied, or waits."""
+    for entries in zip(*books):
+        before, gradients, applied, after = zip(*entries)
+        for name, first in gradients[0].items():
+            came = sum(each[name].double() for each in gradients) / len(entries)
+            owed = whole(list(before), name, first) + came
+            found = applied[0][name].double() + whole(list(after), name, first)
+            torch.testing.assert_close(found, owed, rtol=2e-6, atol=1e-6 * owed.abs().max().item() + 1e-12)
+
+
+@pytest.mark.parametrize(("compressor", "exchange"), [way for way in WAYS if way.id != "dgc"])
+@each_wire
+def test_mass_is_conserved(nodes: Pool, compressor: str, exchange: str, wire: str) -> None:
+    assert_balanced(nodes.run(balance, settings_of(compressor, exchange, wire=wire), 4))
+
+
+@each_way
+def test_density_one_equals_ddp(nodes: Pool, compressor: str, exchange: str) -> None:
+    density = None if density_for(compressor) is None else 1.0
+    for ours, twin in nodes.run(train_both, {**settings_of(compressor, exchange), "density": density}, 2):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+@each_way
+def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes: Pool, compressor: str, exchange: str) -> None:
+    outcomes = []
+    for schedule in ("layerwise", "single", FixedSize(1000)):
+        histories = nodes.run(train_sluggishly, settings_of(compressor, exchange, schedule=schedule), 4, False)
+        for history in histories[1:]:
+            assert_same(history, histories[0])
+        outcomes.append(histories[0])
+    for outcome in outcomes[1:]:
+        assert_same(outcome, outcomes[0])
+
+
+@pytest.mark.parametrize("gap_rank", [0, 3])
+@each_way
+def test_a_gradient_that_is_not_finite_moves_nothing_anywhere(
+    nodes: Pool, compressor: str, exchange: str, gap_rank: int
+) -> None:
+    for gaps in nodes.run(train_with_gaps, settings_of(compressor, exchange), gap_rank):
+        for poison, (before, after, poisoned, recovered) in zip(NOT_FINITE, gaps):
+            assert_same(before, after)
+            assert not poisoned.isfinite().all(), f"{poison} is hidden"
+            assert recovered, f"{poison} is not forgotten"
+
+
+def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, Tensors, Tensors, Tensors]]:
+    """Use everything, then ``sometimes`` on one rank alone, the last of its node, and ``never`` nowhere."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        for step, uses in enumerate([(True, True), (rank == 3, False), (rank == 3, False)]):
+            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
+            for gradient in gradients.values():
+                gradient.zero_()
+            before = kept(engine)
+            backpropagate(ddp, engine, ddp(inputs, uses))
+            grads = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
+            applied = {name: gradients[name] * 0 if grad is None else grad.clone() for name, grad in grads.items()}
+            book.append((before, copy.deepcopy(gradients), applied, kept(engine)))
+    return book
+
+
+@each_way
+def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(
+    nodes: Pool, compressor: str, exchange: str
+) -> None:
+    books = nodes.run(train_branches, settings_of(compressor, exchange))
+    for steps in zip(*books):
+        for _, _, applied, _ in steps[1:]:
+            assert_same(applied, steps[0][2])
+    for before, _, applied, after in (step for book in books for step in book[1:]):
+        assert applied["sometimes"].any()
+        assert not applied["never"].any()
+        assert_same(before.get("never"), after.get("never"))
+    if compressor != "dgc":
+        assert_balanced(books)
+
+
+def exchange_edges(rank: int, settings: dict[str, Any], gradients: Tensors) -> tuple[Tensors, Tensors]:
+    """Exchange the same gradients from all ranks; return what was applied, and what waits here."""
+    gradients = moved(gradients, DEVICE)
+    with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(gradients))
+        waiting = {name.removeprefix("weights."): tensor for name, tensor in kept(engine).items()}
+        return {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}, waiting
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "single"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compressor", ["topk", "dense"])
+def test_edges(nodes: Pool, compressor: str, dtype: torch.dtype, schedule: str) -> None:
+    gradients = edges_of(dtype)
+    answers = nodes.run(exchange_edges, settings_of(compressor, schedule=schedule), gradients)
+    for edge, gradient in gradients.items():
+        for applied, _ in answers:
+            assert torch.equal(applied[edge], answers[0][0][edge]), edge
+            assert applied[edge].dtype == dtype
+            assert applied[edge].isfinite().all(), edge
+            assert not applied[edge][gradient == 0].any(), edge
+        mass = answers[0][0][edge].double() + whole([waiting for _, waiting in answers], edge, gradient)
+        rtol = max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(mass, gradient.double(), rtol=rtol, atol=1e-8, msg=edge)
+
+
+def train_mixed(rank: int, settings: dict[str, Any]) -> list[Tensors]:
+    """Train a model some of whose parameters are of 16 bits, so that one group has gradients of two types."""
+    torch.manual_seed(0)
+    model = Edges()
+    model.pair.data, model.prime.data = model.pair.data.bfloat16(), model.prime.data.bfloat16()
+    return train_steps(rank, model, settings)
+
+
+def train_steps(rank: int, model: Edges, settings: dict[str, Any], steps: int = 3) -> list[Tensors]:
+    """Train with SGD, and copy the gradients that were applied in each step."""
+    history = []
+    with sparse_ddp(model, **settings) as (ddp, engine):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(steps):
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+            history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
+            optimizer.step()
+    return history
+
+
+def test_gradients_of_two_types_in_one_group(nodes: Pool) -> None:
+    for history in (histories := nodes.run(train_mixed, settings_of("topk", schedule="single"))):
+        assert_same(history, histories[0])
+        assert history[0]["prime"].dtype is torch.bfloat16
+
+
+def train_clipped(rank: int, settings: dict[str, Any], clip_norm: float) -> list[Tensors]:
+    """Train with a limit to the norm of gradients."""
+    torch.manual_seed(0)
+    return train_steps(rank, Edges(), {**settings, "compressor": DGC(momentum=None, clip_norm=clip_norm)})
+
+
+@pytest.mark.parametrize("density", [1.0, 0.05])
+def test_the_mean_gradient_of_a_node_is_clipped_as_one(nodes: Pool, density: float) -> None:
+    settings = {**settings_of("dgc"), "density": density}
+    histories = nodes.run(train_clipped, settings, 1e-3)
+    for history in histories:
+        assert_same(history, histories[0])
+    applied = torch.stack([gradient.norm() for gradient in histories[0][0].values()]).norm()
+    assert (0.3e-3 if density == 1 else 0) < applied <= 1e-3
+
+
+def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], int]:
+    """Return the facts of a step, and how many bytes are kept."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+    with sparse_ddp(model, **settings) as (ddp, engine):
+        for _ in range(2):
+            backpropagate(ddp, engine, ddp(torch.randn(4, 512)).square().mean())
+        return engine.compression_stats(), sum(each.nbytes for each in engine.memory.state_dict()["residual"].values())
+
+
+@pytest.mark.parametrize("exchange", ["gather", "owners"])
+def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes: Pool, exchange: str) -> None:
+    two = {"compressor": "topk", "density": 0.05, "exchange": exchange, **NODE}
+    one = {**two, "node_ranks": 1}
+    (flat, flat_kept), (stats, kept_bytes) = nodes.run(count_bytes, one)[0], nodes.run(count_bytes, two)[0]
+    assert stats["link_bytes"] <= 1.1 / 2 * flat["wire_bytes"]
+    assert stats["link_bytes"] < stats["wire_bytes"]
+    assert stats["dense_bytes"] == flat["dense_bytes"]
+    assert kept_bytes == flat_kept / 2
+    assert "link_bytes" not in flat
+
+
+def sum_rows(rank: int, settings: dict[str, Any]) -> Tensor:
+    """Return the mean gradient, of a sparse layout, of an embedding of which each rank looks up another row."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"rows": torch.nn.Embedding(8, 2, sparse=True), "rest": torch.nn.Linear(2, 2)})
+    model.forward = lambda index: model["rest"](model["rows"](index)).sum()
+    with sparse_ddp(model, **settings) as (ddp, engine):
+        backpropagate(ddp, engine, ddp(torch.tensor([rank], device=DEVICE)))
+        gradient: Tensor = ddp.module["rows"].weight.grad.to_dense()
+        return gradient
+
+
+def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes: Pool) -> None:
+    for rows in (everywhere := nodes.run(sum_rows, settings_of("topk"))):
+        assert torch.equal(rows, everywhere[0])
+        assert rows.any(dim=1).tolist() == [True] * 4 + [False] * 4
+
+
+def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes: Pool) -> None:
+    settings = settings_of("topk", schedule="single")
+    assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))
+
+
+def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> list[Tensors]:
+    """Train with messages of so many elements."""
+    torch.manual_seed(0)
+    with mock.patch.object(node_module, "_MESSAGE_ELEMENTS", elements):
+        return train_steps(rank, Edges(), settings)
