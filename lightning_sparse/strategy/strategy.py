@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.settings import AUTO, Settings
@@ -38,6 +39,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
 from lightning_sparse.strategy.lightning_names import where_to_import
 from lightning_sparse.strategy.names import System, announce_systems
@@ -50,18 +52,9 @@ from lightning_sparse.strategy.optimizers import (
     takes_adam,
     warning_for,
 )
+from lightning_sparse.strategy.summary import summary
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
-
-_REFUSED_ARGUMENTS = {
-    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
-    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
-    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
-    "model_averaging_period": "it belongs to torch's post-localSGD hook; use DDPStrategy for that",
-    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "process_group": "gradients are exchanged between all processes of the Trainer",
-}
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -108,6 +101,7 @@ class SparseDDPStrategy(DDPStrategy):
     Raises:
         ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
             ``DDPStrategy`` that would be ignored.
+        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
 
     Example::
 
@@ -129,12 +123,10 @@ class SparseDDPStrategy(DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        for name, cure in _REFUSED_ARGUMENTS.items():
-            if ddp_kwargs.get(name) is not None:
-                raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
         self.settings = Settings(
             compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
         )
+        check_ddp_arguments(type(self), self.settings.compressor, ddp_kwargs)
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -219,11 +211,12 @@ class SparseDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert isinstance(self.model, DistributedDataParallel)
+        corrects = self._correct_adam(trainer)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         if dist.get_world_size(self.model.process_group) == 1 and not self._checkpointer.has_loaded_save:
-            self._say("one process, so there is nothing to exchange or compress.")
+            self._check_for_several()
             return
-        corrects = self._correct_adam(trainer)
+        self._say(f"{summary(self.settings)}.")
         self.engine = Engine(self.model, self.settings, self._timeout, self._say)
         self._is_at_border = self._has_failed = False
         warning = warning_of_meeting(self.model, dist.get_backend(self.model.process_group), os.environ)
@@ -246,6 +239,15 @@ class SparseDDPStrategy(DDPStrategy):
             for optimizer in filter(is_adaptive, self.optimizers):
                 if not (corrects and is_correctable(optimizer)):
                     rank_zero_warn(warning_for(optimizer))
+
+    def _check_for_several(self) -> None:
+        """Refuse on one process, where nothing is exchanged, what several would refuse."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        self.settings.compressor.begin(layout_of(self.model.module, 0, 1, self.root_device))
+        parameters = dict(self.lightning_module.named_parameters())
+        OptimizerView(parameters, self.optimizers, self.settings.feedback).close()
+        self._say(f"one process, so there is nothing to exchange or compress; on several {summary(self.settings)}.")
 
     def _correct_adam(self, trainer: Trainer) -> bool:
         """Decide whether Adam's updates are made before selection; return whether so."""
