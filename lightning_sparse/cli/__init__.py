@@ -1,5 +1,6 @@
 """The command line: Lightning's own, with this package's strategy names known to it, the planner, and SLURM."""
 
+import os
 import sys
 
 from pytorch_lightning.cli import ArgsType
@@ -23,9 +24,11 @@ def main(args: ArgsType = None) -> None:
         args: what to parse instead of the process's arguments.
     """
     words = sys.argv[1:] if args is None else args
+    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there
     if isinstance(words, list) and words and words[0] in _COMMANDS:
         _COMMANDS[words[0]](words[1:])
         return
     if not isinstance(words, list) or not _ASK_ONLY.intersection(words):
         check_step()
-    SparseCLI(args=args, parser_kwargs={"epilog": _EPILOG})
+    SparseCLI(args=args, parser_kwargs={"epilog": _EPILOG, "prog": "lightning-sparse"})

@@ -545,6 +545,10 @@ class SparseDDPStrategy(DDPStrategy):
                 strategy_registry.register(name, cls, description=system.description, **arguments)
 
         announce_systems(register)
+        # A class path alone, without arguments, reaches the Trainer as a word; Lightning asks for it in small letters.
+        strategy_registry.register(
+            "lightning_sparse.sparseddpstrategy", cls, description="the class, with its defaults"
+        )
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:
