@@ -1,16 +1,20 @@
 """Train PyTorch Lightning models over ordinary networks: send only the part of each gradient that matters most.
 
-Importing this package registers its strategy names with Lightning, so ``Trainer(strategy="sparse_topk")`` works.
-For a Trainer from ``lightning.pytorch`` see :mod:`lightning_sparse.lightning`.
+Importing this package registers its strategy names with Lightning, under whichever of its two names it is imported,
+before or after: ``Trainer(strategy="sparse_topk")`` works. ``SparseDDPStrategy`` is for the Lightning that was imported
+first; :mod:`lightning_sparse.lightning` holds those for ``lightning.pytorch`` whatever else was imported.
 """
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Optional
 
-from pytorch_lightning.strategies import StrategyRegistry
+from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
@@ -18,7 +22,9 @@ from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.strategy import SparseDDPStrategy
+
+if TYPE_CHECKING:
+    from lightning_sparse.strategy import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
 
@@ -29,6 +35,8 @@ _MOVED = {
     "prediction": "lightning_sparse.cli.plan",
     "rules": "lightning_sparse.callbacks",
 }
+# By the name under which a user knows Lightning, the module that registers our names with it.
+_DOORS = {"pytorch_lightning": "lightning_sparse.strategy", "lightning.pytorch": "lightning_sparse.lightning"}
 
 
 class _Moved(MetaPathFinder):
@@ -41,11 +49,43 @@ class _Moved(MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} has moved: import from {_MOVED[name]}", name=fullname)
 
 
-sys.meta_path.append(_Moved())
+class _Serving(MetaPathFinder):
+    """Register our names with a Lightning that is imported after this package, as soon as that is done."""
 
-SparseDDPStrategy.register_strategies(StrategyRegistry)
-if "lightning.pytorch" in sys.modules:  # whose user means that Trainer
-    import_module("lightning_sparse.lightning")
+    @override
+    def find_spec(
+        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        if fullname not in _DOORS:
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_serve(module: ModuleType) -> None:
+                load(module)
+                import_module(_DOORS[fullname])
+
+            spec.loader.exec_module = load_and_serve  # type: ignore[method-assign]
+        return spec
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SparseDDPStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = next((module for module in sys.modules if module in _DOORS), "pytorch_lightning")
+    return import_module(_DOORS[imported]).SparseDDPStrategy
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.meta_path.append(_Moved())
+sys.meta_path.insert(0, _Serving())
+for _lightning in _DOORS.keys() & sys.modules.keys():
+    import_module(_DOORS[_lightning])
 
 __all__ = [
     "AdamCorrection",

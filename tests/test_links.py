@@ -1,10 +1,11 @@
-"""A link of a network is cut while a job trains: for a second, which costs time and nothing else, or for good.
+"""Two hosts that are network namespaces, which need root: what the page on two machines says, and a link that is cut.
 
-Only in ``make faults``, as root: it makes network namespaces.
+A link is cut while a job trains: for a second, which costs time and nothing else, or for good. Only in ``make faults``.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,14 +14,17 @@ from typing import Any
 
 import pytest
 
-IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
+from network import ShapedNetwork, refusal  # noqa: E402
+
+REFUSAL = refusal()
 pytestmark = [
-    pytest.mark.skipif(not IS_LONG, reason="runs in `make faults`"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)),
     pytest.mark.timeout(600),
     pytest.mark.clock,
 ]
-ROOT = Path(__file__).parent.parent
+only_long = pytest.mark.skipif(not os.environ.get("LIGHTNING_SPARSE_FAULTS"), reason="runs in `make faults`")
 
 JOB = """
 import json, os, sys, time
@@ -56,9 +60,6 @@ os._exit(0)
 
 def run_job(folder: Path, cut_seconds: float) -> tuple[list[dict[str, Any]], float]:
     """Train on two hosts and cut a link once both train; return what each said last, and for how long it ran on."""
-    sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
-    from network import ShapedNetwork
-
     (folder / "job.py").write_text(JOB)
     with ShapedNetwork(hosts=2, rate="1gbit", delay="0", name="lsfaults") as network:
         shared = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
@@ -89,6 +90,7 @@ def run_job(folder: Path, cut_seconds: float) -> tuple[list[dict[str, Any]], flo
         return said, time.monotonic() - cut_at
 
 
+@only_long
 def test_a_link_that_is_gone_for_a_second_changes_no_number(tmp_path: Path) -> None:
     whole, _ = run_job(tmp_path, 0.0)
     cut, _ = run_job(tmp_path, 1.0)
@@ -96,9 +98,33 @@ def test_a_link_that_is_gone_for_a_second_changes_no_number(tmp_path: Path) -> N
     assert whole[0] == whole[1] == cut[0] == cut[1]
 
 
+@only_long
 def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path: Path) -> None:
     said, seconds = run_job(tmp_path, 60.0)
     assert seconds < 8 + 20
     for each in said:
         assert "waited in vain in" in each["error"]
         assert "start the job again from its last checkpoint" in each["error"]
+
+
+def test_the_page_on_two_machines_does_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "two-machines.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    commands = [code for language, code in blocks if language == "bash"]
+    (script,), (seen,) = ([code for language, code in blocks if language == wanted] for wanted in ("python", ""))
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with ShapedNetwork(hosts=2, rate="1gbit", delay="0", name="lspage") as network:
+        processes = []
+        for host, command in enumerate(commands):
+            (tmp_path / str(host)).mkdir()
+            (tmp_path / str(host) / "train.py").write_text(script)
+            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            words = ["bash", "-ec", command]
+            processes.append(network.start(host, words, environment, cwd=tmp_path / str(host), **piped))
+        first, second = (process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    positions = [first.find(line) for line in seen.splitlines()]
+    assert -1 not in positions, first
+    assert positions == sorted(positions)
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in second

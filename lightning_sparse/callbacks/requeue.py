@@ -1,6 +1,7 @@
 """Save, and go back into SLURM's queue, at the end of a step that all ranks have agreed on."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -149,6 +150,12 @@ class _Notes:
 def _requeue() -> bool:
     """Put this job back into the queue; SLURM ends its processes then."""
     job = os.environ["SLURM_JOB_ID"]
+    if shutil.which("scontrol") is None:
+        rank_zero_warn(
+            f"scontrol is not to be found here, such as in a container; job {job} trains on until its end. The script"
+            " of lightning-sparse submit --container-image puts it back from outside"
+        )
+        return False
     done = subprocess.run(  # noqa: S603  # SLURM's own, with a number
         ["scontrol", "requeue", job],  # noqa: S607
         capture_output=True,

@@ -1,35 +1,73 @@
-"""Lightning's command line, whose refusals end with the name that was probably meant."""
+"""Lightning's command line: its refusals are one sentence, and name what was probably meant."""
 
+import argparse
+import ast
 import difflib
 import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any, NoReturn, Optional
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from pytorch_lightning import Callback
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.strategies import StrategyRegistry
 from typing_extensions import override
 
 import lightning_sparse  # noqa: F401  # registers the strategy names
-from lightning_sparse.callbacks import RequeueAtStepEnd
+from lightning_sparse.callbacks import RequeueAtStepEnd, Rule
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
+from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
+from lightning_sparse.schedule import Schedule
+from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.strategy.names import systems
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")
 _UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '([^']+)' is not accepted")
 _UNKNOWN_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+# The innermost of several: no other class path stands between the class and its value.
+_WRONG_VALUE = re.compile(
+    r"class_path '(lightning_sparse[\w.]*)':\s+Parser key \"(\w+)\":(?:(?!class_path).)*?Given value: (\S.*?)$",
+    re.DOTALL | re.MULTILINE,
+)
+_SAID_OF_VALUE = re.compile(r"class_path 'lightning_sparse[\w.]*':\s+(\w+: \w+=.+)$", re.MULTILINE)
+_LISTED_CLASS = re.compile(r", (lightning_sparse(?:\.\w+)+)")
+_BUILT_FROM_YAML = (SparseDDPStrategy, Compressor, Schedule, Callback, Rule, AdamCorrection, ErrorFeedback, Owners)
+
+
+class PublicHelp(DefaultHelpFormatter):
+    """Lightning's help, with the strategy names of this package and without classes that are not for users."""
+
+    @override
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = _LISTED_CLASS.sub(
+            lambda listed: listed[0] if _is_public(listed[1]) else "", super()._expand_help(action)
+        )
+        if action.dest == "trainer.strategy":
+            text += f". Of lightning_sparse: {', '.join(system.name for system in systems())}"
+        return text
 
 
 class HintingParser(LightningArgumentParser):
-    """Lightning's parser; of a key, argument or class that it does not know it also says what comes near."""
+    """Lightning's parser; it shows no usage of hundreds of lines, and of what it refuses says what comes near."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": PublicHelp, **kwargs})
+
+    @override
+    def print_usage(self, file: Any = None) -> None:
+        print(f"usage: {self.prog.replace(' [options]', '')} [--config FILE] [--KEY VALUE ...]", file=file)
 
     @override
     def error(self, message: str, *cause: Any, **named_cause: Any) -> NoReturn:
-        super().error(message + near_names(message, self), *cause, **named_cause)
+        said = wrong_value(message) or message + near_names(message, self)
+        super().error(said, *cause, **named_cause)
 
 
 class SparseCLI(LightningCLI):
@@ -54,8 +92,82 @@ class SparseCLI(LightningCLI):
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         strategy = config.trainer.strategy
-        if isinstance(strategy, str) and strategy.startswith("sparse") and strategy not in StrategyRegistry:
-            parser.error(unknown_name("trainer.strategy", strategy, [system.name for system in systems()]))
+        if isinstance(strategy, str) and strategy != "auto" and strategy.lower() not in StrategyRegistry:
+            parser.error(unknown_strategy(strategy))
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        for kind in _BUILT_FROM_YAML:
+            self.parser.add_instantiator(self._built, kind, subclasses=True)
+
+    def _built(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Build an object; what a class of ours refuses is an error of the command line, without a traceback."""
+        try:
+            return kind(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if not kind.__module__.startswith("lightning_sparse."):
+                raise
+            self.parser.error(f"{kind.__name__}: {error}")
+
+
+def unknown_strategy(name: str) -> str:
+    """Compose the message for a strategy's name that nobody has registered.
+
+    Example::
+
+        >>> unknown_strategy("lags").partition(" (")[2]
+        "did you mean 'sparse_lags'?)"
+    """
+    ours = [system.name for system in systems()]
+    like_ours = f"sparse_{name.lower().replace('-', '_').removeprefix('sparse_')}"
+    if like_ours in ours:
+        return f"trainer.strategy={name!r} is unknown (did you mean {like_ours!r}?)"
+    others = [each for each in StrategyRegistry if not each.startswith("sparse_")]
+    message = unknown_name("trainer.strategy", name, [*ours, "lightning_sparse.SparseDDPStrategy", *others])
+    if not name.startswith("sparse_"):
+        return message
+    return (
+        f"{message}. If it is that of a compressor of your own, name the compressor by its class path instead:"
+        " trainer.strategy.class_path: lightning_sparse.SparseDDPStrategy, init_args.compressor: mymodule.MyCompressor"
+    )
+
+
+def wrong_value(message: str) -> Optional[str]:
+    """Return in one sentence what a parser says of a value that a class of this package does not take.
+
+    Args:
+        message: what the parser says; ``None`` is returned for anything else.
+    """
+    said = _SAID_OF_VALUE.findall(message)  # by the parser of a class inside another
+    if said:
+        return str(said[-1])
+    found = _WRONG_VALUE.findall(message)
+    if not found:
+        return None
+    path, key, text = found[-1]
+    module, _, name = path.rpartition(".")
+    kind = getattr(import_module(module), name)
+    parameter = inspect.signature(kind).parameters.get(key)
+    if parameter is None:
+        return None
+    try:
+        kind(**{key: _literal(text)})
+    except (TypeError, ValueError) as error:
+        if str(error).startswith(f"{key}="):
+            return f"{name}: {error}"
+    kinds = inspect.formatannotation(parameter.annotation).replace("typing.", "")
+    return f"{name}: {key}={text} must be {kinds}"
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _is_public(class_path: str) -> bool:
+    return class_path.replace(".lightning.", ".").count(".") <= 2
 
 
 def near_names(message: str, parser: ArgumentParser) -> str:

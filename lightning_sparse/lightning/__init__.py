@@ -1,16 +1,14 @@
 """The other front door: the same strategies and callbacks for ``lightning.pytorch``.
 
 Lightning is published under two names, ``pytorch_lightning`` and ``lightning.pytorch``: the same code, but each has
-classes and a table of strategies of its own, and a Trainer takes only those of its own name. ``lightning_sparse``
-serves the first; importing this package registers the strategy names with the second, too::
+classes and a table of strategies of its own, and a Trainer takes only those of its own name::
 
-    import lightning_sparse.lightning
-    from lightning.pytorch import Trainer
+    import lightning as L
     from lightning_sparse.lightning.callbacks import CompressionMonitor
 
-    Trainer(strategy="sparse_topk", callbacks=[CompressionMonitor()])
+    L.Trainer(strategy="sparse_topk", callbacks=[CompressionMonitor()])
 
-``lightning_sparse.lightning.callbacks`` and ``.strategy`` are the modules of the same names in
+``lightning_sparse.lightning.callbacks``, ``.strategy`` and ``.cli`` are the modules of the same names in
 ``lightning_sparse``; compressors, schedules and rules know no Lightning and serve both.
 
 Raises:
@@ -38,7 +36,5 @@ if TYPE_CHECKING:
     from lightning_sparse.strategy import SparseDDPStrategy
 else:
     SparseDDPStrategy = import_module("lightning_sparse.lightning.strategy").SparseDDPStrategy
-
-SparseDDPStrategy.register_strategies(import_module("lightning.pytorch.strategies").StrategyRegistry)
 
 __all__ = ["SparseDDPStrategy"]

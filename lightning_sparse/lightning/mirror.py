@@ -7,8 +7,9 @@ imported. File names and line numbers stay those of the source that is read.
 import re
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import find_spec, spec_from_file_location
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Optional
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 _ORIGINAL, _MIRRORED = "lightning_sparse", "lightning_sparse.lightning"
 # Only what knows Lightning; of everything else there is one.
-NOUNS = ("callbacks", "strategy")
+NOUNS = ("callbacks", "cli", "strategy")
 _PATTERN = "|".join(NOUNS)
 _RENAMED = (
     (re.compile(r"\bpytorch_lightning\b"), "lightning.pytorch"),
@@ -34,7 +35,10 @@ class Mirror(MetaPathFinder):
     ) -> Optional[ModuleSpec]:
         if re.match(rf"{re.escape(_MIRRORED)}\.({_PATTERN})(\.|$)", fullname) is None:
             return None
-        original = find_spec(_ORIGINAL + fullname.removeprefix(_MIRRORED))
+        # importlib.util.find_spec would import the package that the original is in, and with it the other Lightning.
+        *folders, name = fullname.removeprefix(f"{_MIRRORED}.").split(".")
+        place = Path(__file__).parents[1].joinpath(*folders)
+        original = PathFinder.find_spec(".".join([_ORIGINAL, *folders, name]), [str(place)])
         if original is None or original.origin is None:
             return None
         spec = spec_from_file_location(fullname, original.origin, loader=RenamingLoader(fullname, original.origin))

@@ -120,7 +120,13 @@ class NamedTable(Generic[Item]):
         if name in self._former:
             present = self._former[name]
             raise ValueError(f"{self._noun}={name!r} is called {present!r} now: use {self._noun}={present!r}")
-        raise ValueError(unknown_name(self._noun, name, self.names()))
+        message = unknown_name(self._noun, name, self.names())
+        if self._group is not None:
+            message += (
+                f". A {self._noun} of your own has a name once its module has been imported; by its class path, such as"
+                f" mymodule.My{self._noun.capitalize()}, a yaml file finds it without"
+            )
+        raise ValueError(message)
 
 
 def _description(row: Callable[[], Any]) -> str:

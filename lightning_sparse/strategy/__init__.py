@@ -7,6 +7,10 @@
 (:mod:`~lightning_sparse.strategy.backend_choice`) and the checkpoints (:mod:`~lightning_sparse.strategy.checkpoints`).
 """
 
+from pytorch_lightning.strategies import StrategyRegistry
+
 from lightning_sparse.strategy.strategy import SparseDDPStrategy
+
+SparseDDPStrategy.register_strategies(StrategyRegistry)
 
 __all__ = ["SparseDDPStrategy"]

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_apart, gather_together
 from lightning_sparse.engine.rounds import Rounds
@@ -39,6 +40,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning_names import where_to_import
@@ -52,18 +54,9 @@ from lightning_sparse.strategy.optimizers import (
     takes_adam,
     warning_for,
 )
+from lightning_sparse.strategy.summary import summary
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
-
-_REFUSED_ARGUMENTS = {
-    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
-    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
-    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
-    "model_averaging_period": "it belongs to torch's post-localSGD hook; use DDPStrategy for that",
-    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "process_group": "gradients are exchanged between all processes of the Trainer",
-}
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -129,6 +122,7 @@ class SparseDDPStrategy(DDPStrategy):
     Raises:
         ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
             ``DDPStrategy`` that would be ignored.
+        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
 
     Example::
 
@@ -158,9 +152,6 @@ class SparseDDPStrategy(DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        for name, cure in _REFUSED_ARGUMENTS.items():
-            if ddp_kwargs.get(name) is not None:
-                raise ValueError(f"{name}={ddp_kwargs[name]!r} cannot be given to {type(self).__name__}: {cure}")
         rounds = LocalSteps(
             local_steps, outer_lr, outer_momentum, nesterov, residual_decay, overlap_steps, fragments
         ).checked()
@@ -181,6 +172,7 @@ class SparseDDPStrategy(DDPStrategy):
             None if rounds == LocalSteps() else rounds,
             levels,
         )
+        check_ddp_arguments(type(self), self.settings.compressor, ddp_kwargs)
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -269,12 +261,13 @@ class SparseDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert isinstance(self.model, DistributedDataParallel)
+        corrects = self._correct_adam(trainer)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
         if dist.get_world_size(self.model.process_group) == 1 and not self._checkpointer.has_loaded_save:
-            self._say("one process, so there is nothing to exchange or compress.")
+            self._check_for_several()
             return
-        corrects = self._correct_adam(trainer)
         self._checkpointer.node_ranks = self._ranks_of_node()
+        self._say(f"{summary(self.settings)}.")
         self.engine = Engine(self.model, self.settings, self._timeout, self._say, self._checkpointer.node_ranks)
         self._is_at_border = self._has_failed = False
         warning = warning_of_meeting(self.model, dist.get_backend(self.model.process_group), os.environ)
@@ -309,6 +302,15 @@ class SparseDDPStrategy(DDPStrategy):
                 " before they exchange with other nodes."
             )
         return count
+
+    def _check_for_several(self) -> None:
+        """Refuse on one process, where nothing is exchanged, what several would refuse."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        self.settings.compressor.begin(layout_of(self.model.module, 0, 1, self.root_device))
+        parameters = dict(self.lightning_module.named_parameters())
+        OptimizerView(parameters, self.optimizers, self.settings.feedback).close()
+        self._say(f"one process, so there is nothing to exchange or compress; on several {summary(self.settings)}.")
 
     def _correct_adam(self, trainer: Trainer) -> bool:
         """Decide whether Adam's updates are made before selection; return whether so."""
@@ -649,6 +651,10 @@ class SparseDDPStrategy(DDPStrategy):
                 strategy_registry.register(name, cls, description=system.description, **arguments)
 
         announce_systems(register)
+        # A class path alone, without arguments, reaches the Trainer as a word; Lightning asks for it in small letters.
+        strategy_registry.register(
+            "lightning_sparse.sparseddpstrategy", cls, description="the class, with its defaults"
+        )
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:

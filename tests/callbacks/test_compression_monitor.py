@@ -402,7 +402,7 @@ def test_what_cannot_be_shown_is_said(
 
 def test_pictures_without_matplotlib_are_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"CompressionMonitor need matplotlib.*lightning-sparse\[examples\]"):
+    with pytest.raises(ValueError, match=r"CompressionMonitor need matplotlib.*lightning-sparse\[plot\]"):
         CompressionMonitor(pictures=True)
     CompressionMonitor()
 

@@ -203,7 +203,7 @@ def test_bad_steps_are_refused(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"OverlapTimeline need matplotlib.*lightning-sparse\[examples\].*pictures=Fa"):
+    with pytest.raises(ValueError, match=r"OverlapTimeline need matplotlib.*lightning-sparse\[plot\].*pictures=Fa"):
         OverlapTimeline(steps=[1])
     OverlapTimeline(steps=[1], pictures=False)
 

@@ -1,11 +1,18 @@
 """The command line."""
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pytorch_lightning import Trainer
 
+import lightning_sparse
+from lightning_sparse import SparseDDPStrategy, callbacks
 from lightning_sparse.cli import main
+from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.commands import MODEL, begin, run
 
@@ -102,6 +109,10 @@ def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -
         (["--model=tests.helpers.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
         (["--trainer.strategy=sparse_lag"], "trainer.strategy='sparse_lag' is unknown"),
         (["--trainer.strategy=sparse_lag"], "(did you mean 'sparse_lags'?)"),
+        (["--trainer.strategy=lags"], "trainer.strategy='lags' is unknown (did you mean 'sparse_lags'?)"),
+        (["--trainer.strategy=sparse-lags"], "trainer.strategy='sparse-lags' is unknown (did you mean 'sparse_lags'?)"),
+        (["--trainer.strategy=dpp"], "(did you mean 'ddp'?)"),
+        (["--trainer.strategy=sparse_blockmax"], "init_args.compressor: mymodule.MyCompressor"),
         (["--nothing_like_it=3"], "unrecognized arguments: --nothing_like_it=3"),
     ],
 )
@@ -123,3 +134,85 @@ def test_an_unknown_name_is_refused_with_one_that_is_near(
         main(["fit", MODEL, *(word.format(folder=tmp_path) for word in arguments)])
     assert stop.value.code == 2
     assert near in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "density: 1.5",
+            "SparseDDPStrategy: density=1.5 must be a fraction of elements with 0 < density <= 1; 0.01 sends",
+        ),
+        (
+            "density: 1%",
+            "SparseDDPStrategy: density=1% must be a fraction of elements with 0 < density <= 1; 0.01 sends",
+        ),
+        ("compressor: blockmax", "such as mymodule.MyCompressor, a yaml file finds it without"),
+        ("warmup_epochs: few", "SparseDDPStrategy: warmup_epochs='few' must be a whole number of epochs"),
+        (
+            "compressor: {class_path: lightning_sparse.compressors.LAGS, init_args: {densities: {a: 3.0}}}",
+            "LAGS: densities['a']=3.0 must be a fraction of elements",
+        ),
+        (
+            "compressor: {class_path: lightning_sparse.compressors.LAGS, init_args: {densities: 3}}",
+            "LAGS: densities=3 must be Optional[",
+        ),
+    ],
+    ids=["number", "percent", "name of one's own", "words", "inside", "type inside"],
+)
+def test_a_value_that_is_refused_is_one_sentence(
+    arguments: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
+    config = tmp_path / "fit.yaml"
+    config.write_text(
+        f"seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n"
+        f"    init_args:\n      {arguments}\n"
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", MODEL, f"--config={config}"])
+    assert stop.value.code == 2
+    usage, tip, error = capsys.readouterr().err.splitlines()[-3:]
+    assert usage.startswith("usage: lightning-sparse")
+    assert tip.startswith("tip: For details")
+    assert error.startswith("error: ")
+    assert sentence in error
+
+
+def test_the_help_of_fit_lists_the_names_and_no_class_that_is_not_for_users(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = "".join(answer(monkeypatch, capsys, "fit", "--help").split())
+    assert f"Oflightning_sparse:{','.join(system.name for system in systems())}" in printed
+    public = {"SparseDDPStrategy", *callbacks.__all__}
+    assert {path.rpartition(".")[2] for path in re.findall(r"lightning_sparse\.[\w.]+", printed)} <= public
+
+
+def test_a_class_path_alone_is_a_strategy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = "lightning_sparse.SparseDDPStrategy"
+    assert isinstance(Trainer(strategy=strategy, accelerator="cpu", logger=False).strategy, SparseDDPStrategy)
+    assert f"strategy: {strategy}" in answer(
+        monkeypatch, capsys, "fit", MODEL, f"--trainer.strategy={strategy}", "--print_config"
+    )
+
+
+def test_the_command_finds_a_model_in_the_folder_where_it_is_run(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(
+        "from pytorch_lightning.demos.boring_classes import BoringModel\nclass Model(BoringModel): ...\n"
+    )
+    # As pip writes it for the console script: Python puts the script's folder on its path, and not the current one.
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "lightning-sparse"
+    script.write_text("from lightning_sparse.cli import main\nmain()\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "fit", "--model=beside.Model", "--print_config"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(lightning_sparse.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "beside.Model" in done.stdout

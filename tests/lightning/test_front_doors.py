@@ -1,5 +1,6 @@
 """Lightning's other name: the package ``lightning``, made here as Lightning makes it, from ``pytorch_lightning``."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytorch_lightning
 
 from lightning_sparse import SparseDDPStrategy
 from tests.helpers.packages import install
+from tests.helpers.stubs import stubs
 
 FIT = """
 import lightning.pytorch
@@ -35,7 +37,8 @@ if __name__ == "__main__":
     strategy = trainer.strategy
     assert isinstance(strategy, lightning.pytorch.strategies.DDPStrategy)
     assert isinstance(strategy, lightning_sparse.lightning.SparseDDPStrategy)
-    assert not isinstance(strategy, lightning_sparse.SparseDDPStrategy)
+    assert not isinstance(strategy, lightning_sparse.strategy.SparseDDPStrategy)
+    assert lightning_sparse.SparseDDPStrategy is type(strategy)  # that of the Lightning which came first
     assert ForTheOther is not CompressionMonitor
     stats = strategy.compression_stats()
     assert 0 < stats["density"] < 0.2, stats
@@ -46,13 +49,13 @@ if __name__ == "__main__":
 
 MIXED = """
 import lightning.pytorch as other
-import lightning_sparse
+import lightning_sparse.strategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 other.Trainer(strategy="sparse_lags", accelerator="cpu", devices=1, logger=False)  # known, because it came first
 try:
-    other.Trainer(strategy=lightning_sparse.SparseDDPStrategy(), accelerator="cpu")
+    other.Trainer(strategy=lightning_sparse.strategy.SparseDDPStrategy(), accelerator="cpu")
 except ValueError as error:
     print(error)
 try:
@@ -64,7 +67,7 @@ except TypeError as error:
 
 NAMED = """
 import sys
-import lightning_sparse
+import lightning_sparse.strategy
 from lightning_sparse.compressors import TopK
 
 class Mine(TopK):
@@ -81,7 +84,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 if __name__ == "__main__":
     quiet = dict(accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2, limit_val_batches=0, logger=False,
                  enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-    strategies = {first: lightning_sparse.SparseDDPStrategy, other: lightning_sparse.lightning.SparseDDPStrategy}
+    from lightning_sparse import lightning, strategy
+    strategies = {first: strategy.SparseDDPStrategy, other: lightning.SparseDDPStrategy}
     for name in ("sparse_before", "sparse_after", "sparse_installed"):
         for suffix in ("", "_spawn", "_fork", "_find_unused_parameters_true"):
             for door, strategy in strategies.items():
@@ -99,6 +103,53 @@ if __name__ == "__main__":
     assert not weight.equal(model.layer.weight)
 """
 
+ORDERS = {
+    "before": "import {name}\nimport lightning_sparse\n",
+    "after": "import lightning_sparse\nimport {name}\n",
+}
+SERVED = """
+import sys
+from {name} import Trainer
+quiet = dict(accelerator="cpu", devices=1, logger=False)
+for strategy in ("sparse_lags", "lightning_sparse.SparseDDPStrategy", lightning_sparse.SparseDDPStrategy(density=0.1)):
+    assert isinstance(Trainer(strategy=strategy, **quiet).strategy, lightning_sparse.SparseDDPStrategy)
+assert {other!r} not in sys.modules
+"""
+OWN_SCRIPT = """
+import lightning_sparse
+from lightning.pytorch.cli import LightningCLI
+
+if __name__ == "__main__":
+    cli = LightningCLI()
+    print("density", cli.trainer.strategy.compression_stats()["density"])
+"""
+CONFIG = """
+model: model.Model
+trainer:
+  strategy:
+    class_path: lightning_sparse.SparseDDPStrategy
+    init_args: {density: 0.1}
+  accelerator: cpu
+  devices: 2
+  fast_dev_run: 2
+"""
+COMMAND = "from lightning_sparse.cli import main\nif __name__ == '__main__':\n    main()\n"
+TYPED = """
+from {name} import Trainer
+
+from {door} import SparseDDPStrategy
+from {door}.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
+
+trainer = Trainer(
+    strategy=SparseDDPStrategy(compressor="topk", density=0.01),
+    callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
+)
+sent: float = SparseDDPStrategy().compression_stats()["density"]
+wrong: int = SparseDDPStrategy().compression_stats()
+CompressionMonitor(progress_bar="yes")
+"""
+each_name = pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
+
 
 @pytest.fixture(scope="module")
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -114,13 +165,13 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(unified: Path, script: str) -> subprocess.CompletedProcess[str]:
+def run(unified: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script that finds the package."""
     path = unified / "script.py"
     path.write_text(script)
     paths = [str(unified), str(Path(__file__).parents[2])]
     return subprocess.run(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -142,6 +193,64 @@ def test_compressors_have_their_strategies_behind_both_doors(unified: Path) -> N
     install(unified, "installed_package", {"installed": "installed_package:Theirs"}, code)
     done = run(unified, NAMED)
     assert done.returncode == 0, done.stderr
+
+
+@each_name
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_importing_the_package_serves_whichever_lightning_is_imported(unified: Path, name: str, order: str) -> None:
+    other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[name]
+    done = run(unified, (order + SERVED).format(name=name, other=other))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def with_model(unified: Path) -> Path:
+    """Return a folder that also holds a model of ``lightning.pytorch``, as tests/cli uses those of the other name."""
+    (unified / "model.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n\n\nclass Model(BoringModel): ...\n"
+    )
+    return unified
+
+
+@pytest.mark.parametrize("script", [OWN_SCRIPT, COMMAND], ids=["own", "ours"])
+def test_the_class_path_and_the_command_serve_the_other_name_too(with_model: Path, script: str) -> None:
+    (with_model / "fit.yaml").write_text(CONFIG)
+    done = run(with_model, script, "fit", "--config=fit.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "SparseDDPStrategy: TopK sends 0.1 of each gradient" in done.stderr
+
+
+def test_plan_takes_models_of_the_other_name_too(with_model: Path) -> None:
+    network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")
+    done = run(with_model, COMMAND, "plan", "--model=model.Model", *network)
+    assert done.returncode == 0, done.stderr
+    assert "Nothing pays" in done.stdout
+
+
+def test_stubs_are_those_of_the_present_source() -> None:
+    for path, text in stubs().items():
+        assert path.read_text() == text, f"{path} is out of date: python -m tests.helpers.stubs"
+
+
+def test_types_check_behind_both_doors(unified: Path) -> None:
+    pytest.importorskip("mypy")
+    doors = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
+    scripts = []
+    for name, door in doors.items():
+        scripts.append(f"typed_{name.partition('.')[0]}.py")
+        (unified / scripts[-1]).write_text(TYPED.format(name=name, door=door))
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", *scripts],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=unified,
+        env={**os.environ, "MYPYPATH": f"{Path(__file__).parents[2]}:{unified}"},
+    )
+    said = [line.rpartition("[")[2] for line in checked.stdout.splitlines()]
+    assert said == ["assignment]", "arg-type]", "assignment]", "arg-type]", said[-1]], checked.stdout
+    assert "Found 4 errors in 2 files" in checked.stdout
 
 
 def test_mixing_the_names_says_what_to_import(unified: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import lightning_sparse.engine.collectives
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors import LAGS, TopK
 from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.settings import Settings
@@ -37,7 +37,7 @@ from tests.compatibility.modules import ByHand
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
-from tests.helpers.trainers import Small, accelerator, make_trainer, run_fit, weights
+from tests.helpers.trainers import Small, WithAdam, accelerator, make_trainer, run_fit, weights
 
 
 def fit(rank: int, strategy: Any, module: Any = Small, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -233,6 +233,19 @@ REFUSALS = {
     "hook wrapper": ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper=.*wire='float16'"),
     "averaging": ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 .*post-localSGD"),
     "bucket": ({"bucket_cap_mb": 25}, ValueError, r"bucket_cap_mb=25 .*schedule=FixedSize\(min_elements"),
+    "devices": ({"device_ids": [0]}, ValueError, r"device_ids=\[0\] .*Trainer\(devices=...\)"),
+    "near name": (
+        {"densty": 0.1},
+        TypeError,
+        r"densty=0.1 is no argument of SparseDDPStrategy: did you mean density\?",
+    ),
+    "near name of DDP": ({"find_unused": True}, TypeError, r"did you mean find_unused_parameters\?"),
+    "ratio": ({"ratio": 0.01}, TypeError, r"ratio=0.01 is no argument .*did you mean density, the fraction"),
+    "sparsity": ({"sparsity": 0.99}, TypeError, r"sparsity=0.99 .*did you mean density, which is 1 - sparsity"),
+    "warm-up in steps": ({"warmup_steps": 9}, TypeError, r"warmup_epochs, which counts epochs.*AdaptiveDensity"),
+    "learning rate": ({"lr": 0.1}, TypeError, r"lr=0.1 .*is the optimizer's: give it in configure_optimizers"),
+    "compressor's": ({"compressor": "lags", "densities": {}}, TypeError, r"give compressor=LAGS\(densities=...\)"),
+    "nothing near": ({"xyz": 1}, TypeError, r"leave it out. It takes .*density.* and the arguments of DDPStrategy and"),
 }
 
 
@@ -377,15 +390,89 @@ def test_one_process_trains_and_says_that_nothing_is_compressed(
     assert "one process, so there is nothing to exchange or compress" in message
 
 
-def messages_of_a_fit(rank: int) -> list[str]:
-    """Return what a fit logs about compression."""
+def refusal_of(rank: int, settings: dict[str, Any], module: Any) -> str:
+    """Fit what several processes refuse; return the message."""
+    try:
+        fit_with(rank, settings, module)
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "message"),
+    [
+        ({"compressor": LAGS(densities={"netwrok.0.weight": 1.0})}, Small, "did you mean 'network.0.weight'?"),
+        ({"compressor": "dgc", "optimizer_correction": None}, WithAdam, "Adam works on the gradients themselves"),
+        ({"optimizer_correction": AdamCorrection()}, Small, "but SGD cannot be corrected"),
+    ],
+    ids=["name of a parameter", "momentum of Adam", "correction of SGD"],
+)
+def test_one_process_refuses_what_several_refuse(
+    forked: dict[int, Pool], settings: dict[str, Any], module: Any, message: str
+) -> None:
+    (alone,), (one, other) = (forked[ranks].run(refusal_of, settings, module) for ranks in (1, 2))
+    assert message in alone
+    assert alone == one == other
+
+
+def messages_of_a_fit(
+    rank: int, strategy: Any = "sparse_topk", module: Any = Small, about: str = "compress"
+) -> list[str]:
+    """Return what a fit logs about something."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning").addHandler(handler)
     logging.getLogger("lightning_sparse").addHandler(handler)
-    fit(rank, "sparse_topk")
-    return [message for message in records if "compress" in message]
+    fit(rank, strategy, module)
+    return [message for message in records if about in message]
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "said"),
+    [
+        (
+            {"compressor": "lags"},
+            Small,
+            "LAGS sends 0.01 of each gradient; warm-up: none; schedule: merged; "
+            "exchange: auto; wire: float32; correction: none.",
+        ),
+        (
+            {
+                "density": 0.001,
+                "warmup_epochs": 4,
+                "schedule": FixedSize(100),
+                "wire": "bfloat16",
+                "exchange": "gather",
+            },
+            Small,
+            "TopK sends 0.001 of each gradient; warm-up: over 4 epochs, from 0.25; schedule: FixedSize(100); "
+            "exchange: gather; wire: bfloat16; correction: none.",
+        ),
+        ({"compressor": "dgc"}, Small, "correction: momentum before selection (the optimizer's)."),
+        (
+            {},
+            WithAdam,
+            "warm-up: 10 steps whole, ",
+        ),
+        ({"compressor": "dense"}, Small, "Dense sends each gradient whole; warm-up: none; schedule: merged; wire:"),
+        ({"compressor": "qsgd"}, Small, "QSGD sends each gradient in a code of its own; warm-up: none;"),
+    ],
+    ids=["lags", "chosen", "dgc", "adam", "dense", "qsgd"],
+)
+def test_the_start_of_a_fit_says_what_is_sent(
+    forked: dict[int, Pool], settings: dict[str, Any], module: Any, said: str
+) -> None:
+    for ranks in (1, 2):
+        first, *_ = forked[ranks].run(messages_with, settings, module)
+        (message,) = first
+        assert said in message
+
+
+def messages_with(rank: int, settings: dict[str, Any], module: Any) -> list[str]:
+    """Return what a fit with these settings says of what is sent."""
+    return messages_of_a_fit(rank, SparseDDPStrategy(**settings), module, " sends ")
 
 
 class Faulty(TopK):

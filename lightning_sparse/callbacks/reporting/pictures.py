@@ -37,7 +37,7 @@ def figure_class(callback: object) -> Any:
     except ImportError as error:
         raise ValueError(
             f"the pictures of {type(callback).__name__} need matplotlib, which is not installed: pip install"
-            " 'lightning-sparse[examples]', or give pictures=False"
+            " 'lightning-sparse[plot]', or give pictures=False"
         ) from error
     return Figure
 

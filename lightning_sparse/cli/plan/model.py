@@ -10,9 +10,10 @@ from typing import Any, Optional
 import torch
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning import Trainer
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.cli import LightningArgumentParser
 from typing_extensions import override
 
+from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.profiler import BackwardProfiler
 
@@ -33,7 +34,7 @@ _EXPECTED_WARNINGS = (
 )
 
 
-class _ModelCLI(LightningCLI):
+class _ModelCLI(SparseCLI):
     """Lightning's own parser of models and data, with a Trainer that stops when the profiler says so."""
 
     @override

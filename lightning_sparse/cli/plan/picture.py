@@ -23,7 +23,7 @@ def figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "a picture needs matplotlib, which is not installed: pip install 'lightning-sparse[examples]', or leave"
+            "a picture needs matplotlib, which is not installed: pip install 'lightning-sparse[plot]', or leave"
             " --picture out"
         ) from error
     return Figure

@@ -1,12 +1,14 @@
 """The command ``lightning-sparse submit``: its options and its output."""
 
 import argparse
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sparse.cli.submit.job import Job
+from lightning_sparse.cli.submit.nodes import with_share_of_a_node
 from lightning_sparse.cli.submit.script import job_script
 from lightning_sparse.cli.submit.training import fit_training
 
@@ -21,6 +23,10 @@ devices and accelerator need not be among them; where they are, they must agree.
 
   lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 --config fit.yaml --dry-run
   lightning-sparse submit --nodes 4 --tasks-per-node 1 --cpus-per-task 8 --time 1-0 --interface ib0 --config fit.yaml"""
+
+
+# conda is a function of the shell, which a job's has not defined.
+_CONDA = 'source "$(conda info --base)/etc/profile.d/conda.sh"'
 
 
 def submit(args: Sequence[str]) -> None:
@@ -55,16 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_argument("--tasks-per-node", type=int, help="processes on each node, to train on its processors")
     add("--time", required=True, help="limit: minutes, hours:minutes:seconds, days-hours, as for sbatch")
     add("--job-name", default="train", help="also the name of script and log (default train)")
-    add("--cpus-per-task", type=int, help="processors of each process; what the cluster gives if left out")
+    add("--cpus-per-task", type=int, help="processors of each process; its share of a node, by sinfo, if left out")
+    add("--partition", help="partition that the job waits in")
+    add("--account", help="account that pays")
+    add("--qos", help="quality of service")
+    add("--container-image", help="run in it: torch.sif or docker://... by Apptainer, others by Pyxis")
+    add("--module", action="append", default=[], metavar="NAME", help="load it before training, such as cuda/12.4")
+    add("--conda", metavar="NAME", help="activate this environment before training, and take its python")
     add("--interface", help="network interface for gradients, such as ib0; found by gloo and NCCL if left out")
     add("--signal-seconds", type=int, default=120, help="kept before the limit to save a checkpoint (default 120)")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more, such as --sbatch=--partition=gpu")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more, such as --sbatch=--constraint=a100")
     add(
         "--setup",
         action="append",
         default=[],
         metavar="COMMAND",
-        help="run before training, such as 'module load cuda'",
+        help="run before training, such as 'export NCCL_DEBUG=INFO'",
     )
     add("--directory", type=Path, default=Path("jobs"), help="for scripts, logs and checkpoints (default jobs)")
     add("--dry-run", action="store_true", help="check everything and print the script, but submit nothing")
@@ -72,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
-    job = _job(options)
+    job = with_share_of_a_node(_job(options))
     script = job_script(job, fit_training(fit_args, job))
     if options.dry_run:
         print(script, end="")
@@ -98,6 +110,9 @@ def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
 
 def _job(options: argparse.Namespace) -> Job:
     on_gpus = options.gpus_per_node is not None
+    asked = {name: getattr(options, name) for name in ("partition", "account", "qos")}
+    conda = [] if options.conda is None else [_CONDA, f"conda activate {shlex.quote(options.conda)}"]
+    modules = [f"module load {shlex.quote(module)}" for module in options.module]
     return Job(
         nodes=options.nodes,
         tasks_per_node=options.gpus_per_node if on_gpus else options.tasks_per_node,
@@ -109,6 +124,9 @@ def _job(options: argparse.Namespace) -> Job:
         signal_seconds=options.signal_seconds,
         interface=options.interface,
         cpus_per_task=options.cpus_per_task,
+        queue={name: value for name, value in asked.items() if value is not None},
+        container_image=options.container_image,
         options=tuple(options.sbatch),
-        setup=tuple(options.setup),
+        setup=(*modules, *conda, *options.setup),
+        has_own_python=bool(conda),
     ).checked()

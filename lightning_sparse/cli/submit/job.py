@@ -1,7 +1,9 @@
 """The job that is asked of SLURM."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Optional
 
 from lightning_sparse.cli.submit.step import checked_name
@@ -43,8 +45,11 @@ class Job(NamedTuple):
         signal_seconds: time before the limit at which Lightning saves and puts the job back into the queue.
         interface: network interface of gloo and NCCL; ``None`` leaves the choice to them.
         cpus_per_task: processors of each process; ``None`` for what the cluster gives.
-        options: further options of sbatch, such as ``--partition=gpu``.
+        queue: options of sbatch that say where the job waits and who pays: ``partition``, ``account``, ``qos``.
+        container_image: image in which each process runs; ``None`` for the nodes' own files.
+        options: further options of sbatch, such as ``--constraint=a100``.
         setup: commands that precede training, such as ``module load cuda``.
+        has_own_python: whether they bring the interpreter; otherwise it is the one that submits.
     """
 
     nodes: int
@@ -57,8 +62,25 @@ class Job(NamedTuple):
     signal_seconds: int = 120
     interface: Optional[str] = None
     cpus_per_task: Optional[int] = None
+    queue: Mapping[str, str] = MappingProxyType({})
+    container_image: Optional[str] = None
     options: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
+    has_own_python: bool = False
+
+    @property
+    def uses_apptainer(self) -> bool:
+        """Whether the image is for Apptainer, which takes files ``.sif`` and addresses; others are for Pyxis.
+
+        Example::
+
+            >>> [Job(1, 1, True, "1", "train", Path(), Path(), container_image=image).uses_apptainer
+            ...  for image in ("torch.sif", "docker://pytorch/pytorch", "nvcr.io#nvidia/pytorch:25.01-py3")]
+            [True, True, False]
+        """
+        return self.container_image is not None and (
+            self.container_image.endswith(".sif") or "://" in self.container_image
+        )
 
     @property
     def devices_option(self) -> str:
@@ -117,13 +139,15 @@ def parse_time(time: str) -> int:
 
 def _check_lines(job: Job) -> None:
     for option in job.options:
-        if not option.startswith("-") or "\n" in option:
-            raise ValueError(f"--sbatch {option!r} must be one option of sbatch, such as --sbatch=--partition=gpu")
-        if option.startswith(("--nodes", "-N", "--ntasks", "-n", "--gpus", "--gres", "--time", "-t", "--signal")):
-            raise ValueError(
-                f"--sbatch={option} is for this command to write, since it must agree with the training: use --nodes,"
-                " --gpus-per-node, --tasks-per-node, --time, --signal-seconds"
-            )
+        _check_option(option)
+    for name, value in job.queue.items():
+        if not re.fullmatch(r"[\w.,@+-]+", value):
+            raise ValueError(f"--{name} {value!r} must be a name that the cluster knows as {name}")
+    if job.container_image is not None and not re.fullmatch(r"[\w./:@#+-]+", job.container_image):
+        raise ValueError(
+            f"--container-image {job.container_image!r} must be an image: a file such as torch.sif (Apptainer) or"
+            " torch.sqsh (Pyxis), docker://... (Apptainer), or registry#image:tag (Pyxis)"
+        )
     for source, path in (("the working directory", job.start), ("--directory", job.directory)):
         if not str(path).isprintable():
             # A line of the script ends there, and a shell would run the rest.
@@ -146,3 +170,20 @@ def is_for_gloo(interface: str) -> bool:
         (True, False)
     """
     return not set("^=:") & set(interface)
+
+
+def _check_option(option: str) -> None:
+    if not option.startswith("-") or "\n" in option:
+        raise ValueError(f"--sbatch {option!r} must be one option of sbatch, such as --sbatch=--partition=gpu")
+    if option.startswith(("--array", "-a")):
+        raise ValueError(
+            f"--sbatch={option} cannot be used: tasks of an array would share what Lightning calls a job, its"
+            " checkpoints and its port. Submit each training as a job of its own, such as in a loop of the shell"
+        )
+    if option.startswith(("--cpus-per-task", "-c")):
+        raise ValueError(f"--sbatch={option} is for this command to write: use --cpus-per-task")
+    if option.startswith(("--nodes", "-N", "--ntasks", "-n", "--gpus", "--gres", "--time", "-t", "--signal")):
+        raise ValueError(
+            f"--sbatch={option} is for this command to write, since it must agree with the training: use --nodes,"
+            " --gpus-per-node, --tasks-per-node, --time, --signal-seconds"
+        )

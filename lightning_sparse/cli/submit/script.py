@@ -13,7 +13,9 @@ def job_script(job: Job, training: Training) -> str:
         parts.append("\n".join(job.setup))
     if training.has_checkpoint:
         parts.append(_RESUME)
-    parts.append(_command(training))
+    if job.container_image is not None:
+        parts.append(_REQUEUE)
+    parts.append(_command(job, training))
     return "\n\n".join(parts) + "\n"
 
 
@@ -25,6 +27,16 @@ if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
 fi"""
 
 
+_REQUEUE = """\
+# Within the image there is no scontrol: when a checkpoint is there that is newer than this run, it is put back here.
+began=$(mktemp)
+(
+    until [ -n "$(find "$root" -name "hpc_ckpt_*.ckpt" -newer "$began" 2> /dev/null)" ]; do sleep 2; done
+    scontrol requeue "$SLURM_JOB_ID"
+) &
+trap 'kill $! 2> /dev/null || true; rm -f "$began"' EXIT"""
+
+
 def _header(job: Job) -> str:
     lines = [
         "#!/bin/bash",
@@ -33,6 +45,7 @@ def _header(job: Job) -> str:
         f"#SBATCH --chdir={shlex.quote(str(job.start))}",
         f"#SBATCH --output={shlex.quote(str(job.directory))}/%x-%j.log",
         f"#SBATCH --time={job.time}",
+        *(f"#SBATCH --{option}={value}" for option, value in job.queue.items()),
         f"#SBATCH --nodes={job.nodes}",
         "# One task for each device; Lightning refuses --ntasks without it.",
         f"#SBATCH --ntasks-per-node={job.tasks_per_node}",
@@ -75,10 +88,25 @@ def _environment(job: Job, training: Training) -> str:
     return "\n".join(lines)
 
 
-def _command(training: Training) -> str:
-    words = " ".join(map(shlex.quote, [sys.executable, "-u", "-m", "lightning_sparse", "fit", *training.words]))
+def _command(job: Job, training: Training) -> str:
+    python = "python" if job.has_own_python or job.container_image is not None else sys.executable
+    words = " ".join(map(shlex.quote, [python, "-u", "-m", "lightning_sparse", "fit", *training.words]))
     resume = ' "${resume[@]}"' if training.has_checkpoint else ""
+    on_srun, before = _container(job)
     return (
         "# Where one task fails, the others would wait for it until they time out.\n"
-        f'srun --kill-on-bad-exit=1 {words} --trainer.default_root_dir="$root"{resume}'
+        f'srun --kill-on-bad-exit=1 {on_srun}{before}{words} --trainer.default_root_dir="$root"{resume}'
     )
+
+
+def _container(job: Job) -> tuple[str, str]:
+    """Return what srun, and what the command, needs to run in the image, with the job's directories in their places."""
+    if job.container_image is None:
+        return "", ""
+    image, start = shlex.quote(job.container_image), shlex.quote(str(job.start))
+    places = list(dict.fromkeys([str(job.start), str(job.directory)]))
+    if job.uses_apptainer:
+        gpus = "--nv " if job.on_gpus else ""
+        return "", f"apptainer exec {gpus}--bind {shlex.quote(','.join(places))} --pwd {start} {image} "
+    mounts = shlex.quote(",".join(f"{place}:{place}" for place in places))
+    return f"--container-image={image} --container-mounts={mounts} --container-workdir={start} ", ""

@@ -89,7 +89,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(saved: str, capsys: pyt
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         message = refusal(capsys, saved, *NETWORK, "--picture=plan.png")
     assert "a picture needs matplotlib" in message
-    assert "pip install 'lightning-sparse[examples]'" in message
+    assert "pip install 'lightning-sparse[plot]'" in message
 
 
 def test_inside_a_job_the_network_is_measured(tmp_path: Path) -> None:

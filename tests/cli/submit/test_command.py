@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,101 @@ def test_on_processors_and_with_more_options(capsys: pytest.CaptureFixture[str])
     assert "--trainer.accelerator=cpu" in trained_words(script)
 
 
+def test_the_queue_is_said_in_options_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    script = script_of(capsys, *BASE, *FIT, "--partition", "gpu", "--account", "me", "--qos=high")
+    assert "#SBATCH --partition=gpu\n#SBATCH --account=me\n#SBATCH --qos=high\n" in script
+
+
+def test_modules_and_conda_come_first_and_bring_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = ["--conda=torch env", "--module=cuda/12.4", "--module=gcc", "--setup=export A=1"]
+    script = script_of(capsys, *BASE, *FIT, *setup)
+    order = [
+        "module load cuda/12.4",
+        "module load gcc",
+        "etc/profile.d/conda.sh",
+        "conda activate 'torch env'",
+        "export A=1",
+    ]
+    assert [script.index(line) for line in order] == sorted(script.index(line) for line in order)
+    assert trained_words(script)[2] == "python"
+    assert trained_words(script_of(capsys, *BASE, *FIT))[2] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (
+            "nvcr.io#nvidia/pytorch:25.01-py3",
+            "--container-image=nvcr.io#nvidia/pytorch:25.01-py3 --container-mounts={here}:{here},{jobs}:{jobs}"
+            " --container-workdir={here} python -u",
+        ),
+        ("torch.sif", "apptainer exec --nv --bind {here},{jobs} --pwd {here} torch.sif python -u"),
+        (
+            "docker://pytorch/pytorch",
+            "apptainer exec --nv --bind {here},{jobs} --pwd {here} docker://pytorch/pytorch python",
+        ),
+    ],
+    ids=["pyxis", "apptainer", "apptainer by address"],
+)
+def test_a_container_runs_the_training_in_the_same_folders(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, image: str, words: str
+) -> None:
+    script = script_of(capsys, *BASE, *FIT, f"--container-image={image}")
+    assert words.format(here=tmp_path, jobs=tmp_path / "jobs") in " ".join(trained_words(script))
+    if "#" not in image:
+        on_processors = script_of(capsys, "--tasks-per-node=2", "--time=60", *FIT, f"--container-image={image}")
+        assert "--nv" not in on_processors
+
+
+def test_a_job_in_a_container_is_put_back_from_outside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    script = script_of(capsys, *BASE, *FIT, "--container-image=torch.sif", "--trainer.default_root_dir=root")
+    start, end = script.index("# Within the image"), script.index("# Where one task fails")
+    commands(tmp_path, scontrol='echo "$@" > asked')
+    (root / "hpc_ckpt_1.ckpt").touch()  # that of a run before
+    train = "sleep 3; [ -e asked ] && exit 3; touch root/hpc_ckpt_2.ckpt; sleep 4"
+    ask = f"set -e\nroot=root SLURM_JOB_ID=7\n{script[start:end]}\n{train}"
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", ask], check=True, cwd=tmp_path, env=path, timeout=60)
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+def commands(folder: Path, **scripts: str) -> None:
+    """Write commands of the shell."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("said", "devices", "share"),
+    [
+        ("64 gpu:a100:8(S:0-1)\n128 gpu:8", "--gpus-per-node=4", 8),
+        ("96+ gpu:h100:4", "--gpus-per-node=4", 24),
+        ("64 (null)\n48 gpu:4", "--gpus-per-node=4", 12),
+        ("64 (null)", "--tasks-per-node=3", 21),
+        ("2 (null)", "--tasks-per-node=4", 1),
+        ("64 (null)", "--gpus-per-node=4", None),
+    ],
+)
+def test_a_process_has_its_share_of_the_smallest_node(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    said: str,
+    devices: str,
+    share: "int | None",
+) -> None:
+    commands(tmp_path, sinfo=f"[ \"$3\" = --partition=long ] && printf '{said}\\n'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script = script_of(capsys, "--time=60", devices, "--partition=long", *FIT)
+    asked = [line for line in script.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
+    assert asked == ([] if share is None else [f"#SBATCH --cpus-per-task={share}"])
+    chosen = script_of(capsys, "--time=60", devices, "--partition=long", "--cpus-per-task=5", *FIT)
+    assert "#SBATCH --cpus-per-task=5\n" in chosen
+
+
 def test_words_and_directories_survive_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "two words; $HOME"
     script = script_of(capsys, *BASE, *FIT, f"--directory={folder}", "--trainer.profiler=$(two) 'words'")
@@ -142,6 +238,12 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
         (["--sbatch=--nodes=7"], "--sbatch=--nodes=7 is for this command to write"),
         (["--directory=jobs\nrm -r ~"], "rm -r ~' has characters that are no text: rename it"),
         (["--sbatch=long"], "--sbatch 'long' must be one option of sbatch"),
+        (["--sbatch=--array=1-4"], "tasks of an array would share what Lightning calls a job"),
+        (["--sbatch=-a1-4"], "Submit each training as a job of its own"),
+        (["--sbatch=--cpus-per-task=4"], "is for this command to write: use --cpus-per-task"),
+        (["--partition=gpu; rm"], "--partition 'gpu; rm' must be a name that the cluster knows as partition"),
+        (["--account="], "--account '' must be a name that the cluster knows as account"),
+        (["--container-image=a b"], "--container-image 'a b' must be an image: a file such as torch.sif (Apptainer)"),
         (["--trainer.max_epoks=3"], "did you mean"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
     ],

@@ -1,0 +1,39 @@
+# Written by `python -m tests.helpers.stubs` from the source that this module is made of.
+
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import AdamCorrection
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.engine.wire import Owners
+from lightning_sparse.schedule import Plan
+from lightning_sparse.schedule import Schedule
+from typing import Any
+from typing import Optional
+from typing import Union
+
+class SparseDDPStrategy(DDPStrategy):
+
+    def __init__(self, compressor: Union[str, Compressor]=..., density: Optional[float]=..., schedule: Union[str, Schedule]=..., wire: str=..., warmup_epochs: Optional[int]=..., resume_compression: bool=..., optimizer_correction: Union[str, AdamCorrection, None]=..., exchange: Union[str, Owners]=..., overlaps_backward: bool=..., gradient_as_bucket_view: bool=..., **ddp_kwargs: Any) -> None:
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        ...
+
+    def compression_stats(self) -> dict[str, float]:
+        ...
+
+    def exchange_plan(self) -> Optional[Plan]:
+        ...
+
+    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
+        ...
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        ...
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        ...

@@ -1,0 +1,77 @@
+"""The arguments that go on to DDPStrategy and DistributedDataParallel: which there are, and which are refused."""
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from pytorch_lightning.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+
+_REFUSED = {
+    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
+    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
+    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "model_averaging_period": "it belongs to torch's post-localSGD hook; for local steps use local_steps=...",
+    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "process_group": "gradients are exchanged between all processes of the Trainer",
+    "module": "Lightning wraps the model that fit is given; leave it out",
+    "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...)",
+}
+_DENSITY = "did you mean density, the fraction of elements that is sent?"
+# What people call things elsewhere, where no likeness of letters leads to our name.
+_CALLED_ELSEWHERE = {
+    "compress_ratio": _DENSITY,
+    "compression_ratio": "did you mean density, its inverse?",
+    "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers",
+    "lr": "the learning rate is the optimizer's: give it in configure_optimizers",
+    "momentum": "it is the optimizer's; to accumulate it before compression use the callback MomentumCorrection",
+    "ratio": _DENSITY,
+    "sparsity": "did you mean density, which is 1 - sparsity?",
+    "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
+    " AdaptiveDensity([Warmup(length, unit='step')])",
+}
+
+
+def check_ddp_arguments(strategy: type, compressor: Compressor, given: Mapping[str, Any]) -> None:
+    """Check the arguments of a strategy that it has no parameters for.
+
+    Args:
+        strategy: its class.
+        compressor: that it was given, whose arguments may have been meant.
+        given: the arguments, by name.
+
+    Raises:
+        TypeError: for a name that neither ``DDPStrategy`` nor ``DistributedDataParallel`` knows.
+        ValueError: for an argument that would be ignored, or would take something out of the strategy's hands.
+    """
+    theirs = _names(DDPStrategy) | _names(DistributedDataParallel)
+    for name, value in given.items():
+        if value is not None and name in _REFUSED:
+            raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
+        if name not in theirs:
+            own = sorted(_names(strategy))
+            raise TypeError(
+                f"{name}={value!r} is no argument of {strategy.__name__}: {_hint(name, compressor, [*own, *theirs])}."
+                f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
+            )
+
+
+def _hint(name: str, compressor: Compressor, known: list[str]) -> str:
+    kind = type(compressor)
+    if name in _names(kind):
+        return f"it is one of {kind.__name__}, so give compressor={kind.__name__}({name}=...)"
+    near = difflib.get_close_matches(name, known, n=1)
+    return _CALLED_ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
+
+
+def _names(kind: type) -> set[str]:
+    """Return the names of the arguments of a class."""
+    return {
+        name
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
