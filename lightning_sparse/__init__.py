@@ -21,6 +21,7 @@ from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
 from lightning_sparse.engine.wire import Owners
+from lightning_sparse.registry.lightning_names import DOORS, present_door
 from lightning_sparse.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ _MOVED = {
     "prediction": "lightning_sparse.cli.plan",
     "rules": "lightning_sparse.callbacks",
 }
-# By the name under which a user knows Lightning, the module that registers our names with it.
-_DOORS = {"pytorch_lightning": "lightning_sparse.strategy", "lightning.pytorch": "lightning_sparse.lightning"}
 
 
 class _Moved(MetaPathFinder):
@@ -56,7 +55,7 @@ class _Serving(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        if fullname not in _DOORS:
+        if fullname not in DOORS:
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
@@ -65,7 +64,7 @@ class _Serving(MetaPathFinder):
 
             def load_and_serve(module: ModuleType) -> None:
                 load(module)
-                import_module(_DOORS[fullname])
+                import_module(f"{DOORS[fullname]}.strategy")
 
             spec.loader.exec_module = load_and_serve  # type: ignore[method-assign]
         return spec
@@ -74,8 +73,7 @@ class _Serving(MetaPathFinder):
 def __getattr__(name: str) -> Any:
     if name != "SparseDDPStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = next((module for module in sys.modules if module in _DOORS), "pytorch_lightning")
-    return import_module(_DOORS[imported]).SparseDDPStrategy
+    return import_module(f"{present_door()}.strategy").SparseDDPStrategy
 
 
 def __dir__() -> list[str]:
@@ -84,8 +82,8 @@ def __dir__() -> list[str]:
 
 sys.meta_path.append(_Moved())
 sys.meta_path.insert(0, _Serving())
-for _lightning in _DOORS.keys() & sys.modules.keys():
-    import_module(_DOORS[_lightning])
+for _lightning in DOORS.keys() & sys.modules.keys():
+    import_module(f"{DOORS[_lightning]}.strategy")
 
 __all__ = [
     "AdamCorrection",

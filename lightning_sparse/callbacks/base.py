@@ -7,8 +7,8 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.registry.lightning_names import door_of, where_to_import
 from lightning_sparse.strategy import SparseDDPStrategy
-from lightning_sparse.strategy.lightning_names import door_of, where_to_import
 
 
 class StepObserver(Callback):

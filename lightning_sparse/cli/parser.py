@@ -18,8 +18,17 @@ from pytorch_lightning.strategies import StrategyRegistry
 from typing_extensions import override
 
 import lightning_sparse  # noqa: F401  # registers the strategy names
-from lightning_sparse.callbacks import RequeueAtStepEnd, Rule
+from lightning_sparse.callbacks import (  # noqa: F401  # help and short names know what has been imported
+    adaptive_density,
+    assumption_monitor,
+    compression_monitor,
+    momentum_correction,
+    overlap_timeline,
+    replica_sentinel,
+)
+from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.density import Rule
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 
 from lightning_sparse.lightning.mirror import Mirror
 
+if not any(isinstance(finder, Mirror) for finder in sys.meta_path):
+    sys.meta_path.append(Mirror())
+
 try:
     import_module("lightning.pytorch")
 except ModuleNotFoundError as error:
@@ -28,9 +31,6 @@ except ModuleNotFoundError as error:
         "lightning_sparse.lightning is for the package 'lightning' (import lightning.pytorch), which is not installed:"
         " pip install lightning, or import lightning_sparse and use pytorch_lightning"
     ) from error
-
-if not any(isinstance(finder, Mirror) for finder in sys.meta_path):
-    sys.meta_path.append(Mirror())
 
 if TYPE_CHECKING:
     from lightning_sparse.strategy import SparseDDPStrategy

@@ -27,6 +27,7 @@ from lightning_sparse.engine.collectives import gather_apart, gather_together
 from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 from lightning_sparse.engine.wire import Owners
+from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.backend_choice import BackendChoice
@@ -42,8 +43,11 @@ from lightning_sparse.strategy.checkpoints import (
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
+<<<<<<< HEAD
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning_names import where_to_import
+=======
+>>>>>>> newcomer
 from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.optimizers import (
     TAKES_MOMENTUM,

@@ -50,13 +50,14 @@ def fit_signalled(
     Another ``backend`` than gloo's is none that ranks can share a GPU with: it is gloo under another name.
     """
     job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-    job["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
+    job["PATH"] = folder
     before, has_ended = signal.getsignal(signal.SIGUSR1), False
     made = mock.Mock(wraps=dist.new_group)
     theirs = SimpleNamespace(**{**vars(dist), "get_backend": lambda: backend, "new_group": made})
     renamed = mock.patch.object(requeue, "dist", theirs)
     with mock.patch.dict(os.environ, job), renamed, warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", message="SLURM does not put job")
+        for message in ("SLURM does not put job", "scontrol is not to be found"):
+            warnings.filterwarnings("always", message=message)
         callbacks = [RequeueAtStepEnd(), SignalAt(4 if rank in signalled else -1)]
         plugins = [SLURMEnvironment()]
         trainer = make_trainer(rank, SparseDDPStrategy(), plugins=plugins, callbacks=callbacks, default_root_dir=folder)
@@ -67,7 +68,7 @@ def fit_signalled(
     assert made.call_count == (backend == "gloo")
     is_restored = signal.getsignal(signal.SIGUSR1) == before
     signal.signal(signal.SIGUSR1, before)
-    said = [str(each.message) for each in caught if "SLURM does not" in str(each.message)]
+    said = [str(each.message) for each in caught if "trains on until its end" in str(each.message)]
     return has_ended, trainer.global_step, is_restored, said
 
 
@@ -113,6 +114,13 @@ def test_a_job_that_may_not_go_back_trains_on(pair: Pool, tmp_path: Path) -> Non
     assert first[:3] == second[:3] == (False, STEPS, True)
     assert "SLURM does not put job 77 back, which trains on until its end: no such job" in first[3][0]
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+
+
+def test_where_there_is_no_scontrol_the_job_saves_and_trains_on(pair: Pool, tmp_path: Path) -> None:
+    first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
+    assert first[:3] == second[:3] == (False, STEPS, True)
+    assert "scontrol is not to be found here, such as in a container; job 77 trains on" in first[3][0]
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 

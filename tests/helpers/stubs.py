@@ -10,7 +10,7 @@ import re
 import runpy
 from pathlib import Path
 
-import lightning_sparse
+import lightning_sparse.callbacks
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 # Its package imports the other Lightning, which need not be installed.
@@ -21,9 +21,8 @@ _HEAD = "# Written by `python -m tests.helpers.stubs` from the source that this 
 def stubs() -> dict[Path, str]:
     """Return the text of every stub, by its file."""
     callbacks = PACKAGE / "callbacks"
-    imports = [
-        node for node in ast.parse((callbacks / "__init__.py").read_text()).body if isinstance(node, ast.ImportFrom)
-    ]
+    tree = ast.parse((callbacks / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "." in str(node.module)]
     ours, exported = ["base"], []
     for node in imports:
         module = str(node.module).rpartition(".")[2]
@@ -31,7 +30,8 @@ def stubs() -> dict[Path, str]:
         if source.exists() and renamed(source.read_text()) != source.read_text():
             ours.append(module)
         else:  # knows no Lightning
-            exported += [f"from {node.module} import {each.name} as {each.name}" for each in node.names]
+            names = [each.name for each in node.names if each.name in lightning_sparse.callbacks.__all__]
+            exported += [f"from {node.module} import {name} as {name}" for name in names]
     door, name = PACKAGE / "lightning", "SparseDDPStrategy"
     return {
         door / "__init__.pyi": f"{_HEAD}from lightning_sparse.lightning.strategy import {name} as {name}\n",

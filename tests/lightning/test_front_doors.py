@@ -19,7 +19,7 @@ FIT = """
 import lightning.pytorch
 import lightning_sparse.lightning
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_sparse.callbacks import CompressionMonitor as ForTheOther
+from lightning_sparse.callbacks.compression_monitor import CompressionMonitor as ForTheOther
 from lightning_sparse.lightning.callbacks import AdaptiveDensity, CompressionMonitor, MomentumCorrection
 from lightning_sparse.callbacks import Warmup
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 MIXED = """
 import lightning.pytorch as other
 import lightning_sparse.strategy
-from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 other.Trainer(strategy="sparse_lags", accelerator="cpu", devices=1, logger=False)  # known, because it came first
@@ -129,6 +129,10 @@ trainer:
   strategy:
     class_path: lightning_sparse.SparseDDPStrategy
     init_args: {density: 0.1}
+  callbacks:
+    - class_path: lightning_sparse.callbacks.CompressionMonitor
+    - class_path: lightning_sparse.callbacks.AdaptiveDensity
+      init_args: {rules: [{class_path: lightning_sparse.callbacks.Warmup, init_args: {length: 1, unit: step}}]}
   accelerator: cpu
   devices: 2
   fast_dev_run: 2

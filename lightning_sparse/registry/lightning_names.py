@@ -1,7 +1,14 @@
-"""Lightning's two names, and what to say to whoever mixes them."""
+"""Lightning's two names: which one a process uses, and what to say to whoever mixes them."""
+
+import sys
 
 # By the name under which a user knows Lightning, where our classes for it are.
 DOORS = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
+
+
+def present_door() -> str:
+    """Return where our classes are for the Lightning that this process has imported first, or would be expected to."""
+    return DOORS[next((name for name in sys.modules if name in DOORS), "pytorch_lightning")]
 
 
 def door_of(module: str) -> str:
