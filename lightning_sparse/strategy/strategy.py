@@ -43,11 +43,7 @@ from lightning_sparse.strategy.checkpoints import (
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
-<<<<<<< HEAD
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.lightning_names import where_to_import
-=======
->>>>>>> newcomer
 from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.optimizers import (
     TAKES_MOMENTUM,
