@@ -93,7 +93,7 @@ def draw(path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="megabytes that a rank receives in a step")
     axes.set_xticks(RANKS, map(str, RANKS))
     axes.set_title(f"124 million parameters, density {DENSITY:g}, fp32 values")
-    axes.legend()
+    axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -275,3 +275,24 @@ def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> lis
     torch.manual_seed(0)
     with mock.patch.object(node_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
+
+
+def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any, list[Tensors]]:
+    """Train until a plan is followed, and on; return its groups and what was applied in the last steps."""
+    torch.manual_seed(0)
+    history = []
+    with sparse_ddp(Edges(), **settings) as (ddp, engine):
+        for step in range(steps):
+            engine.begin_backward()
+            backpropagate(ddp, engine, ddp(batch(rank, step)))
+            history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
+        engine.settle()
+        return None if engine.plan is None else engine.plan.groups, history[-3:]
+
+
+def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes: Pool) -> None:
+    (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 120)
+    assert groups is not None
+    assert all(theirs == groups for theirs, _ in others)
+    for _, theirs in (*others, *nodes.run(follow_a_plan, settings_of("topk", schedule="layerwise"), 120)):
+        assert_same(theirs, applied)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.cli.plan import EngineSystem, SettingsOf
+from lightning_sparse.cli.plan import EngineSystem, Network, SettingsOf
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.engine.step import LocalGradient
 from lightning_sparse.engine.wire import Transfer
@@ -34,7 +34,9 @@ class Block(nn.Module):
 MODELS = {"edges": Edges, "block": Block}
 
 
-def sent_by_a_step(rank: int, model: str, settings: dict[str, Any]) -> tuple[float, list[int]]:
+def sent_by_a_step(
+    rank: int, model: str, settings: dict[str, Any], kind: str = "wire_bytes"
+) -> tuple[float, list[int]]:
     """Return the bytes of a step that was not the first, and the sizes of the model's gradients."""
     torch.manual_seed(0)
     with sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
@@ -42,7 +44,7 @@ def sent_by_a_step(rank: int, model: str, settings: dict[str, Any]) -> tuple[flo
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
         sizes = [parameter.numel() for parameter in ddp.module.parameters()]
-        return engine.compression_stats()["wire_bytes"], sizes
+        return engine.compression_stats()[kind], sizes
 
 
 def announced(compressor: str, density: float, wire: str, groups: list[list[int]], ranks: int) -> float:
@@ -61,6 +63,17 @@ def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, model: st
     for sent, sizes in pair.run(sent_by_a_step, model, settings):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
         assert sent == announced(compressor, DENSITY[compressor], wire, groups, ranks=2)
+
+
+@pytest.mark.parametrize("schedule", ["single", "layerwise"])
+@pytest.mark.parametrize("compressor", ["topk", "omgs", "dense"])
+def test_nodes_send_each_other_what_is_announced(pools: dict[int, Pool], compressor: str, schedule: str) -> None:
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "node_ranks": 2}
+    nodes = Network(1e9, 0.0, workers=4, node_ranks=2)
+    system = EngineSystem(compressor, SettingsOf(compressor, DENSITY[compressor]))
+    for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "link_bytes"):
+        groups = [sizes] if schedule == "single" else [[size] for size in sizes]
+        assert sent == sum(transfer.nbytes for group in groups for transfer in system.sent(group, nodes))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
