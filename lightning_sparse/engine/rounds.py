@@ -38,6 +38,17 @@ _TIMED_ROUNDS = 3
 _MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as well
 
 
+def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
+    """Return how many local steps keep exchanges at 5 % of the time, 500 at most.
+
+    Example::
+
+        >>> fitting_steps(step_seconds=0.1, exchange_seconds=0.2)
+        40
+    """
+    return min(_MOST_STEPS, max(1, math.ceil(exchange_seconds / (COMMUNICATION_SHARE * step_seconds))))
+
+
 class _Flight:
     """The exchange of a fragment, from its beginning until it is applied.
 
@@ -161,7 +172,7 @@ class Rounds:
         self._worker.run(lambda: means.extend(self._collectives.mean_of_numbers(numbers)))
         step, exchange = means
         self._times, self._origin = None, self._step
-        self._every = min(_MOST_STEPS, max(1, math.ceil(exchange / (COMMUNICATION_SHARE * step))))
+        self._every = fitting_steps(step, exchange)
         self._say(
             f"a step takes {1e3 * step:.1f} ms and an exchange {1e3 * exchange:.1f} ms: rounds of {self._every} local"
             f" steps, so that exchanges take {exchange / (step * self._every):.1%} of the time."

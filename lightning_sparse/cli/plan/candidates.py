@@ -39,6 +39,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 _MOST_CHUNKS = 100
 _GRADIENT_BYTES = 4  # of an element, inside a node
+_DEFAULTS = {"compressor": "", **SettingsOf._field_defaults}
 _ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is counted here; less often later on
 
 
@@ -53,9 +54,11 @@ class Candidate(ABC):
         density: fraction of elements sent; ``None`` for a method without.
         replicas_diverge: whether ranks apply different updates.
         waits_for_backward: whether nothing travels before backward has ended.
+        local_steps: steps between two exchanges.
     """
 
     density: Optional[float] = None
+    local_steps = 1
     replicas_diverge = False
     waits_for_backward = False
 
@@ -164,7 +167,8 @@ class EngineSystem(Candidate):
         self._has_adam = has_adam
         self.density = settings_of.density
         compressor = self._settings.compressor
-        self.replicas_diverge = compressor.replicas_diverge
+        self.local_steps = settings_of.local_steps
+        self.replicas_diverge = self._settings.replicas_diverge
         self.waits_for_backward = compressor.feedback.clip_norm is not None
 
     @cached_property
@@ -252,9 +256,13 @@ def measure_candidates(
 
 def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
     for system in systems():
-        if system == AUTO or "local_steps" in system.arguments:
-            continue  # it takes whichever of the others is faster; rounds are not forecast
-        compressor = system.arguments["compressor"]
+        if system == AUTO:
+            continue  # it takes whichever of the others is faster
+        given = system.arguments
+        compressor = given["compressor"]
+        if "local_steps" in given:
+            yield system.name, SettingsOf(*(given.get(name, default) for name, default in _DEFAULTS.items()))
+            continue
         has_density = COMPRESSORS.resolve(compressor).default_density is not None
         for density in densities if has_density else (None,):
             yield system.name, SettingsOf(compressor, density)

@@ -5,6 +5,7 @@ from typing import NamedTuple, Optional
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.candidates import Candidate
+from lightning_sparse.engine.rounds import fitting_steps
 from lightning_sparse.schedule.cost.network import Network
 from lightning_sparse.schedule.merge.simulator import predict
 
@@ -23,6 +24,9 @@ class SystemPrediction(NamedTuple):
         sent_bytes: what each worker hands to collectives in a step; with two levels, to those between nodes.
         messages: groups in which the gradient travels.
         replicas_diverge: whether ranks apply different updates.
+        local_steps: steps between two exchanges, over which times and bytes are averaged.
+        fitting_steps: how many would keep exchanges at :data:`~lightning_sparse.engine.rounds.COMMUNICATION_SHARE` of
+            the time, as ``local_steps="auto"`` chooses; 1 where gradients are exchanged in every step.
     """
 
     name: str
@@ -33,6 +37,8 @@ class SystemPrediction(NamedTuple):
     sent_bytes: float
     messages: int
     replicas_diverge: bool
+    local_steps: int = 1
+    fitting_steps: int = 1
 
 
 def predict_systems(
@@ -88,6 +94,8 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
         return of_share(elements / shared_by)
 
     exchange_cost = candidate.exchange_cost(sizes, network)
+    if candidate.local_steps > 1:
+        return _predict_rounds(profile, network, candidate, select_cost(elements) + exchange_cost(elements))
     groups = candidate.groups(sizes, backward_seconds, select_cost, exchange_cost)
     selection = "backward" if profile.device == "cpu" else "worker"
     prediction = predict(groups, sizes, backward_seconds, select_cost, exchange_cost, selection)
@@ -107,6 +115,26 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
         sent_bytes=sent_in_groups + sum(transfer.nbytes * share for transfer, share in afterwards),
         messages=len(groups),
         replicas_diverge=candidate.replicas_diverge,
+    )
+
+
+def _predict_rounds(
+    profile: BackwardProfile, network: Network, candidate: Candidate, seconds: float
+) -> SystemPrediction:
+    """Predict the steps of rounds: exchanges that nothing hides take so many seconds, and come once in a round."""
+    alone = profile.other_seconds + sum(profile.backward_seconds)
+    exchange = seconds + candidate.finish_seconds(profile.elements, network)
+    return SystemPrediction(
+        name=candidate.name,
+        density=candidate.density,
+        step_seconds=alone + exchange / candidate.local_steps,
+        speedup=1.0,
+        exposed_seconds=exchange / candidate.local_steps,
+        sent_bytes=sum(each.nbytes for each in candidate.sent(profile.sizes, network)) / candidate.local_steps,
+        messages=1,
+        replicas_diverge=True,
+        local_steps=candidate.local_steps,
+        fitting_steps=fitting_steps(alone, exchange),
     )
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step import LocalGradient, Pipeline
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fit
@@ -133,11 +133,13 @@ class SettingsOf(NamedTuple):
         compressor: its name.
         density: fraction of elements sent; ``None`` for a method without.
         wire: name of the type of the values that travel.
+        local_steps: between two exchanges; 1 exchanges gradients in every step.
     """
 
     compressor: str
     density: Optional[float] = None
     wire: str = "float32"
+    local_steps: int = 1
 
     def build(self) -> Settings:
         """Build them, without a warm-up of the density.
@@ -145,7 +147,8 @@ class SettingsOf(NamedTuple):
         Raises:
             ValueError: see :class:`~lightning_sparse.engine.Settings`.
         """
-        return Settings(self.compressor, self.density, "merged", self.wire, 0)
+        rounds = None if self.local_steps == 1 else LocalSteps(self.local_steps)
+        return Settings(self.compressor, self.density, "merged", self.wire, 0, local_steps=rounds)
 
 
 def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:

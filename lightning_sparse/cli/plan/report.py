@@ -93,7 +93,13 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
         density = "" if best.density is None else f" at density {best.density:g}"
         verdict = f"* {best.name}{density} is predicted to be {best.speedup:.2f} times as fast as {rows[0].name}."
     notes = ["Times only: a lower density delays more of each gradient, see the README."]
-    apart = sorted({row.name for row in rows if row.replicas_diverge})
+    apart = sorted({row.name for row in rows if row.replicas_diverge and row.local_steps == 1})
     if apart:
         notes.append(f"{', '.join(apart)} lets replicas drift apart and is never marked.")
+    rounds = [row for row in rows if row.local_steps > 1]
+    if rounds:
+        told = ", ".join(f"{row.name} {row.local_steps}, where {row.fitting_steps} keep" for row in rounds)
+        notes.append(
+            f"Local steps cost steps, and are never marked; between two exchanges: {told} exchanges at 5 % of the time."
+        )
     return [verdict, " ".join(notes)]
