@@ -56,18 +56,22 @@ class Memory(NamedTuple):
 class MemoryWatch(Callback):
     """Read this process's resident memory during the last steps.
 
+    Args:
+        warm_up: steps before them.
+
     Attributes:
         memory: what was seen at the end of the last batch, in bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
+        self._warm_up = warm_up
         self.memory = Memory(0.0, 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Forget the peak of the warm-up, or read."""
-        if trainer.global_step == _WARM_UP:
+        if trainer.global_step == self._warm_up:
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         self.memory = Memory(_status_bytes("VmRSS"), _status_bytes("VmHWM"))
 
@@ -108,8 +112,9 @@ def _train_rank(rank: int, row: str, layers: int, store: str) -> Memory:
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS)
-    watch = MemoryWatch()
-    train(ROWS[row], BenchmarkModule(_workload(layers)), _RANKS, _WARM_UP + _STEPS, [watch])
+    local_steps = ROWS[row].local_steps  # an exchange has to come before and after the warm-up
+    watch = MemoryWatch(_WARM_UP + local_steps)
+    train(ROWS[row], BenchmarkModule(_workload(layers)), _RANKS, _WARM_UP + _STEPS + 2 * local_steps, [watch])
     dist.barrier()
     dist.destroy_process_group()
     return watch.memory

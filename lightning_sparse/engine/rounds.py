@@ -223,6 +223,7 @@ class Rounds:
             for name, start in zip(flight.names, flight.corrections):
                 start.copy_(_as(self._shared[name], start.dtype) - start)
         self.covered_steps = steps
+        self._pipeline.wires.end_step()  # the next exchange is many steps away: what is not in use is given back
         self._recorder.end_step()
         self._recorder.close_samples(self._pipeline.memory.state_dict)
 
