@@ -28,7 +28,7 @@ class AssumptionMonitor(StepObserver):
         every_n_steps: look at every so many steps.
 
     Attributes:
-        metric: the averages over all steps that were looked at; ``None`` before the first.
+        metric: the averages over all steps that were looked at since the same layers are trained; ``None`` before.
 
     Raises:
         ValueError: for an interval below 1; at the start of ``fit``, for a method that does not select.
@@ -67,7 +67,7 @@ class AssumptionMonitor(StepObserver):
         deltas = engine_of(strategy).layer_deltas()
         if not deltas:
             return  # every gradient was sparse_coo: nothing was selected
-        if self.metric is None:
+        if self.metric is None or set(self.metric.names) != deltas.keys():  # others are trained now
             self.metric = LayerDelta(list(deltas)).to(strategy.root_device)
         self.metric.update(deltas)
         if not trainer.is_global_zero:

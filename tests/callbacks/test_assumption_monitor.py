@@ -63,6 +63,26 @@ def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Pa
         assert averages[name] == pytest.approx(sum(float(row[f"sparse/delta/{name}"]) for row in rows) / 3, rel=1e-5)
 
 
+class Freezing(Small):
+    """A model whose first layer is frozen after some batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze it."""
+        self.network[0].requires_grad_(batch_idx < 6)
+
+
+def fit_freezing(rank: int) -> list[str]:
+    """Fit, with a look after each step; return the names that are averaged in the end."""
+    monitor = AssumptionMonitor(1)
+    run_fit(rank, SparseDDPStrategy("lags", density=0.1), Freezing(), callbacks=[monitor])
+    assert monitor.metric is not None
+    return sorted(monitor.metric.compute())
+
+
+def test_layers_that_are_frozen_later_are_left_out(pair: Pool) -> None:
+    assert pair.run(fit_freezing) == [["network.2.bias", "network.2.weight"]] * 2
+
+
 def leave_a_seed(rank: int) -> None:
     """Leave in the environment what ``seed_everything`` of Lightning does."""
     os.environ["PL_GLOBAL_SEED"] = "1"
