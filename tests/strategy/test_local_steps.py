@@ -360,7 +360,7 @@ def test_what_would_drive_ranks_apart_is_refused(
         ({"compressor": SDAGC(momentum=None), "wire": "2bit"}, "wire='2bit' was given to SDAGC"),
         ({"compressor": "exdyna", "wire": "4bit"}, "wire='4bit' was given to ExDyna"),
     ],
-    ids=str,
+    ids=["a2sgd", "momentum", "clipping", "auto", "adapting", "correction", "decay", "overlap", "gaps", "union"],
 )
 def test_what_cannot_go_together_is_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
