@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import AdamCorrection, Clipping
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import AUTO, Settings
@@ -38,6 +38,7 @@ from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Auto, Schedule
 
 _LOGGER = logging.getLogger(__name__)
+_SHOWN = 5  # names in a message
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 
 
@@ -98,6 +99,7 @@ def sparsify(
         compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
     )
     _check_settings(settings)
+    _check_facts(scaler, total_steps)
     if can_correct(settings, optimizers):
         settings.correct_adam(total_steps=total_steps)
     return Sparsifier(ddp_model, optimizers, settings, scaler, timeout)
@@ -137,15 +139,15 @@ class Sparsifier:
         self._arrived: set[Tensor] = set()  # whose gradients hold what an exchange has brought, and no step has used
         parameters = dict(ddp.module.named_parameters())
         self._device = next(iter(parameters.values())).device
+        OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
         if dist.get_world_size(ddp.process_group) == 1:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
-            OptimizerView(parameters, optimizers, settings.feedback).close()
             self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
             return
         self._engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
         target_of, memory = self._engine.target_density, self._engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
-        if settings.takes_momentum or ddp.find_unused_parameters or ddp.static_graph:
+        if settings.feedback.momentum is not None or ddp.find_unused_parameters or ddp.static_graph:
             self._watch(parameters.values())
         self._tell()
 
@@ -158,7 +160,13 @@ class Sparsifier:
         self._close(has_failed=error is not None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall."""
+        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
+
+        Raises:
+            ValueError: if it is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
         self._epoch = epoch
 
     def stats(self) -> dict[str, float]:
@@ -173,7 +181,8 @@ class Sparsifier:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
 
         Where Adam is corrected, what has arrived are updates, which are not to be clipped: the gradients that they are
-        made of are clipped before that instead, from the next step on.
+        made of are clipped before that instead, from the next step on. With a gradient scaler call its ``unscale_``
+        first, as ever.
 
         Args:
             norm: largest norm of the gradient of the whole model; ``None`` for no limit.
@@ -182,7 +191,7 @@ class Sparsifier:
         if self._engine is None or self._view is None:
             _clip(self._ddp.parameters(), norm, value)
             return
-        self._engine.clip(Clipping(norm, value))
+        self._engine.clip(Clipping(norm=norm, value=value))
         with self._view.without_corrected():
             _clip(self._ddp.parameters(), norm, value)
 
@@ -196,13 +205,15 @@ class Sparsifier:
             self._check_open()
             return {}
         self._engine.settle()
+        state = self._engine.state_dict()
         return {
             "ranks": self._engine.topology[0],
             "rank": dist.get_rank(self._ddp.process_group),
             "compressor": type(self._settings.compressor).__name__,
+            "kinds": sorted(state["memory"].keys() - {"learning_rate"}),
             "layouts": self._layouts(),
             "epoch": self._epoch,
-            "engine": self._engine.state_dict(),
+            "engine": state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,12 +223,19 @@ class Sparsifier:
             ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
         """
         self._check_open()
-        present = self.state_dict()
+        given, present = ({"ranks": 1, **each} for each in (state, self.state_dict()))
         for kind, cure in _ALIKE.items():
-            if state.get(kind) != present.get(kind):
+            if given.get(kind) != present.get(kind):
                 raise ValueError(
-                    f"this state is of {kind} {state.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}"
+                    f"this state is of {kind} {given.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}"
                 )
+        ours, theirs = (each.get("layouts", {}) for each in (present, given))
+        changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if changed:
+            raise ValueError(
+                f"this state is of a model in which {', '.join(map(repr, changed[:_SHOWN]))} had another shape, type or"
+                " order in memory, or was not there: build the same model"
+            )
         if self._engine is None:
             return
         kept = dict(state["engine"])
@@ -282,7 +300,10 @@ class Sparsifier:
         """
 
         def check(parameter: Parameter) -> None:
-            if parameter in self._arrived and parameter.grad is not None and bool(parameter.grad.any()):
+            if parameter not in self._arrived:
+                return
+            self._arrived.discard(parameter)
+            if parameter.grad is not None and bool(parameter.grad.any()):
                 raise RuntimeError(
                     "a second backward has come to the exchange before the optimizer's step, with gradients that have"
                     " been exchanged: have all but the last backward of a step inside ddp_model.no_sync(), or clear"
@@ -302,7 +323,7 @@ class Sparsifier:
         """Say what is sent, and warn of what does not go well together."""
         settings = self._settings
         self._say(f"{summary(settings)}.")
-        if settings.takes_momentum:
+        if settings.feedback.momentum == FROM_OPTIMIZER:
             self._say(TAKES_MOMENTUM)
         corrects = settings.feedback.adam is not None
         if corrects:
@@ -327,10 +348,12 @@ class Sparsifier:
                 "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
             )
 
-    def _layouts(self) -> dict[str, list[list[int]]]:
-        """Return shapes and strides: what is kept of a parameter lies as the parameter does."""
-        parameters = self._ddp.module.named_parameters()
-        return {name: [list(parameter.shape), list(parameter.stride())] for name, parameter in parameters}
+    def _layouts(self) -> dict[str, list[Any]]:
+        """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""
+        return {
+            name: [list(parameter.shape), list(parameter.stride()), str(parameter.dtype)]
+            for name, parameter in self._ddp.module.named_parameters()
+        }
 
 
 # What a state has to have in common with where it is loaded.
@@ -338,7 +361,7 @@ _ALIKE = {
     "ranks": "start as many processes as had saved it, or leave it out to start with nothing kept",
     "rank": "each rank saves a state of its own, and is given that one again",
     "compressor": "choose that compressor, or leave the state out to start with nothing kept",
-    "layouts": "build the same model, in the same memory format",
+    "kinds": "build the same optimizers, with the same optimizer_correction and wire",
 }
 
 
@@ -385,6 +408,15 @@ def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
                 f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
                 " ddp_model.parameters()"
             )
+
+
+def _check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+    if not isinstance(scaler, (GradScaler, type(None))):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
+    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+        raise ValueError(
+            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
+        )
 
 
 def _check_settings(settings: Settings) -> None:
