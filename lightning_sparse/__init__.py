@@ -20,11 +20,13 @@ from lightning_sparse.compressors import Compressor, available_compressors, regi
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.engine.ddp_hook import bucket_cap_mb
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry.lightning_names import DOORS, present_door
 from lightning_sparse.schedule import Schedule
 
 if TYPE_CHECKING:
+    from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.strategy import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
@@ -71,6 +73,8 @@ class _Serving(MetaPathFinder):
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Sparsifier", "sparsify"):
+        return getattr(import_module("lightning_sparse.loop"), name)
     if name != "SparseDDPStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{present_door()}.strategy").SparseDDPStrategy
@@ -96,6 +100,9 @@ __all__ = [
     "Selection",
     "SelectionSize",
     "SparseDDPStrategy",
+    "Sparsifier",
     "available_compressors",
+    "bucket_cap_mb",
     "register_compressor",
+    "sparsify",
 ]

@@ -25,6 +25,7 @@ from lightning_sparse import (
     callbacks,
     compressors,
     schedule,
+    sparsify,
 )
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
@@ -40,6 +41,7 @@ MODULES = (callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect.isclass(each)}
 CLASSES |= {each.__name__: each for each in (AdamCorrection, SparseDDPStrategy, ErrorFeedback, Selection)}
+CLASSES["sparsify"] = sparsify
 OTHERS_ARGUMENTS = [
     LightningCLI.__init__,
     Trainer.__init__,

@@ -25,9 +25,9 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.loop.adam_steps import is_correctable
+from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
-from lightning_sparse.strategy.adam_steps import is_correctable
-from lightning_sparse.strategy.optimizers import OptimizerView
 
 _DEVICE = torch.device("cpu")
 _POST_LOCAL_START = 100  # steps of DDP before torch's post-localSGD begins, its own default

@@ -4,7 +4,7 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class GradientStream:
         end_step: called on the worker with what arrived in a step, before the next backward can begin.
         overlaps_backward: whether groups are exchanged while backward goes on. If not, they are submitted after all
             that backward itself exchanges, which is then in one order with them on all ranks.
+        begin: called before the first bucket of a step is taken.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GradientStream:
         recorder: Recorder,
         end_step: Callable[[Sequence[Exchanged]], None],
         overlaps_backward: bool = True,
+        begin: Optional[Callable[[], None]] = None,
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
@@ -79,6 +81,7 @@ class GradientStream:
         self._recorder = recorder
         self._finish_step = end_step
         self._overlaps_backward = overlaps_backward
+        self._begin = begin
         self._is_static = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._positions = {name: position for position, name in enumerate(self._names.values())}
@@ -102,6 +105,8 @@ class GradientStream:
 
     def receive(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; the future ends when its mean over ranks has been written into it."""
+        if self._begin is not None and bucket.index() == 0:
+            self._begin()
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=self._future_devices)
         self._futures.append((future, buffer))

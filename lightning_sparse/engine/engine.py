@@ -47,6 +47,8 @@ class Engine:
         say: called on rank 0 with lines for the user.
         node_ranks: how many ranks, one after the other, are on one node and average their gradients there first; 1 for
             one level.
+        begin: called on the thread of backward before the first gradients of a step are taken, where nobody calls
+            :meth:`begin_backward` before backward begins.
 
     Attributes:
         densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
@@ -66,10 +68,12 @@ class Engine:
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
         node_ranks: int = 1,
+        begin: Optional[Callable[[], None]] = None,
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
         self._settings = settings
+        self._begin = begin
         self.recorder = Recorder(device, node_ranks)
         everybody = dist.get_process_group_ranks(ddp.process_group)
         self._collectives = Collectives(everybody, device, timeout)
@@ -135,7 +139,8 @@ class Engine:
 
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
-        return GradientStream(ddp, self.pipeline, schedule, self._worker, self.recorder, self._end_step, overlaps)
+        worker, recorder = self._worker, self.recorder
+        return GradientStream(ddp, self.pipeline, schedule, worker, recorder, self._end_step, overlaps, self._begin)
 
     def _rounds_of(self, ddp: DistributedDataParallel, say: Callable[[str], None]) -> Optional[Rounds]:
         local, schedule = self._settings.local_steps, self._settings.schedule

@@ -1,10 +1,10 @@
 """The Trainer's door: a DDP strategy whose gradients are exchanged by the engine.
 
 :mod:`~lightning_sparse.strategy.strategy` is the strategy, read from top to bottom. Its parts: the DDP wrapper
-(:mod:`~lightning_sparse.strategy.ddp_wrapping`), the view of the optimizers
-(:mod:`~lightning_sparse.strategy.optimizers`), the step in progress
+(:mod:`~lightning_sparse.strategy.ddp_wrapping`), the step in progress
 (:mod:`~lightning_sparse.strategy.unfinished_step`), the choice between engine and plain DDP
-(:mod:`~lightning_sparse.strategy.backend_choice`) and the checkpoints (:mod:`~lightning_sparse.strategy.checkpoints`).
+(:mod:`~lightning_sparse.strategy.backend_choice`) and the checkpoints (:mod:`~lightning_sparse.strategy.checkpoints`);
+the view of the optimizers is :mod:`lightning_sparse.loop.optimizers`.
 """
 
 from pytorch_lightning.strategies import StrategyRegistry

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.ddp_hook import bucket_cap_mb
+from lightning_sparse.loop.checks import check_reducer
 from lightning_sparse.strategy.trained import TrainedParameters
 
 # The buckets along which torch.compile cuts its graph; DDP's own default.
@@ -55,11 +56,7 @@ class DDPWrapping:
         if self._is_silent:
             del ddp  # it has made the replicas alike
             ddp = self._silent(module, device_ids, arguments)
-        if getattr(ddp, "_use_python_reducer", False):
-            raise RuntimeError(
-                "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
-                " buckets; set it to True (the default) or False"
-            )
+        check_reducer(ddp)
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         self.trained = TrainedParameters(module)
         return ddp
@@ -119,35 +116,6 @@ class DDPWrapping:
         """Let go of the stream, which cannot be pickled; the next model is wrapped for the engine."""
         self._stream = None
         self.is_plain = False
-
-
-def warning_of_meeting(ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str]) -> Optional[str]:
-    """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
-
-    Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
-    where the device has one queue for both, and refuses it where it was told to take the host's order.
-
-    Args:
-        ddp: the wrapped model.
-        backend: of its process group.
-        environment: of the process.
-    """
-    if backend != "nccl":
-        return None
-    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
-    if not (has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
-        return None
-    switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
-    if not (has_batch_norm or found):
-        return None
-    source = "SyncBatchNorm" if has_batch_norm else "find_unused_parameters or static_graph"
-    where = f" ({', '.join(found)})" if found else ""
-    return (
-        f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
-        " for ever where ranks launch the two in another order: give SparseDDPStrategy(overlaps_backward=False), or see"
-        " docs/limits.md"
-    )
 
 
 def note_use(ddp: DistributedDataParallel) -> None:

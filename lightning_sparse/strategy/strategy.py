@@ -27,9 +27,20 @@ from lightning_sparse.engine.collectives import gather_apart, gather_together
 from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.adam_steps import is_correctable
+from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
+from lightning_sparse.loop.optimizers import (
+    TAKES_MOMENTUM,
+    OptimizerView,
+    can_correct,
+    handled,
+    is_adaptive,
+    takes_adam,
+    warning_for,
+)
+from lightning_sparse.loop.summary import summary
 from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Auto, Plan, Schedule
-from lightning_sparse.strategy.adam_steps import is_correctable
 from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
@@ -42,19 +53,9 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
-from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use, warning_of_meeting
+from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.names import System, announce_systems
-from lightning_sparse.strategy.optimizers import (
-    TAKES_MOMENTUM,
-    OptimizerView,
-    check_correctable,
-    handled,
-    is_adaptive,
-    takes_adam,
-    warning_for,
-)
-from lightning_sparse.strategy.summary import summary
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 
@@ -244,7 +245,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module, **changes: Any) -> DistributedDataParallel:
-        _check_parameters(model)
+        check_parameters(model)
         if self.settings.local_steps is not None:
             _check_layers(model, self.settings.local_steps)
         if self._optimizer_view is not None:
@@ -315,11 +316,7 @@ class SparseDDPStrategy(DDPStrategy):
     def _correct_adam(self, trainer: Trainer) -> bool:
         """Decide whether Adam's updates are made before selection; return whether so."""
         settings = self.settings
-        if isinstance(settings.optimizer_correction, AdamCorrection):
-            check_correctable(self.optimizers)
-        are_correctable = list(map(is_correctable, self.optimizers))
-        corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
-        if not (corrects and self.optimizers and settings.can_correct_adam):
+        if not can_correct(settings, self.optimizers):
             settings.leave_optimizers()
             return False
         value = trainer.gradient_clip_val
@@ -689,17 +686,4 @@ def _check_batches(numbers: Sequence[float]) -> None:
         raise ValueError(
             f"ranks have different numbers of batches ({listed_numbers}), so that some would wait in a round for others"
             f" that have ended: give Trainer(limit_train_batches={min(numbers):g}), or a DistributedSampler"
-        )
-
-
-def _check_parameters(model: Module) -> None:
-    refused = [
-        f"{name} ({parameter.dtype})"
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not parameter.is_floating_point()
-    ]
-    if refused:
-        raise TypeError(
-            f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
-            " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
         )

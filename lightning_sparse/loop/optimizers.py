@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback, Hyperparameters
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, ErrorFeedback, Hyperparameters
 from lightning_sparse.engine.memory import AdamMemory, Memory
-from lightning_sparse.strategy.adam_steps import AdamSteps, ComingStep, is_correctable
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.adam_steps import AdamSteps, ComingStep, is_correctable
 
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
@@ -203,7 +204,20 @@ def takes_adam(feedback: ErrorFeedback) -> str:
     )
 
 
-def check_correctable(optimizers: Sequence[Optimizer]) -> None:
+def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether Adam's updates can be made before selection, with an optimizer that has them.
+
+    Raises:
+        ValueError: if that was asked for, and cannot be, see :func:`_check_correctable`.
+    """
+    if isinstance(settings.optimizer_correction, AdamCorrection):
+        _check_correctable(optimizers)
+    are_correctable = list(map(is_correctable, optimizers))
+    corrects = all(are_correctable) if settings.takes_momentum else any(are_correctable)
+    return corrects and bool(optimizers) and settings.can_correct_adam
+
+
+def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
     """Check optimizers whose correction was asked for.
 
     Raises:

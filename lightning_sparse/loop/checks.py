@@ -1,0 +1,68 @@
+"""What is checked of a model before its gradients are exchanged, whoever drives the training."""
+
+from collections.abc import Mapping
+from typing import Optional
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_parameters(model: Module) -> None:
+    """Check that the gradients of a model can be compressed.
+
+    Raises:
+        TypeError: if a parameter that is trained is not real floating point.
+    """
+    refused = [
+        f"{name} ({parameter.dtype})"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_floating_point()
+    ]
+    if refused:
+        raise TypeError(
+            f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
+            " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
+        )
+
+
+def check_reducer(ddp: DistributedDataParallel) -> None:
+    """Check that a wrapped model hands its gradients over in buckets.
+
+    Raises:
+        RuntimeError: if it does not.
+    """
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
+            " buckets; set it to True (the default) or False"
+        )
+
+
+def warning_of_meeting(ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str]) -> Optional[str]:
+    """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
+
+    Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
+    where the device has one queue for both, and refuses it where it was told to take the host's order.
+
+    Args:
+        ddp: the wrapped model.
+        backend: of its process group.
+        environment: of the process.
+    """
+    if backend != "nccl":
+        return None
+    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
+    if not (has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
+        return None
+    switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
+    if not (has_batch_norm or found):
+        return None
+    source = "SyncBatchNorm" if has_batch_norm else "find_unused_parameters or static_graph"
+    where = f" ({', '.join(found)})" if found else ""
+    return (
+        f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
+        " for ever where ranks launch the two in another order: give SparseDDPStrategy(overlaps_backward=False), or see"
+        " docs/limits.md"
+    )

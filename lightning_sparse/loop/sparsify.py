@@ -1,0 +1,433 @@
+"""The plain loop's door: a ``DistributedDataParallel`` whose gradients are exchanged by the engine."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, Clipping
+from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.adam_steps import is_correctable
+from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
+from lightning_sparse.loop.optimizers import (
+    TAKES_MOMENTUM,
+    OptimizerView,
+    can_correct,
+    handled,
+    is_adaptive,
+    takes_adam,
+    warning_for,
+)
+from lightning_sparse.loop.summary import summary
+from lightning_sparse.schedule import Auto, Schedule
+
+_LOGGER = logging.getLogger(__name__)
+_SHOWN = 5  # names in a message
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
+
+
+def sparsify(
+    ddp_model: DistributedDataParallel,
+    optimizer: Union[Optimizer, Iterable[Optimizer]],
+    compressor: Union[str, Compressor] = "topk",
+    density: Optional[float] = None,
+    schedule: Union[str, Schedule] = "merged",
+    wire: str = "float32",
+    warmup_epochs: Optional[int] = None,
+    optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+    exchange: Union[str, Owners] = AUTO,
+    overlaps_backward: bool = True,
+    scaler: Optional[GradScaler] = None,
+    total_steps: Optional[int] = None,
+    timeout: Optional[timedelta] = None,
+) -> "Sparsifier":
+    """Have a wrapped model send only the part of each gradient that matters most, in a training loop of your own.
+
+    Call it on all ranks, once, before the first backward. Gradients travel while backward goes on, as soon as DDP hands
+    a bucket over: build it with ``bucket_cap_mb=lightning_sparse.bucket_cap_mb(model)``, or they wait for larger ones.
+
+    Args:
+        ddp_model: the model, wrapped, of all processes.
+        optimizer: that trains it, or several.
+        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
+            that lets replicas drift apart.
+        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
+        schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
+            object; not ``"auto"``, which wraps the model anew.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
+            Where there are any, call :meth:`Sparsifier.set_epoch` at the start of each.
+        optimizer_correction: as of ``SparseDDPStrategy``: ``"auto"`` makes the updates of AdamW and Adam before
+            selection.
+        exchange: how selections travel: ``"auto"``, ``"gather"``, ``"owners"`` or an
+            :class:`~lightning_sparse.Owners`.
+        overlaps_backward: whether gradients travel while backward goes on.
+        scaler: the gradient scaler, if there is one: what waits is kept without its scale.
+        total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
+            ``None`` where that is not known.
+        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+
+    Returns:
+        the handle, with what is kept, statistics and the end. On one process it makes the same checks, and does
+        nothing.
+
+    Raises:
+        ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
+        TypeError: for an object of the wrong kind.
+        RuntimeError: if the model has a communication hook already.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_model(ddp_model)
+    _check_optimizers(ddp_model, optimizers)
+    settings = Settings(
+        compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+    )
+    _check_settings(settings)
+    _check_facts(scaler, total_steps)
+    if can_correct(settings, optimizers):
+        settings.correct_adam(total_steps=total_steps)
+    return Sparsifier(ddp_model, optimizers, settings, scaler, timeout)
+
+
+class Sparsifier:
+    """Exchange the gradients of a wrapped model until closed; what :func:`sparsify` returns.
+
+    As a context manager it closes itself.
+
+    Args:
+        ddp: the wrapped model.
+        optimizers: that train it.
+        settings: what the user chose, checked.
+        scaler: the gradient scaler; ``None`` where there is none.
+        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        scaler: Optional[GradScaler] = None,
+        timeout: Optional[timedelta] = None,
+    ) -> None:
+        self._ddp = ddp
+        self._optimizers = optimizers
+        self._settings = settings
+        self._scaler = scaler
+        self._epoch: Optional[int] = None
+        self._is_closed = False
+        self._final_stats: dict[str, float] = {}
+        self._engine: Optional[Engine] = None
+        self._view: Optional[OptimizerView] = None
+        self._handles: list[Any] = []
+        self._arrived: set[Tensor] = set()  # whose gradients hold what an exchange has brought, and no step has used
+        parameters = dict(ddp.module.named_parameters())
+        self._device = next(iter(parameters.values())).device
+        OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
+        if dist.get_world_size(ddp.process_group) == 1:
+            settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
+            self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
+            return
+        self._engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
+        target_of, memory = self._engine.target_density, self._engine.memory
+        self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
+        if settings.feedback.momentum is not None or ddp.find_unused_parameters or ddp.static_graph:
+            self._watch(parameters.values())
+        self._tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._close(has_failed=error is not None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
+
+        Raises:
+            ValueError: if it is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
+        self._epoch = epoch
+
+    def stats(self) -> dict[str, float]:
+        """Return what the last step's exchange did on this rank, as plain floats.
+
+        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. Empty before the first
+        step, and on one process; after :meth:`close` they stay what they were.
+        """
+        return dict(self._final_stats) if self._engine is None else self._engine.compression_stats()
+
+    def clip(self, norm: Optional[float] = None, value: Optional[float] = None) -> None:
+        """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
+
+        Where Adam is corrected, what has arrived are updates, which are not to be clipped: the gradients that they are
+        made of are clipped before that instead, from the next step on. With a gradient scaler call its ``unscale_``
+        first, as ever.
+
+        Args:
+            norm: largest norm of the gradient of the whole model; ``None`` for no limit.
+            value: largest magnitude of an element; ``None`` for no limit.
+        """
+        if self._engine is None or self._view is None:
+            _clip(self._ddp.parameters(), norm, value)
+            return
+        self._engine.clip(Clipping(norm=norm, value=value))
+        with self._view.without_corrected():
+            _clip(self._ddp.parameters(), norm, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
+
+        Tensors, numbers and words, for ``torch.save``; as with a module's, tensors are not copied, and change when
+        training goes on. Empty on one process.
+        """
+        if self._engine is None:
+            self._check_open()
+            return {}
+        self._engine.settle()
+        state = self._engine.state_dict()
+        return {
+            "ranks": self._engine.topology[0],
+            "rank": dist.get_rank(self._ddp.process_group),
+            "compressor": type(self._settings.compressor).__name__,
+            "kinds": sorted(state["memory"].keys() - {"learning_rate"}),
+            "layouts": self._layouts(),
+            "epoch": self._epoch,
+            "engine": state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
+
+        Raises:
+            ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
+        """
+        self._check_open()
+        given, present = ({"ranks": 1, **each} for each in (state, self.state_dict()))
+        for kind, cure in _ALIKE.items():
+            if given.get(kind) != present.get(kind):
+                raise ValueError(
+                    f"this state is of {kind} {given.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}"
+                )
+        ours, theirs = (each.get("layouts", {}) for each in (present, given))
+        changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if changed:
+            raise ValueError(
+                f"this state is of a model in which {', '.join(map(repr, changed[:_SHOWN]))} had another shape, type or"
+                " order in memory, or was not there: build the same model"
+            )
+        if self._engine is None:
+            return
+        kept = dict(state["engine"])
+        kept["memory"] = {
+            kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
+            for kind, tensors in kept["memory"].items()
+        }
+        self._engine.load_state_dict(kept)
+        if "plan" in kept:
+            self._engine.restore_plan(kept["plan"], self._engine.topology)
+        self._epoch = state["epoch"]
+
+    def close(self) -> None:
+        """End the exchange, and leave the optimizers alone; safe to call twice.
+
+        The wrapper is of no more use: DDP cannot take its hook back. Train on with a new one around the same model.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, has_failed: bool) -> None:
+        self._is_closed = True
+        if self._engine is None or self._view is None:
+            return
+        # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
+        if not has_failed or self._device.type == "cpu":
+            self._final_stats = self._engine.compression_stats()
+        self._engine.close(has_failed)
+        self._view.close()
+        for handle in self._handles:
+            handle.remove()
+        self._engine = self._view = None
+
+    def _begin(self) -> None:
+        """Begin a step, in the midst of its backward, before the first of its gradients is taken."""
+        self._check_open()
+        assert self._engine is not None
+        assert self._view is not None
+        self._engine.raise_error()
+        if self._epoch is None and self._settings.warmup_epochs:
+            raise RuntimeError(
+                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a plain loop has to tell: call"
+                " set_epoch(epoch) of what sparsify returned at the start of each, or give it warmup_epochs=0"
+            )
+        coming, scale = self._view.coming_step(), None
+        if self._scaler is not None:
+            # Scaling a one gives the scale without asking the device for its value.
+            scale = self._scaler.scale(torch.ones((), device=self._device))
+        self._engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.steps)
+        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
+        _LATER(lambda: _LATER(self._end_backward))
+
+    def _end_backward(self) -> None:
+        if self._engine is not None:
+            self._engine.raise_error()
+        if self._handles:
+            self._arrived.update(parameter for each in self._optimizers for parameter in handled(each))
+
+    def _watch(self, parameters: Iterable[Parameter]) -> None:
+        """Refuse a second exchange for one optimizer step, which would take what the first has brought for a gradient.
+
+        Without momentum and unused parameters that is what it is.
+        """
+
+        def check(parameter: Parameter) -> None:
+            if parameter not in self._arrived:
+                return
+            self._arrived.discard(parameter)
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise RuntimeError(
+                    "a second backward has come to the exchange before the optimizer's step, with gradients that have"
+                    " been exchanged: have all but the last backward of a step inside ddp_model.no_sync(), or clear"
+                    " gradients (zero_grad) where a step is left out"
+                )
+
+        def watch(parameter: Parameter) -> Any:
+            return parameter.register_hook(lambda gradient: check(parameter))
+
+        def end_step(optimizer: Optimizer, *step: Any) -> None:
+            self._arrived.difference_update(handled(optimizer))
+
+        self._handles = [watch(parameter) for parameter in parameters if parameter.requires_grad]
+        self._handles += [optimizer.register_step_post_hook(end_step) for optimizer in self._optimizers]
+
+    def _tell(self) -> None:
+        """Say what is sent, and warn of what does not go well together."""
+        settings = self._settings
+        self._say(f"{summary(settings)}.")
+        if settings.feedback.momentum == FROM_OPTIMIZER:
+            self._say(TAKES_MOMENTUM)
+        corrects = settings.feedback.adam is not None
+        if corrects:
+            self._say(takes_adam(settings.feedback))
+        found = []
+        if settings.overlaps_backward:
+            found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
+        if settings.is_sparse:
+            learning = filter(is_adaptive, self._optimizers)
+            found += [warning_for(each) for each in learning if not (corrects and is_correctable(each))]
+        for warning in filter(None, found):
+            if dist.get_rank() == 0:
+                warnings.warn(warning, stacklevel=4)
+
+    def _say(self, line: str) -> None:
+        if dist.get_rank() == 0:
+            _LOGGER.info("sparsify: %s", line)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
+            )
+
+    def _layouts(self) -> dict[str, list[Any]]:
+        """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""
+        return {
+            name: [list(parameter.shape), list(parameter.stride()), str(parameter.dtype)]
+            for name, parameter in self._ddp.module.named_parameters()
+        }
+
+
+# What a state has to have in common with where it is loaded.
+_ALIKE = {
+    "ranks": "start as many processes as had saved it, or leave it out to start with nothing kept",
+    "rank": "each rank saves a state of its own, and is given that one again",
+    "compressor": "choose that compressor, or leave the state out to start with nothing kept",
+    "kinds": "build the same optimizers, with the same optimizer_correction and wire",
+}
+
+
+def _clip(parameters: Iterable[Parameter], norm: Optional[float], value: Optional[float]) -> None:
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    if value is not None and trained:
+        torch.nn.utils.clip_grad_value_(trained, value)
+    if norm is not None and trained:
+        torch.nn.utils.clip_grad_norm_(trained, norm)
+
+
+def _check_model(ddp: DistributedDataParallel) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"ddp_model={type(ddp).__name__} must be a torch.nn.parallel.DistributedDataParallel: wrap the model first,"
+            " DistributedDataParallel(model, bucket_cap_mb=lightning_sparse.bucket_cap_mb(model))"
+        )
+    check_parameters(ddp.module)
+    check_reducer(ddp)
+    if ddp._comm_hooks:
+        raise RuntimeError(
+            "ddp_model has a communication hook already, and DDP takes one: wrap the model in a new"
+            " DistributedDataParallel, and call sparsify once"
+        )
+    if ddp.is_multi_device_module:
+        raise ValueError("ddp_model has parameters on several devices: give each process a model on one device")
+    ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
+    if ranks != world:
+        raise ValueError(
+            f"ddp_model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
+            " leave process_group out"
+        )
+
+
+def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+    trained = set(ddp.parameters())
+    if not optimizers:
+        raise ValueError("optimizer=[] names none: give the optimizer that trains the model, or all of them")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
+        if trained.isdisjoint(handled(optimizer)):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
+                " ddp_model.parameters()"
+            )
+
+
+def _check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+    if not isinstance(scaler, (GradScaler, type(None))):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
+    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+        raise ValueError(
+            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
+        )
+
+
+def _check_settings(settings: Settings) -> None:
+    name = type(settings.compressor).__name__
+    if isinstance(settings.schedule, Auto):
+        raise ValueError(
+            "schedule='auto' wraps the model anew in the midst of training, which a plain loop has no place for: use"
+            " schedule='merged', or the Trainer's strategy='sparse_auto'"
+        )
+    if settings.compressor.replicas_diverge:
+        raise ValueError(
+            f"compressor={name} lets replicas drift apart, which have to be averaged before validation and saving: use"
+            " the Trainer's strategy for it, or another compressor, such as 'topk'"
+        )

@@ -1,0 +1,553 @@
+"""A training loop without Lightning: the laws, resuming, and what is refused."""
+
+import copy
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import AdamCorrection, Sparsifier, bucket_cap_mb, sparsify
+from lightning_sparse.compressors import DGC, TopK
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.laws.mass import Branches, assert_mass_is_conserved
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
+from tests.helpers.devices import DEVICE
+
+ROOT = Path(__file__).parents[2]
+Tensors = dict[str, Tensor]
+DENSE = 2
+CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+each_optimizer = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+
+
+def wrapped(model: Optional[nn.Module] = None, **arguments: Any) -> DistributedDataParallel:
+    """Wrap a model; every rank has the same."""
+    torch.manual_seed(0)
+    model = (Edges() if model is None else model).to(DEVICE)
+    return DistributedDataParallel(model, **{"bucket_cap_mb": bucket_cap_mb(model), **arguments})
+
+
+@contextmanager
+def sparsified(
+    kind: str, ddp: Optional[DistributedDataParallel] = None, **settings: Any
+) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer, Sparsifier]]:
+    """Yield a wrapped model, its optimizer and the handle."""
+    ddp = wrapped() if ddp is None else ddp
+    optimizer = OPTIMIZERS[kind](ddp.parameters())
+    if kind == "AdamW":
+        settings = {"optimizer_correction": CORRECTION, **settings}
+    with sparsify(ddp, optimizer, **{"warmup_epochs": 0, **settings}) as handle:
+        yield ddp, optimizer, handle
+
+
+def train(
+    rank: int,
+    ddp: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    steps: range,
+    micro_batches: int = 1,
+    clip: Callable[[], Any] = lambda: None,
+) -> None:
+    """Train as a plain loop does, with accumulation and clipping."""
+    for step in steps:
+        for micro in range(micro_batches):
+            with nullcontext() if micro == micro_batches - 1 else ddp.no_sync():
+                ddp(batch(rank, 100 * step + micro)).backward()
+        clip()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_both(
+    rank: int, kind: str, micro_batches: int, settings: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[Tensors, Tensors]:
+    """Train at density 1, and a twin with plain DDP."""
+    with sparsified(kind, wrapped(**arguments), density=1.0, **settings) as (ddp, optimizer, _):
+        train(rank, ddp, [optimizer], range(5), micro_batches)
+    twin = wrapped()
+    train(rank, twin, [OPTIMIZERS[kind](twin.parameters())], range(5), micro_batches)
+    return parameters_of(ddp), parameters_of(twin)
+
+
+def assert_close(ours: Tensors, theirs: Tensors) -> None:
+    """Fail unless parameters agree up to rounding."""
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@each_optimizer
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_density_one_equals_ddp(pair: Pool, optimizer: str, micro_batches: int) -> None:
+    for ours, twin in pair.run(train_both, optimizer, micro_batches, {}, {}):
+        assert_close(ours, twin)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {"static_graph": True}),
+        ({"overlaps_backward": False}, {"static_graph": True}),
+        ({"schedule": "layerwise"}, {"gradient_as_bucket_view": True}),
+        ({"schedule": "single"}, {"bucket_cap_mb": 25}),
+        ({"overlaps_backward": False}, {}),
+    ],
+    ids=str,
+)
+def test_however_ddp_was_built_density_one_equals_it(
+    pair: Pool, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    for ours, twin in pair.run(train_both, "SGD", 1, settings, arguments):
+        assert_close(ours, twin)
+
+
+def train_sparse(rank: int, kind: str, settings: dict[str, Any]) -> tuple[Tensors, dict[str, float]]:
+    """Train with accumulation and clipping; return parameters and statistics."""
+    with sparsified(kind, **settings) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(6), 2, lambda: handle.clip(norm=1.0, value=0.5))
+    return parameters_of(ddp), handle.stats()
+
+
+@each_optimizer
+@pytest.mark.parametrize("compressor", ["lags", "exdyna", "omgs", "dgc", "qsgd"])
+def test_replicas_are_identical(pools: dict[int, Pool], optimizer: str, compressor: str) -> None:
+    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
+    if compressor == "qsgd":
+        settings |= {"density": None, "wire": "float32", "optimizer_correction": "auto"}
+    answers = pools[3].run(train_sparse, optimizer, settings)
+    for parameters, stats in answers:
+        assert_same(parameters, answers[0][0])
+        assert stats["total_wire_bytes"] > 0
+
+
+def balance(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:
+    """Train, and write down for every step what came in, what was applied and what waits before and after."""
+    book = []
+    with sparsified("SGD", **settings) as (ddp, optimizer, handle):
+        gradients = watch_gradients(ddp.module)
+
+        def waiting() -> Tensors:
+            kept = handle.state_dict()["engine"]["memory"]["residual"]
+            return {
+                name: kept[name].view_as(gradient).clone() if name in kept else torch.zeros_like(gradient)
+                for name, gradient in gradients.items()
+            }
+
+        for step in range(4):
+            before = waiting()
+            ddp(batch(rank, step)).backward()
+            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+            came = {name: gradient.clone() for name, gradient in gradients.items()}
+            book.append({"gradient": came, "before": before, "applied": applied, "after": waiting()})
+            optimizer.step()
+            optimizer.zero_grad()
+    return book
+
+
+@pytest.mark.parametrize("compressor", ["lags", "exdyna"])
+def test_mass_is_conserved(pair: Pool, compressor: str) -> None:
+    assert_mass_is_conserved(pair.run(balance, {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}))
+
+
+def stored(state: dict[str, Any]) -> Any:
+    """Write a state into a file and read it again."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train_in_two(rank: int, kind: str, settings: dict[str, Any], first: int) -> list[tuple[Any, Any]]:
+    """Train in one go, and with all built anew from the midst; return what is there at the end."""
+    ends = []
+    saved: dict[str, Any] = {}
+    for steps in (range(8), range(first, 8)):
+        with sparsified(kind, **copy.deepcopy(settings)) as (ddp, optimizer, handle):
+            if saved:
+                ddp.module.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+                handle.load_state_dict(saved["handle"])
+            handle.set_epoch(0)
+            train(rank, ddp, [optimizer], range(steps.start, first), 2)
+            if not saved:
+                parts = {"model": ddp.module, "optimizer": optimizer, "handle": handle}
+                saved = stored({name: part.state_dict() for name, part in parts.items()})
+            train(rank, ddp, [optimizer], range(first, 8), 2)
+            ends.append((parameters_of(ddp), copy.deepcopy(handle.state_dict())))
+    for _, state in ends:
+        state["engine"].pop("plan", None)  # measured times decide when there is one, and change no number
+    return ends
+
+
+@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("SGD", {"compressor": "lags", "density": 0.05}),
+        ("AdamW", {"compressor": "lags", "density": 0.05, "wire": "bfloat16"}),
+        ("SGD", {"compressor": DGC(), "density": 0.05, "warmup_epochs": 2}),
+        ("AdamW", {"compressor": "exdyna", "density": 0.05}),
+        ("SGD", {"compressor": "qsgd"}),
+    ],
+    ids=["lags", "lags with AdamW", "dgc", "exdyna with AdamW", "qsgd"],
+)
+def test_resumed_it_goes_on_to_the_bit(pair: Pool, optimizer: str, settings: dict[str, Any], first: int) -> None:
+    for whole, resumed in pair.run(train_in_two, optimizer, settings, first):
+        assert_same(resumed, whole)
+
+
+def train_scaled(
+    rank: int, kind: str, is_scaled: bool, overflow_at: Optional[int] = None
+) -> list[tuple[Tensors, Any, float]]:
+    """Train with a gradient scaler that grows; note parameters, what is kept, and the scale around each step."""
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=is_scaled, init_scale=2.0**10, growth_interval=2)
+    notes = []
+    with sparsified(kind, density=0.05, scaler=scaler) as (ddp, optimizer, handle):
+        for step in range(7):
+            notes.append((parameters_of(ddp), copy.deepcopy(handle.state_dict()["engine"]), scaler.get_scale()))
+            loss = ddp(batch(rank, step)) * (float("inf") if step == overflow_at and rank == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        notes.append((parameters_of(ddp), copy.deepcopy(handle.state_dict()["engine"]), scaler.get_scale()))
+    return notes
+
+
+@each_optimizer
+def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair: Pool, optimizer: str) -> None:
+    for notes in pair.run(train_scaled, optimizer, True, 4):
+        for step, (before, after) in enumerate(pairwise(notes)):
+            assert (after[2] < before[2]) == (step == 4)
+            if step == 4:
+                assert_same(after[:2], before[:2])
+            else:
+                assert not torch.equal(after[0]["matrix"], before[0]["matrix"])
+
+
+@each_optimizer
+def test_a_changing_loss_scale_changes_nothing(pair: Pool, optimizer: str) -> None:
+    for scaled, plain in zip(*(pair.run(train_scaled, optimizer, is_scaled) for is_scaled in (True, False))):
+        assert scaled[-1][2] > scaled[0][2]
+        assert_same(scaled[-1][0], plain[-1][0])
+
+
+def train_clipped(rank: int, kind: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
+    """Return parameters after training with clipping here, without, and of a twin that is clipped as ever."""
+    ends = []
+    for norm in (0.1, None):
+        with sparsified(kind, density=0.05 if kind == "AdamW" else 1.0) as (ddp, optimizer, handle):
+            train(rank, ddp, [optimizer], range(steps), clip=lambda: handle.clip(norm=norm))  # noqa: B023
+        ends.append(parameters_of(ddp))
+    twin = wrapped()
+    clip = torch.nn.utils.clip_grad_norm_
+    train(rank, twin, [OPTIMIZERS[kind](twin.parameters())], range(steps), clip=lambda: clip(twin.parameters(), 0.1))
+    return ends[0], ends[1], parameters_of(twin)
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("SGD", 5), ("AdamW", DENSE)])
+def test_what_is_sent_whole_is_clipped_as_ever(pair: Pool, optimizer: str, steps: int) -> None:
+    for ours, unclipped, twin in pair.run(train_clipped, optimizer, steps):
+        assert_close(ours, twin)
+        assert optimizer == "AdamW" or not torch.equal(ours["matrix"], unclipped["matrix"])
+
+
+def clipped_updates(rank: int, norm: Optional[float]) -> float:
+    """Return how far a parameter moves in steps of AdamW that are made before selection."""
+    with sparsified("AdamW", density=0.05) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(DENSE + 1))
+        handle.clip(norm=norm)
+        before = parameters_of(ddp)["matrix"]
+        train(rank, ddp, [optimizer], range(DENSE + 1, DENSE + 6), clip=lambda: handle.clip(norm=norm))
+        return float((parameters_of(ddp)["matrix"] - before).norm())
+
+
+def test_updates_are_made_of_clipped_gradients(pair: Pool) -> None:
+    for clipped, whole in zip(*(pair.run(clipped_updates, norm) for norm in (1e-3, None))):
+        assert 0 < clipped < 0.9 * whole
+
+
+def train_with_two(rank: int, density: float) -> tuple[Tensors, Tensors]:
+    """Train parts of a model with an optimizer each, that step by turns; and a twin with plain DDP."""
+    ends = []
+    for is_sparse in (True, False):
+        ddp = wrapped()
+        matrix = ddp.module.matrix
+        others = [each for each in ddp.parameters() if each is not matrix]
+        optimizers = [OPTIMIZERS["SGD"]([matrix]), OPTIMIZERS["AdamW"](others)]
+        settings = {"density": density, "optimizer_correction": CORRECTION, "warmup_epochs": 0}
+        with sparsify(ddp, optimizers, **settings) if is_sparse else nullcontext():
+            train(rank, ddp, optimizers, range(5))
+        ends.append(parameters_of(ddp))
+    return ends[0], ends[1]
+
+
+def test_two_optimizers_train_one_model(pair: Pool) -> None:
+    for ours, twin in pair.run(train_with_two, 1.0):
+        assert_close(ours, twin)
+    (one, dense), (other, _) = pair.run(train_with_two, 0.05)
+    assert_same(one, other)
+    assert not torch.equal(one["matrix"], dense["matrix"])
+
+
+def train_partly(rank: int) -> tuple[Tensors, bool, dict[str, bool]]:
+    """Train with parameters that not all ranks use; return them, and which have moved since all were used."""
+    ddp = wrapped(Branches(), find_unused_parameters=True)
+    with sparsified("SGD", ddp, density=0.5) as (_, optimizer, _):
+        for step, uses in enumerate([(True, True), (rank == 0, False), (rank == 0, False)]):
+            before = parameters_of(ddp)
+            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
+            ddp(inputs, uses).backward()
+            has_gradient = ddp.module.never.grad is not None and bool(ddp.module.never.grad.any())
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = {name: not torch.equal(tensor, before[name]) for name, tensor in parameters_of(ddp).items()}
+        return parameters_of(ddp), has_gradient, moved
+
+
+def test_parameters_may_go_unused(pair: Pool) -> None:
+    answers = pair.run(train_partly)
+    for parameters, has_gradient, moved in answers:
+        assert_same(parameters, answers[0][0])
+        assert not has_gradient
+        assert moved["shared"]
+        assert moved["sometimes"]
+
+
+def exchange_twice(rank: int) -> tuple[str, bool]:
+    """Exchange twice for one step of an optimizer whose momentum is accumulated; then leave a step out."""
+    with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, _):
+        ddp(batch(rank, 0)).backward()
+        optimizer.zero_grad(set_to_none=False)
+        train(rank, ddp, [optimizer], range(2), 2)
+        before = parameters_of(ddp)
+        ddp(batch(rank, 1)).backward()
+        with pytest.raises(RuntimeError, match="a second backward") as refusal:
+            ddp(batch(rank, 2)).backward()
+        return str(refusal.value), torch.equal(before["matrix"], parameters_of(ddp)["matrix"])
+
+
+def test_a_second_exchange_for_one_step_is_refused_where_it_would_be_wrong(pair: Pool) -> None:
+    for message, is_unmoved in pair.run(exchange_twice):
+        assert "no_sync()" in message
+        assert "zero_grad" in message
+        assert is_unmoved
+
+
+def train_over_epochs(rank: int) -> tuple[str, list[float]]:
+    """Return what is said where epochs are not told, and the densities where they are."""
+    untold = sparsified("SGD", density=0.01, warmup_epochs=2)
+    with untold as (ddp, *_), pytest.raises(RuntimeError, match="set_epoch") as refusal:
+        ddp(batch(rank, 0)).backward()
+    densities = []
+    with sparsified("SGD", compressor="topk", density=0.01, warmup_epochs=2) as (ddp, optimizer, handle):
+        for epoch in range(4):
+            handle.set_epoch(epoch)
+            train(rank, ddp, [optimizer], range(epoch, epoch + 1))
+            densities.append(handle.stats()["density"])
+    return str(refusal.value), densities
+
+
+def test_the_density_falls_over_epochs_that_are_told(pair: Pool) -> None:
+    for message, densities in pair.run(train_over_epochs):
+        assert "warmup_epochs=2" in message
+        assert densities[0] > densities[1] > densities[2] == densities[3]
+
+
+class Broken(TopK):
+    """A compressor that fails."""
+
+    def select(self, *group: Any) -> Any:
+        """Fail."""
+        raise OSError("cannot select")
+
+
+def fail(rank: int) -> tuple[bool, str, str, dict[str, float]]:
+    """Meet an error of the exchange, close, and go on."""
+    broken = sparsified("SGD", compressor=Broken(), density=0.05)
+    with broken as (ddp, _, handle), pytest.raises(OSError, match="cannot select"):
+        ddp(batch(rank, 0)).backward()
+    handle.close()
+    with pytest.raises(RuntimeError) as refusal:
+        handle.state_dict()
+    with sparsified("SGD", density=0.05) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(1))
+    with pytest.raises(RuntimeError) as late:
+        ddp(batch(rank, 0)).backward()
+    return True, str(refusal.value), str(late.value), handle.stats()
+
+
+def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_closed(pair: Pool) -> None:
+    for has_raised, refusal, late, stats in pair.run(fail):
+        assert has_raised
+        assert "closed" in refusal
+        assert "new DistributedDataParallel" in late
+        assert stats["wire_bytes"] > 0
+
+
+def train_alone(rank: int) -> tuple[Tensors, Tensors, Any]:
+    """Train on one process, and a twin with plain DDP."""
+    with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
+        handle.load_state_dict(handle.state_dict())
+        facts = (handle.state_dict(), handle.stats())
+    twin = wrapped()
+    clip = torch.nn.utils.clip_grad_norm_
+    optimizers = [OPTIMIZERS["SGD"](twin.parameters())]
+    train(rank, twin, optimizers, range(3), 2, lambda: clip(twin.parameters(), 1.0))
+    return parameters_of(ddp), parameters_of(twin), facts
+
+
+def test_on_one_process_it_does_nothing(pools: dict[int, Pool]) -> None:
+    ((ours, twin, facts),) = pools[1].run(train_alone)
+    assert_same(ours, twin)
+    assert facts == ({}, {})
+
+
+def refusal_of(rank: int, arguments: dict[str, Any]) -> str:
+    """Return the error that arguments are refused with."""
+    ddp = wrapped()
+    given: dict[str, Any] = {"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments}
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        sparsify(**given)
+    return f"{type(refusal.value).__name__}: {refusal.value}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ddp_model": nn.Linear(2, 2)}, "TypeError: ddp_model=Linear must be a torch.nn.parallel.Distr"),
+        ({"optimizer": []}, "ValueError: optimizer=[] names none"),
+        ({"optimizer": [1]}, "TypeError: optimizer=1 must be a torch.optim.Optimizer"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD trains no parameter"),
+        ({"schedule": "auto"}, "ValueError: schedule='auto' wraps the model anew"),
+        ({"compressor": "a2sgd"}, "ValueError: compressor=A2SGD lets replicas drift apart"),
+        ({"compressor": "lag"}, "ValueError: compressor='lag' is unknown"),
+        ({"density": 1.5}, "ValueError: density=1.5 must be"),
+        ({"wire": "int3"}, "ValueError: "),
+        ({"exchange": "ring"}, "ValueError: "),
+        ({"local_steps": 4}, "TypeError: sparsify() got an unexpected keyword argument 'local_steps'"),
+        ({"scaler": 65536.0}, "TypeError: scaler=65536.0 must be a torch.amp.GradScaler"),
+        ({"total_steps": 0}, "ValueError: total_steps=0 must be a whole number"),
+        ({"optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection(...) was given"),
+        ({"compressor": DGC(momentum=0.9)}, "ValueError: momentum=0.9 was given to the memory"),
+    ],
+    ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
+)
+def test_what_is_refused(pools: dict[int, Pool], ranks: int, arguments: dict[str, Any], message: str) -> None:
+    for refusal in pools[ranks].run(refusal_of, arguments):
+        assert refusal.startswith(message)
+
+
+def refused_states(rank: int) -> list[str]:
+    """Return the errors with which states of others are refused, and a second handle."""
+    messages = []
+    with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
+        state = handle.state_dict()
+        for change in (
+            {},
+            {"ranks": 4},
+            {"rank": 1 - rank},
+            {"compressor": "OMGS"},
+            {"layouts": {**state["layouts"], "matrix": [[2, 2], [2, 1], "torch.float32"]}},
+        ):
+            with pytest.raises(ValueError, match="this state is of") if change else nullcontext() as refusal:
+                handle.load_state_dict({**state, **change})
+            messages.append(str(refusal.value) if refusal else "")
+        with pytest.raises(RuntimeError) as refusal:
+            sparsify(ddp, optimizer)
+        messages.append(str(refusal.value))
+        with pytest.raises(ValueError, match="ranks 1, and here it is 2"):
+            handle.load_state_dict({})  # which one process has
+    with sparsified("AdamW", compressor="lags") as (_, _, handle), pytest.raises(ValueError, match="same optimizers"):
+        handle.load_state_dict(state)
+    return messages
+
+
+def test_states_of_others_are_refused(pair: Pool) -> None:
+    for rank, (none, ranks, other, compressor, layouts, second) in enumerate(pair.run(refused_states)):
+        assert not none
+        assert "ranks 4, and here it is 2: start as many processes" in ranks
+        assert f"rank {1 - rank}, and here it is {rank}: each rank" in other
+        assert "compressor 'OMGS', and here it is 'LAGS': choose" in compressor
+        assert "this state is of a model in which 'matrix' had another shape" in layouts
+        assert "has a communication hook already" in second
+
+
+def lines_said(rank: int) -> tuple[list[str], str]:
+    """Return what is said at the start, and warned of."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_sparse.loop")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with sparsified("AdamW", compressor="lags", density=0.05):
+        pass
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    ddp = wrapped()
+    with pytest.warns(UserWarning, match="RMSprop learns") if rank == 0 else nullcontext() as warned:
+        sparsify(ddp, torch.optim.RMSprop(ddp.parameters()), density=0.05).close()
+    return lines, warned[0].filename if warned else ""
+
+
+def test_rank_0_says_what_is_sent_and_warns_of_optimizers_that_learn_from_it(pair: Pool) -> None:
+    (lines, file), others = pair.run(lines_said)
+    assert lines[0].startswith("sparsify: LAGS sends 0.05 of each gradient; warm-up: 2 steps whole")
+    assert "Adam's updates are made before selection" in lines[1]
+    assert file == __file__
+    assert others == ([], "")
+
+
+WITHOUT_LIGHTNING = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+with lightning_sparse.sparsify(ddp, torch.optim.AdamW(ddp.parameters()), "lags", density=0.1):
+    ddp(torch.ones(2)).sum().backward()
+names = {name.partition(".")[0] for name in sys.modules}
+assert names.isdisjoint({"lightning", "pytorch_lightning", "lightning_fabric"}), names
+assert lightning_sparse.bucket_cap_mb(ddp.module) > 0
+dist.destroy_process_group()
+"""
+
+
+def test_it_imports_no_lightning() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plain-loop.md").read_text()
+    (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=None)
+    assert result.returncode == 0, result.stderr
+    losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0] / 2
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}
