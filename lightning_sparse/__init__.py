@@ -26,7 +26,7 @@ from lightning_sparse.registry.lightning_names import DOORS, present_door
 from lightning_sparse.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_sparse.loop import Sparsifier, sparsify
+    from lightning_sparse.engine.loop import Sparsifier, sparsify
     from lightning_sparse.strategy import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
@@ -74,7 +74,7 @@ class _Serving(MetaPathFinder):
 
 def __getattr__(name: str) -> Any:
     if name in ("Sparsifier", "sparsify"):
-        return getattr(import_module("lightning_sparse.loop"), name)
+        return getattr(import_module("lightning_sparse.engine.loop"), name)
     if name != "SparseDDPStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{present_door()}.strategy").SparseDDPStrategy

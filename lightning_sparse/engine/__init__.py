@@ -9,7 +9,9 @@ In the order in which a gradient meets them:
    :mod:`~lightning_sparse.engine.wire` (WRITTEN) and :mod:`~lightning_sparse.engine.collectives` (TRAVELS), which do
    not know each other; :mod:`~lightning_sparse.engine.observe` (SEEN) stands beside.
 
-:mod:`~lightning_sparse.engine.engine` builds all of them for one model.
+:mod:`~lightning_sparse.engine.engine` builds all of them for one model. Where ranks make local steps,
+:mod:`~lightning_sparse.engine.rounds` stands in the place of the first. :mod:`~lightning_sparse.engine.loop` is the
+optimizers' part of a step, and the door for training loops of one's own.
 """
 
 from lightning_sparse.engine.engine import Engine

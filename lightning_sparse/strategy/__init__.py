@@ -4,7 +4,7 @@
 (:mod:`~lightning_sparse.strategy.ddp_wrapping`), the step in progress
 (:mod:`~lightning_sparse.strategy.unfinished_step`), the choice between engine and plain DDP
 (:mod:`~lightning_sparse.strategy.backend_choice`) and the checkpoints (:mod:`~lightning_sparse.strategy.checkpoints`);
-the view of the optimizers is :mod:`lightning_sparse.loop.optimizers`.
+the view of the optimizers is :mod:`lightning_sparse.engine.loop.optimizers`.
 """
 
 from pytorch_lightning.strategies import StrategyRegistry

@@ -24,12 +24,9 @@ from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, Erro
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_apart, gather_together
-from lightning_sparse.engine.rounds import Rounds
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
-from lightning_sparse.engine.wire import Owners
-from lightning_sparse.loop.adam_steps import is_correctable
-from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
-from lightning_sparse.loop.optimizers import (
+from lightning_sparse.engine.loop.adam_steps import is_correctable
+from lightning_sparse.engine.loop.checks import check_parameters, warning_of_meeting
+from lightning_sparse.engine.loop.optimizers import (
     TAKES_MOMENTUM,
     OptimizerView,
     can_correct,
@@ -38,7 +35,10 @@ from lightning_sparse.loop.optimizers import (
     takes_adam,
     warning_for,
 )
-from lightning_sparse.loop.summary import summary
+from lightning_sparse.engine.loop.summary import summary
+from lightning_sparse.engine.rounds import Rounds
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
+from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.backend_choice import BackendChoice

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.loop.optimizers import handled, waiting_gradients
+from lightning_sparse.engine.loop.optimizers import handled, waiting_gradients
 
 
 class UnfinishedStep:

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
+from lightning_sparse.engine.loop.adam_steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
-from lightning_sparse.loop.adam_steps import is_correctable
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
 _LEAST_STEPS = 3

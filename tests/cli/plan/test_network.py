@@ -38,7 +38,7 @@ def test_a_network_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     collectives = SlowCollectives()
     monkeypatch.setattr("time.perf_counter", lambda: collectives.now)
     network = measure_network(collectives)
-    assert network == pytest.approx((1e9, 1e-4, 3), rel=1e-6)
+    assert network == pytest.approx(Network(1e9, 1e-4, 3), rel=1e-6)
 
 
 def test_real_ranks_conclude_the_same(pair: Pool) -> None:

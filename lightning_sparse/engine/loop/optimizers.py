@@ -10,9 +10,9 @@ import torch
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, ErrorFeedback, Hyperparameters
+from lightning_sparse.engine.loop.adam_steps import AdamSteps, ComingStep, is_correctable
 from lightning_sparse.engine.memory import AdamMemory, Memory
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.loop.adam_steps import AdamSteps, ComingStep, is_correctable
 
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
