@@ -24,7 +24,7 @@ from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
 from tests.helpers.devices import DEVICE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Tensors = dict[str, Tensor]
 DENSE = 2
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
