@@ -280,7 +280,7 @@ def first_planned_step(rank: int, dense_steps: int) -> int:
     """Return the first step after which a plan is followed."""
     correction = AdamCorrection(dense_steps=dense_steps, fall_steps=0, refresh_steps=1000)
     settings = {"compressor": "topk", "schedule": "merged"}
-    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, 150, correction=correction)
+    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, dense_steps + 120, correction=correction)
     engine = next(training)[1]
     planned = [step for step, _ in enumerate(training) if engine.plan is not None]
     return planned[0]
@@ -288,8 +288,9 @@ def first_planned_step(rank: int, dense_steps: int) -> int:
 
 @pytest.mark.clock
 def test_a_plan_is_not_made_of_steps_that_send_everything(pair: Pool) -> None:
-    [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 25))
-    assert late - early == 20
+    # How many steps are tried first depends on what they take; always fewer than the hundred that are whole here.
+    [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 100))
+    assert early < 100 < late
 
 
 def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tuple[Tensors, Tensors]:
