@@ -180,7 +180,8 @@ class VirtualRank:
             if self._rounds is not None or is_local:
                 self._clip()
             elif self._settings is None:
-                self._reduce()
+                self._average([each.grad for each in self.network.parameters() if each.grad is not None])
+                self._clip()
             else:
                 self._exchange(self._settings, epoch)
         self.optimizer.step()
@@ -188,7 +189,7 @@ class VirtualRank:
             if self._rounds is not None:
                 self._rounds.end_step(0, StepContext)
             elif is_local and self._steps % (self._averages_every or 1) == 0:
-                self._average()
+                self._average(list(self.network.parameters()))
 
     @contextmanager
     def shared_model(self) -> Iterator[nn.Module]:
@@ -199,25 +200,14 @@ class VirtualRank:
         with self._rounds.shared_model():
             yield self.network
 
-    def _average(self) -> None:
-        """Average parameters over ranks."""
-        parameters = [parameter.detach() for parameter in self.network.parameters()]
-        flat = torch.cat([parameter.flatten() for parameter in parameters])
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over ranks, in place, as one step's exchange."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         flat = self._collectives.all_reduce(flat) / self._collectives.ranks
         self.recorder.add_bytes(4 * flat.numel())
         self.recorder.end_step()
-        for parameter, mean in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
-            parameter.copy_(mean.view_as(parameter))
-
-    def _reduce(self) -> None:
-        gradients = [each.grad for each in self.network.parameters() if each.grad is not None]
-        flat = torch.cat([gradient.view(-1) for gradient in gradients])
-        flat = self._collectives.all_reduce(flat) / self._collectives.ranks
-        self.recorder.add_bytes(4 * flat.numel())
-        self.recorder.end_step()
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(mean.view_as(gradient))
-        self._clip()
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+            tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
         coming = self._view.coming_step()

@@ -230,14 +230,16 @@ class Rounds:
     def _exchange_groups(self, names: Sequence[str], changes: Sequence[Tensor]) -> list[Exchanged]:
         exchanged: list[Exchanged] = []
         group: list[LocalGradient] = []
+        numel = 0
         for name, change in zip(names, changes):
             if group and group[0].gradient.dtype is not change.dtype:  # a message has values of one type
                 exchanged += self._pipeline.exchange(group)
-                group = []
+                group, numel = [], 0
             group.append(LocalGradient(name, change, None))
-            if self._schedule.closes_group(name, sum(local.gradient.numel() for local in group)):
+            numel += change.numel()
+            if self._schedule.closes_group(name, numel):
                 exchanged += self._pipeline.exchange(group)
-                group = []
+                group, numel = [], 0
         return exchanged + (self._pipeline.exchange(group) if group else [])
 
     def _average(self, changes: Sequence[Tensor]) -> None:

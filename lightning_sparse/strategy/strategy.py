@@ -409,8 +409,12 @@ class SparseDDPStrategy(DDPStrategy):
             return False
         return self.settings.feedback.momentum is not None or self._tolerates_unused
 
+    @property
+    def _scaler(self) -> Optional[Any]:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> Optional[Tensor]:
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler
         # Scaling a one gives the scale without asking the device for its value.
         return None if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
@@ -561,8 +565,8 @@ class SparseDDPStrategy(DDPStrategy):
         if self.settings.replicas_diverge:
             # Lightning's file holds those of rank 0; here they differ, as the gradients that they were fed with.
             kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
-            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
-                kept["scaler"] = scaler.state_dict()
+            if self._scaler is not None:
+                kept["scaler"] = self._scaler.state_dict()
         return kept
 
     @override
@@ -599,8 +603,8 @@ class SparseDDPStrategy(DDPStrategy):
         if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None and "scaler" in kept:
-                scaler.load_state_dict(kept["scaler"])
+            if self._scaler is not None and "scaler" in kept:
+                self._scaler.load_state_dict(kept["scaler"])
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
         if self._choice is not None and is_ours:
             self._choice.restore(bool(kept["is_plain"]))
