@@ -73,6 +73,8 @@ class Watching(Callback):
             strategy.engine.settle()
             strategy.engine.plan_anew()
         if step in (self.steps // 10, self.steps // 2, self.steps):
+            for logger in trainer.loggers:
+                logger.save()  # TensorBoard's thread opens its file anew for everything it writes
             self.seen.append(usage_now(step))
 
 
