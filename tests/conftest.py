@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
 
@@ -35,3 +36,11 @@ def forked() -> Iterator[dict[int, Pool]]:
     yield pools
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """A process of which scripts are forked that begin without Lightning."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.stop()

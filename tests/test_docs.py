@@ -4,9 +4,8 @@ import ast
 import doctest
 import importlib.util
 import inspect
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
+from tests.helpers.commands import Interpreter
 from tests.helpers.kit import run_kit
 from tests.helpers.packages import install
 from tests.helpers.statistics import MEASURED, STATS
@@ -274,26 +274,28 @@ def test_what_the_page_warns_of_breaks_the_law_that_it_names(
     assert "1 failed" in output
 
 
-def run_beside(folder: Path, code: str) -> None:
+def run_beside(interpreter: Interpreter, folder: Path, code: str) -> None:
     """Run code that finds the modules of a folder."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    (folder / "script.py").write_text(code)
+    done = interpreter.run(folder / "script.py", environment={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
 
 
-def test_the_compressor_of_the_page_is_known_by_its_name(tmp_path: Path) -> None:
+def test_the_compressor_of_the_page_is_known_by_its_name(interpreter: Interpreter, tmp_path: Path) -> None:
     (use,) = written(tmp_path)
-    run_beside(tmp_path, use)
+    run_beside(interpreter, tmp_path, use)
 
 
-def test_the_package_of_the_page_brings_its_compressor(tmp_path: Path) -> None:
+def test_the_package_of_the_page_brings_its_compressor(interpreter: Interpreter, tmp_path: Path) -> None:
     (toml,) = blocks(DOCS / "writing-a-compressor.md", "toml")
     (group,) = re.findall(r'entry-points\."(.+)"', toml)
     (entry,) = re.findall(r'(\w+) = "(.+)"', toml)
     written(tmp_path)
     install(tmp_path, "shared_random", dict([entry]), (tmp_path / "shared_random.py").read_text(), group)
     run_beside(
-        tmp_path, "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)"
+        interpreter,
+        tmp_path,
+        "from lightning_sparse import SparseDDPStrategy\nSparseDDPStrategy('shared_random', density=0.05)",
     )
 
 

@@ -3,9 +3,8 @@
 import gzip
 import importlib
 import json
+import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import begin
+from tests.helpers.commands import Interpreter, begin
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT_LENGTHS = range(3, 14)
@@ -127,11 +126,11 @@ def test_perplexity_is_that_of_all_ranks_columns(pools: dict[int, Pool], text_fi
     assert together["score"] == pytest.approx(alone["score"], rel=1e-5)
 
 
-def test_image_example_trains_on_fashion_mnist_files(tmp_path: Path) -> None:
+def test_image_example_trains_on_fashion_mnist_files(interpreter: Interpreter, tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path, *some_images(), zipped=True)
     flags = ("--devices", "1", "--accelerator", "cpu", "--data-dir", ".", "--epochs", "1", "--batch-size", "4")
-    command = [sys.executable, str(EXAMPLES / "train_image.py"), *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = interpreter.run(EXAMPLES / "train_image.py", *flags, environment=environment, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
     assert "0 bytes sent per step" in done.stdout

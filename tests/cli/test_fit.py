@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lightning_sparse import SparseDDPStrategy, callbacks
 from lightning_sparse.cli import main
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import MODEL, begin, run
+from tests.helpers.commands import MODEL, Interpreter, begin, run
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -197,7 +196,7 @@ def test_a_class_path_alone_is_a_strategy(monkeypatch: pytest.MonkeyPatch, capsy
     )
 
 
-def test_the_command_finds_a_model_in_the_folder_where_it_is_run(tmp_path: Path) -> None:
+def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter: Interpreter, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(
         "from pytorch_lightning.demos.boring_classes import BoringModel\nclass Model(BoringModel): ...\n"
     )
@@ -205,14 +204,8 @@ def test_the_command_finds_a_model_in_the_folder_where_it_is_run(tmp_path: Path)
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "lightning-sparse"
     script.write_text("from lightning_sparse.cli import main\nmain()\n")
-    done = subprocess.run(
-        [sys.executable, str(script), "fit", "--model=beside.Model", "--print_config"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(lightning_sparse.__file__).parents[1])},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lightning_sparse.__file__).parents[1])}
+    words = ("fit", "--model=beside.Model", "--print_config")
+    done = interpreter.run(script, *words, environment=environment, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "beside.Model" in done.stdout

@@ -2,14 +2,21 @@
 
 import contextlib
 import io
+import json
 import logging
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, Optional
 from unittest import mock
+
+from lightning_fabric.plugins.environments.lightning import find_free_network_port
 
 import lightning_sparse
 
@@ -28,6 +35,97 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     return ended.returncode, ended.stdout + ended.stderr
+
+
+# What Lightning imports, and is not of it: two thirds of the time that a script takes to begin.
+_IMPORTED = "torch._dynamo, torch.distributed.fsdp, torch.utils.tensorboard, torchmetrics, tqdm, yaml, jsonargparse"
+_SERVER = f"""
+import json, os, runpy, sys
+import {_IMPORTED}
+
+def forked():
+    for line in sys.stdin:
+        asked = json.loads(line)
+        children = []
+        for rank in asked["ranks"]:
+            children.append(os.fork())
+            if not children[-1]:
+                return asked, rank
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+    os._exit(0)
+
+asked, rank = forked()
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number, name in enumerate(("out", "err"), 1):
+    os.dup2(os.open(rank[name], os.O_WRONLY), number)
+os.chdir(asked["folder"])
+os.environ.clear()
+os.environ.update(rank["environment"])
+sys.argv = asked["words"]
+sys.path[:1] = [os.path.dirname(asked["words"][0]), *os.environ["PYTHONPATH"].split(os.pathsep)]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Ended(NamedTuple):
+    """How a script has ended, and what it has said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Interpreter:
+    """A process that has imported what Lightning needs, but not Lightning; each script runs in a fork of it."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-c", _SERVER]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
+
+    def run(
+        self, path: Path, *arguments: str, environment: Mapping[str, str], folder: Optional[Path] = None, ranks: int = 1
+    ) -> Ended:
+        """Run a script, as one process or as the ranks of a job, as torchrun would start them.
+
+        Args:
+            path: of the script.
+            arguments: of the script.
+            environment: nothing but this; ``PYTHONPATH`` counts.
+            folder: where it runs; that of the script if ``None``.
+            ranks: number of processes.
+
+        Returns:
+            Of several ranks the largest code, and what all have said, one after the other.
+        """
+        job = {
+            "WORLD_SIZE": str(ranks),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(find_free_network_port()),
+        }
+        with tempfile.TemporaryDirectory() as said:
+            asked = []
+            for rank in range(ranks):
+                of_rank = {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+                files = {name: f"{said}/{rank}.{name}" for name in ("out", "err")}
+                for file in files.values():
+                    Path(file).touch()
+                asked.append({"environment": {"PYTHONPATH": "", **environment, **of_rank}, **files})
+            request = {"words": [str(path), *arguments], "folder": str(folder or path.parent), "ranks": asked}
+            assert self._server.stdin is not None
+            assert self._server.stdout is not None
+            print(json.dumps(request), file=self._server.stdin, flush=True)
+            codes = json.loads(self._server.stdout.readline())
+            out, err = ("".join(Path(each[name]).read_text() for each in asked) for name in ("out", "err"))
+            return Ended(max(codes, key=abs), out, err)
+
+    def stop(self) -> None:
+        """End it, and what still runs of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.communicate()
 
 
 def begin(rank: int, script: str, arguments: tuple[str, ...], folder: str) -> str:

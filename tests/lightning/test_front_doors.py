@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning_fabric
@@ -12,6 +13,7 @@ import pytest
 import pytorch_lightning
 
 from lightning_sparse import SparseDDPStrategy
+from tests.helpers.commands import Ended, Interpreter
 from tests.helpers.packages import install
 from tests.helpers.stubs import stubs
 
@@ -95,7 +97,7 @@ if __name__ == "__main__":
     for door, strategy in strategies.items():
         trainer = door.Trainer(strategy="sparse_after_find_unused_parameters_true", **quiet)
         assert type(trainer.strategy) is strategy
-    trainer = other.Trainer(strategy="sparse_installed_spawn", **quiet)
+    trainer = other.Trainer(strategy="sparse_installed_fork", **quiet)
     assert "installed_package" in sys.modules
     model = BoringModel()
     weight = model.layer.weight.detach().clone()
@@ -152,6 +154,7 @@ sent: float = SparseDDPStrategy().compression_stats()["density"]
 wrong: int = SparseDDPStrategy().compression_stats()
 CompressionMonitor(progress_bar="yes")
 """
+Run = Callable[..., Ended]
 each_name = pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
 
 
@@ -169,41 +172,39 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(unified: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that finds the package."""
-    path = unified / "script.py"
-    path.write_text(script)
-    paths = [str(unified), str(Path(__file__).parents[2])]
-    return subprocess.run(
-        [sys.executable, str(path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=unified,
-        env={"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin", "HOME": str(unified), "CUDA_VISIBLE_DEVICES": ""},
-    )
+@pytest.fixture
+def run(unified: Path, interpreter: Interpreter) -> Run:
+    """Return a function that runs a script which finds the package."""
+
+    def run_script(script: str, *arguments: str, ranks: int = 1) -> Ended:
+        path = unified / "script.py"
+        path.write_text(script)
+        paths = os.pathsep.join([str(unified), str(Path(__file__).parents[2])])
+        environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "HOME": str(unified), "CUDA_VISIBLE_DEVICES": ""}
+        return interpreter.run(path, *arguments, environment=environment, ranks=ranks)
+
+    return run_script
 
 
-def test_strategies_callbacks_and_checkpoints_work_behind_the_other_name(unified: Path) -> None:
-    done = run(unified, FIT)
+def test_strategies_callbacks_and_checkpoints_work_behind_the_other_name(run: Run) -> None:
+    done = run(FIT, ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted 8") == 2  # both ranks
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in done.stderr
 
 
-def test_compressors_have_their_strategies_behind_both_doors(unified: Path) -> None:
+def test_compressors_have_their_strategies_behind_both_doors(unified: Path, run: Run) -> None:
     code = "from lightning_sparse.compressors import TopK\n\nclass Theirs(TopK): ...\n"
     install(unified, "installed_package", {"installed": "installed_package:Theirs"}, code)
-    done = run(unified, NAMED)
+    done = run(NAMED)
     assert done.returncode == 0, done.stderr
 
 
 @each_name
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_importing_the_package_serves_whichever_lightning_is_imported(unified: Path, name: str, order: str) -> None:
+def test_importing_the_package_serves_whichever_lightning_is_imported(run: Run, name: str, order: str) -> None:
     other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[name]
-    done = run(unified, (order + SERVED).format(name=name, other=other))
+    done = run((order + SERVED).format(name=name, other=other))
     assert done.returncode == 0, done.stderr
 
 
@@ -217,16 +218,16 @@ def with_model(unified: Path) -> Path:
 
 
 @pytest.mark.parametrize("script", [OWN_SCRIPT, COMMAND], ids=["own", "ours"])
-def test_the_class_path_and_the_command_serve_the_other_name_too(with_model: Path, script: str) -> None:
+def test_the_class_path_and_the_command_serve_the_other_name_too(with_model: Path, run: Run, script: str) -> None:
     (with_model / "fit.yaml").write_text(CONFIG)
-    done = run(with_model, script, "fit", "--config=fit.yaml")
+    done = run(script, "fit", "--config=fit.yaml", ranks=2)
     assert done.returncode == 0, done.stderr
     assert "SparseDDPStrategy: TopK sends 0.1 of each gradient" in done.stderr
 
 
-def test_plan_takes_models_of_the_other_name_too(with_model: Path) -> None:
+def test_plan_takes_models_of_the_other_name_too(with_model: Path, run: Run) -> None:
     network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")
-    done = run(with_model, COMMAND, "plan", "--model=model.Model", *network)
+    done = run(COMMAND, "plan", "--model=model.Model", *network)
     assert done.returncode == 0, done.stderr
     assert "Nothing pays" in done.stdout
 
@@ -257,8 +258,8 @@ def test_types_check_behind_both_doors(unified: Path) -> None:
     assert "Found 4 errors in 2 files" in checked.stdout
 
 
-def test_mixing_the_names_says_what_to_import(unified: Path) -> None:
-    done = run(unified, MIXED)
+def test_mixing_the_names_says_what_to_import(run: Run) -> None:
+    done = run(MIXED)
     assert done.returncode == 0, done.stderr
     assert (
         "<SparseDDPStrategy for pytorch_lightning; for lightning.pytorch, import it from lightning_sparse.lightning>"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,24 +11,12 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.cli.plan import BackwardProfile
 from lightning_sparse.strategy.names import systems
+from tests.helpers.commands import COMMAND, Interpreter
 
 ROOT = Path(__file__).parents[3]
 MODEL = ["--model=tests.cli.plan.models.WithData", "--trainer.accelerator=cpu"]
 NETWORK = ["--bandwidth=1gbit", "--latency=100us", "--workers=4"]
 PROFILE = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.03)
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
 
 
 @pytest.fixture
@@ -47,9 +34,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().err
 
 
-def test_from_a_model_to_a_table_numbers_and_a_profile(tmp_path: Path) -> None:
+def test_from_a_model_to_a_table_numbers_and_a_profile(interpreter: Interpreter, tmp_path: Path) -> None:
     files = [f"--json={tmp_path / 'plan.json'}", f"--save-profile={tmp_path / 'profile.json'}"]
-    done = run("lightning_sparse", "plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", *files)
+    words = ["plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", *files]
+    done = interpreter.run(Path(COMMAND), *words, environment={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert "4,192 gradient elements in 4 tensors" in done.stdout
     assert "4 workers, 1 Gbit/s, 100 us latency" in done.stdout
@@ -92,9 +80,10 @@ def test_a_picture_without_matplotlib_is_refused_at_once(saved: str, capsys: pyt
     assert "pip install 'lightning-sparse[plot]'" in message
 
 
-def test_inside_a_job_the_network_is_measured(tmp_path: Path) -> None:
-    job = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}", "-m")
-    done = run(*job, "lightning_sparse", "plan", *MODEL, "--densities=0.01", "--json=-")
+def test_inside_a_job_the_network_is_measured(interpreter: Interpreter) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
+    words = ["plan", *MODEL, "--densities=0.01", "--json=-"]
+    done = interpreter.run(Path(COMMAND), *words, environment=environment, ranks=2)
     assert done.returncode == 0, done.stderr
     network = json.loads(done.stdout)["network"]  # one document: one rank speaks for all
     assert network["workers"] == 2

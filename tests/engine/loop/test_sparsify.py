@@ -3,8 +3,7 @@
 import copy
 import io
 import logging
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -22,6 +21,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import Branches, assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
+from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 
 ROOT = Path(__file__).parents[3]
@@ -537,16 +537,16 @@ dist.destroy_process_group()
 """
 
 
-def test_it_imports_no_lightning() -> None:
-    result = subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], capture_output=True, text=True, cwd=ROOT)
+def test_it_imports_no_lightning(interpreter: Interpreter, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WITHOUT_LIGHTNING)
+    result = interpreter.run(tmp_path / "script.py", environment={**os.environ, "PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "plain-loop.md").read_text()
     (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=None)
+    result = interpreter.run(tmp_path / "train.py", environment={**os.environ, "PYTHONPATH": str(ROOT)}, ranks=2)
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0] / 2
