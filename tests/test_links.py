@@ -22,7 +22,6 @@ REFUSAL = refusal()
 pytestmark = [
     pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)),
     pytest.mark.timeout(600),
-    pytest.mark.clock,
 ]
 only_long = pytest.mark.skipif(not os.environ.get("LIGHTNING_SPARSE_FAULTS"), reason="runs in `make faults`")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,21 +17,42 @@ from typing_extensions import override
 from tests.helpers.trainers import Small
 
 
+def restarts() -> int:
+    """Return how often the job has been put back."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
 class Slow(Small):
     """Let rank 0 sleep between steps, so that a signal meets the others while they wait for it.
 
     Args:
         seconds: to sleep.
+        waits_at: step before which a job that has not been put back waits for the signal; 0 not to.
     """
 
-    def __init__(self, seconds: float = 0.1) -> None:
+    def __init__(self, seconds: float = 0.1, waits_at: int = 0) -> None:
         super().__init__()
         self.seconds = seconds
+        self.waits_at = waits_at
+        self._is_signalled = threading.Event()
+
+    @override
+    def on_train_start(self) -> None:
+        handler: Any = signal.getsignal(signal.SIGUSR1)
+
+        def note(number: int, frame: Any) -> None:
+            self._is_signalled.set()
+            handler(number, frame)
+
+        if self.waits_at and not restarts():
+            signal.signal(signal.SIGUSR1, note)
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
         if self.trainer.is_global_zero:
             time.sleep(self.seconds / 2)
+            if self.waits_at == self.trainer.global_step and not restarts():
+                assert self._is_signalled.wait(100)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_index: int) -> None:
@@ -52,8 +75,7 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.is_global_zero:
-            restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
-            self._write(restarts=restarts, step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
+            self._write(restarts=restarts(), step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

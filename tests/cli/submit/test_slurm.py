@@ -82,7 +82,6 @@ def test_the_example_trains_on_four_nodes_as_it_is_written(cluster: Cluster, wor
     assert list(root.glob("checkpoints/epoch=9-*.ckpt"))
 
 
-@pytest.mark.clock  # the signal has to come before the job's end
 @pytest.mark.timeout(300)
 def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: Path) -> None:
     options = ["--nodes=2", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
