@@ -23,16 +23,18 @@ STEPS = 3
 
 
 def stacks(system: Path) -> list[tuple[Path, ...]]:
-    """Return the overlays that a system is tried with: none, some alone, and all, one of each folder at a time.
+    """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder.
 
-    Alone are those of the wire, which are compared, and of the others some, so that each is so with some system.
+    Alone are those of the wire, which are compared, and of the others some; each overlay, and each stack, is tried with
+    some system.
     """
     overlays = [path for path in OVERLAYS if system.stem != "a2sgd" or path.parent.name != "density"]
     turn = SYSTEMS.index(system)
     alone = [path for path in overlays if path.parent.name == "wire" or OVERLAYS.index(path) % len(SYSTEMS) == turn]
     folders = [[path for path in overlays if path.parent.name == folder] for folder in FOLDERS]
     folders = [paths for paths in folders if paths]
-    together = [tuple(paths[row % len(paths)] for paths in folders) for row in range(max(map(len, folders)))]
+    rows = range(turn % 2, max(map(len, folders)), 2)
+    together = [tuple(paths[row % len(paths)] for paths in folders) for row in rows]
     return [(), *((path,) for path in alone), *together]
 
 

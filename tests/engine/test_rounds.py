@@ -247,8 +247,8 @@ def disagree(rank: int) -> None:
             engine.settle()
 
 
-def test_learning_rates_that_differ_are_noticed(pair: Pool) -> None:
-    failures = [failure for failure, _ in pair.answers(disagree)]
+def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None:
+    failures = [failure for failure, _ in forked[2].answers(disagree)]
     assert all("sync_dist=True" in (failure or "") for failure in failures)
 
 

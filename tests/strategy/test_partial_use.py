@@ -315,7 +315,7 @@ class OnOneRank(Parts):
 def fail(rank: int, module: type[Parts]) -> str:
     """Fit what cannot go well; return the error."""
     with pytest.raises(RuntimeError) as raised:
-        watch(rank, module, settings_of("topk", timeout=timedelta(seconds=5)))
+        watch(rank, module, settings_of("topk", timeout=timedelta(seconds=3)))
     return str(raised.value)
 
 
