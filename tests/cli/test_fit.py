@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from pytorch_lightning import Trainer
 
-import lightning_sparse
 from lightning_sparse import SparseDDPStrategy, callbacks
 from lightning_sparse.cli import main
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import MODEL, Interpreter, begin, run
+from tests.helpers.commands import COMMAND, MODEL, Interpreter, begin
+
+ROOT = Path(__file__).parents[2]
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -33,16 +34,10 @@ if __name__ == "__main__":
 """
 
 
-def test_fits_with_a_strategy_name(tmp_path) -> None:
-    done = run(
-        "fit",
-        MODEL,
-        "--trainer.strategy=sparse_topk",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=2",
-        "--trainer.fast_dev_run=true",
-        f"--trainer.default_root_dir={tmp_path}",
-    )
+def test_fits_with_a_strategy_name(interpreter: Interpreter, tmp_path: Path) -> None:
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=true"]
+    words = ["fit", MODEL, "--trainer.strategy=sparse_topk", *options, f"--trainer.default_root_dir={tmp_path}"]
+    done = interpreter.run(Path(COMMAND), *words, environment={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert "All distributed processes registered. Starting with 2 processes" in done.stderr
 
@@ -204,7 +199,7 @@ def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter: In
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "lightning-sparse"
     script.write_text("from lightning_sparse.cli import main\nmain()\n")
-    environment = {**os.environ, "PYTHONPATH": str(Path(lightning_sparse.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = ("fit", "--model=beside.Model", "--print_config")
     done = interpreter.run(script, *words, environment=environment, folder=tmp_path)
     assert done.returncode == 0, done.stderr

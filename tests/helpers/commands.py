@@ -24,12 +24,6 @@ COMMAND = str(Path(lightning_sparse.__file__).with_name("__main__.py"))
 MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    command = [sys.executable, "-m", "lightning_sparse", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run pytest in a folder of the user's; return how it ended, and all it said."""
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
