@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 WORKERS ?= 2
 
-.PHONY: demo test quick faults soak lint bench wheel clean
+.PHONY: demo test quick faults soak lint docs bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -38,6 +38,10 @@ lint: $(READY)
 	MYPYPATH=examples $(BIN)/mypy examples/*.py
 	MYPYPATH=examples:examples/benchmarks $(BIN)/mypy examples/benchmarks/*.py
 
+# The site, in build/site: every link has to lead somewhere, and every page has to have its place.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # Needs root: it makes network namespaces with shaped links.
 bench: $(READY)
 	$(BIN)/python examples/benchmarks/step.py
@@ -62,5 +66,5 @@ clean:
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[examples,test,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[examples,test,dev,docs]"
 	touch $(READY)
