@@ -46,13 +46,14 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python examples/benchmarks/step.py
 
-# Built, and then tried as users have it: in an empty environment, which is not left behind.
+# The source's archive, and the wheel, built from that and tried as users have it: in an empty environment, which is not
+# left behind. PROJECT_URL=https://host/owner/name makes the README's links and pictures work on a package index.
 TRIED := --model pytorch_lightning.demos.boring_classes.BoringModel --trainer.strategy sparse_lags \
 	--trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 20 --trainer.logger false \
 	--trainer.enable_checkpointing false --trainer.enable_progress_bar false
 wheel: $(READY)
 	rm -rf build dist
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 	set -e; unset PYTHONPATH; wheel=$$(realpath dist/*.whl); place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
 	$(PYTHON) -m venv "$$place/env"; \
 	"$$place/env/bin/pip" install --quiet --constraint constraints.txt torch; \
