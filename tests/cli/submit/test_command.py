@@ -149,7 +149,7 @@ def test_a_job_in_a_container_is_put_back_from_outside(capsys: pytest.CaptureFix
     start, end = script.index("# Within the image"), script.index("# Where one task fails")
     commands(tmp_path, scontrol='echo "$@" > asked')
     (root / "hpc_ckpt_1.ckpt").touch()  # that of a run before
-    train = "sleep 3; [ -e asked ] && exit 3; touch root/hpc_ckpt_2.ckpt; sleep 4"
+    train = "sleep 2.5; [ -e asked ] && exit 3; touch root/hpc_ckpt_2.ckpt; until [ -s asked ]; do sleep 0.1; done"
     ask = f"set -e\nroot=root SLURM_JOB_ID=7\n{script[start:end]}\n{train}"
     path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", ask], check=True, cwd=tmp_path, env=path, timeout=60)
