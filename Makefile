@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 WORKERS ?= 2
 
-.PHONY: demo test quick faults soak lint bench wheel clean
+.PHONY: demo test quick faults soak lint docs bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -37,18 +37,27 @@ lint: $(READY)
 	$(BIN)/mypy
 	MYPYPATH=examples $(BIN)/mypy examples/*.py
 	MYPYPATH=examples:examples/benchmarks $(BIN)/mypy examples/benchmarks/*.py
+	# Scripts of users, one for each of Lightning's names.
+	$(BIN)/python -m tests.helpers.unified build/unified
+	MYPYPATH=.:build/unified $(BIN)/mypy --strict --config-file= --follow-imports=silent tests/lightning/typed/*.py
+	$(BIN)/pyright --pythonpath $(BIN)/python --project tests/lightning/typed
+
+# The site, in build/site: every link has to lead somewhere, and every page has to have its place.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Needs root: it makes network namespaces with shaped links.
 bench: $(READY)
 	$(BIN)/python examples/benchmarks/step.py
 
-# Built, and then tried as users have it: in an empty environment, which is not left behind.
+# The source's archive, and the wheel, built from that and tried as users have it: in an empty environment, which is not
+# left behind. PROJECT_URL=https://host/owner/name makes the README's links and pictures work on a package index.
 TRIED := --model pytorch_lightning.demos.boring_classes.BoringModel --trainer.strategy sparse_lags \
 	--trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 20 --trainer.logger false \
 	--trainer.enable_checkpointing false --trainer.enable_progress_bar false
 wheel: $(READY)
 	rm -rf build dist
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 	set -e; unset PYTHONPATH; wheel=$$(realpath dist/*.whl); place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
 	$(PYTHON) -m venv "$$place/env"; \
 	"$$place/env/bin/pip" install --quiet --constraint constraints.txt torch; \
@@ -62,5 +71,5 @@ clean:
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[examples,test,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[examples,test,dev,docs]"
 	touch $(READY)

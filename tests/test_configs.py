@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SYSTEMS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs").glob("*/*.yaml"))
 FOLDERS = sorted({path.parent.name for path in OVERLAYS})
+WITHOUT_DENSITY = ("a2sgd", "diloco")
 STEPS = 3
 
 
@@ -28,7 +29,7 @@ def stacks(system: Path) -> list[tuple[Path, ...]]:
     Alone are those of the wire, which are compared, and of the others some; each overlay, and each stack, is tried with
     some system.
     """
-    overlays = [path for path in OVERLAYS if system.stem != "a2sgd" or path.parent.name != "density"]
+    overlays = [path for path in OVERLAYS if system.stem not in WITHOUT_DENSITY or path.parent.name != "density"]
     turn = SYSTEMS.index(system)
     alone = [path for path in overlays if path.parent.name == "wire" or OVERLAYS.index(path) % len(SYSTEMS) == turn]
     folders = [[path for path in overlays if path.parent.name == folder] for folder in FOLDERS]

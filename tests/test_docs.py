@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ def test_density_and_warm_up_of_every_system_are_those_that_are_told() -> None:
     }
 
 
+def test_the_first_paragraph_promises_what_was_measured() -> None:
+    promise = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
+    benchmarks = ROOT / "examples" / "benchmarks" / "README.md"
+    quality = {tuple(row[3:5]): row for row in rows(benchmarks, "### GPT with AdamW")}
+    *_, loss, _, share = quality["lags", "0.01, bfloat16"]
+    above, sent = (f"{value:.1%}".replace("%", " %") for value in (float(loss) - 1, float(share)))
+    assert f"{above} above DDP's loss with {sent} of its bytes" in promise
+    steps = {way: map(float, times) for way, *times in rows(benchmarks, "### A step")}
+    gigabit, *slow = (sparse / ddp for sparse, ddp in zip(steps["`sparse_lags` 0.01"], steps["ddp"]))
+    assert "{:.2f} of DDP's time at 100 Mbit/s and {:.2f} at 20 Mbit/s".format(*slow) in promise
+    assert gigabit > 1
+    assert "(this one at 1 Gbit/s), DDP stays ahead" in promise
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_system_has_a_page_with_all_its_parts(name: str) -> None:
     page = DOCS / "systems" / f"{name}.md"
@@ -140,6 +155,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("url", ["", "https://host/owner/name"], ids=["unknown", "known"])
+def test_what_a_package_index_shows_does_not_depend_on_where_it_stands(url: str) -> None:
+    pytest.importorskip("setuptools")
+    shown = runpy.run_path(str(ROOT / "setup.py"))["on_an_index"]((ROOT / "README.md").read_text(), url)
+    links = re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```", "", shown, flags=re.DOTALL | re.MULTILINE))
+    assert all(link.startswith("https://") for link in links)
+    assert (f"]({url}/raw/HEAD/docs/images/speed_up.png)" in shown) == bool(url)
 
 
 @each_page

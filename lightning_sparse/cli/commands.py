@@ -12,7 +12,7 @@ _COMMANDS = {"plan": plan, "submit": submit}
 _ASK_ONLY = {"-h", "--help", "--print_config"}
 _EPILOG = (
     "Two more subcommands: 'plan' predicts, for a model and a network, what each strategy's step would take;"
-    " 'submit' sends a fit to SLURM. See 'lightning-sparse plan --help' and 'lightning-sparse submit --help'."
+    " 'submit' sends a fit to a cluster. See 'lightning-sparse plan --help' and 'lightning-sparse submit --help'."
 )
 
 

@@ -1,21 +1,18 @@
 """Lightning's other name: the package ``lightning``, made here as Lightning makes it, from ``pytorch_lightning``."""
 
 import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import lightning_fabric
 import pytest
-import pytorch_lightning
 
 from lightning_sparse import SparseDDPStrategy
 from tests.helpers.commands import Ended, Interpreter
 from tests.helpers.packages import install
 from tests.helpers.stubs import stubs
+from tests.helpers.unified import unify
 
 FIT = """
 import lightning.pytorch
@@ -140,20 +137,6 @@ trainer:
   fast_dev_run: 2
 """
 COMMAND = "from lightning_sparse.cli import main\nif __name__ == '__main__':\n    main()\n"
-TYPED = """
-from {name} import Trainer
-
-from {door} import SparseDDPStrategy
-from {door}.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
-
-trainer = Trainer(
-    strategy=SparseDDPStrategy(compressor="topk", density=0.01),
-    callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
-)
-sent: float = SparseDDPStrategy().compression_stats()["density"]
-wrong: int = SparseDDPStrategy().compression_stats()
-CompressionMonitor(progress_bar="yes")
-"""
 Run = Callable[..., Ended]
 each_name = pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
 
@@ -162,13 +145,7 @@ each_name = pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pyt
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that holds a package ``lightning``."""
     root = tmp_path_factory.mktemp("unified")
-    for package, name in ((pytorch_lightning, "pytorch"), (lightning_fabric, "fabric")):
-        target = root / "lightning" / name
-        shutil.copytree(Path(package.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in target.rglob("*.py"):
-            text = re.sub(r"\bpytorch_lightning\b", "lightning.pytorch", path.read_text())
-            path.write_text(re.sub(r"\blightning_fabric\b", "lightning.fabric", text))
-    (root / "lightning" / "__init__.py").touch()
+    unify(root)
     return root
 
 
@@ -235,27 +212,6 @@ def test_plan_takes_models_of_the_other_name_too(with_model: Path, run: Run) -> 
 def test_stubs_are_those_of_the_present_source() -> None:
     for path, text in stubs().items():
         assert path.read_text() == text, f"{path} is out of date: python -m tests.helpers.stubs"
-
-
-def test_types_check_behind_both_doors(unified: Path) -> None:
-    pytest.importorskip("mypy")
-    doors = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
-    scripts = []
-    for name, door in doors.items():
-        scripts.append(f"typed_{name.partition('.')[0]}.py")
-        (unified / scripts[-1]).write_text(TYPED.format(name=name, door=door))
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", *scripts],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        cwd=unified,
-        env={**os.environ, "MYPYPATH": f"{Path(__file__).parents[2]}:{unified}"},
-    )
-    said = [line.rpartition("[")[2] for line in checked.stdout.splitlines()]
-    assert said == ["assignment]", "arg-type]", "assignment]", "arg-type]", said[-1]], checked.stdout
-    assert "Found 4 errors in 2 files" in checked.stdout
 
 
 def test_mixing_the_names_says_what_to_import(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The command ``lightning-sparse submit``: checks a fit against the job that is to run it, and sends it to SLURM."""
+"""The command ``lightning-sparse submit``: checks a fit against its job, and sends it to a cluster."""
 
 from lightning_sparse.cli.submit.command import submit
 from lightning_sparse.cli.submit.job import Job, parse_time

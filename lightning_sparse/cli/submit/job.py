@@ -1,6 +1,7 @@
-"""The job that is asked of SLURM."""
+"""The job that is asked of a cluster."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,6 @@ _TIME = re.compile(
     r"|(?P<minutes>\d+)(?::(?P<seconds>\d+))?)"
 )
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
-_SIGNAL_SLACK = 60  # SLURM may send the signal as many seconds early
 
 
 class Training(NamedTuple):
@@ -32,13 +32,13 @@ class Training(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job of SLURM.
+    """A job of SLURM or Kubernetes, or of machines that are started by hand.
 
     Attributes:
         nodes: machines.
         tasks_per_node: processes on each, one for each device.
         on_gpus: whether each has a GPU; otherwise they train on processors.
-        time: limit, as SLURM writes it.
+        time: limit, as SLURM writes it; ``None`` for none, which SLURM does not have.
         name: of the job and its files.
         start: directory in which the command runs; absolute.
         directory: where script and log are kept, and for each job a directory of its own; absolute.
@@ -47,6 +47,7 @@ class Job(NamedTuple):
         cpus_per_task: processors of each process; ``None`` for what the cluster gives.
         queue: options of sbatch that say where the job waits and who pays: ``partition``, ``account``, ``qos``.
         container_image: image in which each process runs; ``None`` for the nodes' own files.
+        volume_claim: claim of the volume of Kubernetes that keeps what is saved; ``None`` lets it go with the job.
         options: further options of sbatch, such as ``--constraint=a100``.
         setup: commands that precede training, such as ``module load cuda``.
         has_own_python: whether they bring the interpreter; otherwise it is the one that submits.
@@ -55,7 +56,7 @@ class Job(NamedTuple):
     nodes: int
     tasks_per_node: int
     on_gpus: bool
-    time: str
+    time: Optional[str]
     name: str
     start: Path
     directory: Path
@@ -64,6 +65,7 @@ class Job(NamedTuple):
     cpus_per_task: Optional[int] = None
     queue: Mapping[str, str] = MappingProxyType({})
     container_image: Optional[str] = None
+    volume_claim: Optional[str] = None
     options: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     has_own_python: bool = False
@@ -83,6 +85,22 @@ class Job(NamedTuple):
         )
 
     @property
+    def python(self) -> str:
+        """The interpreter that trains."""
+        return "python" if self.has_own_python or self.container_image is not None else sys.executable
+
+    @property
+    def interface_lines(self) -> list[str]:
+        """Lines of a shell that choose the network interface, if one was asked for."""
+        if self.interface is None:
+            return []
+        of_gloo = f"GLOO_SOCKET_IFNAME={self.interface} " if is_for_gloo(self.interface) else ""
+        return [
+            "# The network that gradients travel on; left alone, a slower one may be found first.",
+            f"export {of_gloo}NCCL_SOCKET_IFNAME={self.interface}",
+        ]
+
+    @property
     def devices_option(self) -> str:
         """The option of the command that says how many devices a node has."""
         return "--gpus-per-node" if self.on_gpus else "--tasks-per-node"
@@ -91,7 +109,7 @@ class Job(NamedTuple):
         """Pass the job through.
 
         Raises:
-            ValueError: for what SLURM would refuse, or Lightning would not survive.
+            ValueError: for what the cluster would refuse, or Lightning would not survive.
         """
         counts = {
             "--nodes": self.nodes,
@@ -104,13 +122,6 @@ class Job(NamedTuple):
                 raise ValueError(f"{option} {count} must be a whole number, at least 1")
         checked_name(self.name)
         _check_lines(self)
-        limit, needed = parse_time(self.time), self.signal_seconds + _SIGNAL_SLACK
-        if limit <= needed:
-            raise ValueError(
-                f"--time {self.time} is {limit} seconds, of which --signal-seconds {self.signal_seconds} and up to"
-                f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for a longer time, or"
-                " for fewer seconds if your checkpoint is written faster"
-            )
         return self
 
 

@@ -1,13 +1,19 @@
-"""The script of a job, as text: each line that is easily left out, with its reason."""
+"""The script of a job of SLURM, as text: each line that is easily left out, with its reason."""
 
 import shlex
-import sys
 
-from lightning_sparse.cli.submit.job import Job, Training, is_for_gloo
+from lightning_sparse.cli.submit.job import Job, Training, parse_time
+
+_SIGNAL_SLACK = 60  # SLURM may send the signal as many seconds early
 
 
 def job_script(job: Job, training: Training) -> str:
-    """Compose what ``sbatch`` takes, for a training that fits the job."""
+    """Compose what ``sbatch`` takes, for a training that fits the job.
+
+    Raises:
+        ValueError: without a time limit, or for one in which nothing could be saved.
+    """
+    _check_limit(job)
     parts = [_header(job), _environment(job, training)]
     if job.setup:
         parts.append("\n".join(job.setup))
@@ -17,6 +23,18 @@ def job_script(job: Job, training: Training) -> str:
         parts.append(_REQUEUE)
     parts.append(_command(job, training))
     return "\n\n".join(parts) + "\n"
+
+
+def _check_limit(job: Job) -> None:
+    if job.time is None:
+        raise ValueError("--time is missing: the limit of the job, such as 2:00:00")
+    limit, needed = parse_time(job.time), job.signal_seconds + _SIGNAL_SLACK
+    if limit <= needed:
+        raise ValueError(
+            f"--time {job.time} is {limit} seconds, of which --signal-seconds {job.signal_seconds} and up to"
+            f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for a longer time, or"
+            " for fewer seconds if your checkpoint is written faster"
+        )
 
 
 _RESUME = """\
@@ -78,10 +96,7 @@ def _environment(job: Job, training: Training) -> str:
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "export MASTER_ADDR",
     ]
-    if job.interface is not None:
-        lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
-        of_gloo = f"GLOO_SOCKET_IFNAME={job.interface} " if is_for_gloo(job.interface) else ""
-        lines.append(f"export {of_gloo}NCCL_SOCKET_IFNAME={job.interface}")
+    lines += job.interface_lines
     if job.cpus_per_task is not None:
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
         lines.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"')
@@ -89,8 +104,7 @@ def _environment(job: Job, training: Training) -> str:
 
 
 def _command(job: Job, training: Training) -> str:
-    python = "python" if job.has_own_python or job.container_image is not None else sys.executable
-    words = " ".join(map(shlex.quote, [python, "-u", "-m", "lightning_sparse", "fit", *training.words]))
+    words = " ".join(map(shlex.quote, [job.python, "-u", "-m", "lightning_sparse", "fit", *training.words]))
     resume = ' "${resume[@]}"' if training.has_checkpoint else ""
     on_srun, before = _container(job)
     return (

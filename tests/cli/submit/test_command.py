@@ -2,11 +2,14 @@
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_sparse.cli import main
 from lightning_sparse.cli.submit import check_step, parse_time
@@ -146,7 +149,7 @@ def test_a_job_in_a_container_is_put_back_from_outside(capsys: pytest.CaptureFix
     start, end = script.index("# Within the image"), script.index("# Where one task fails")
     commands(tmp_path, scontrol='echo "$@" > asked')
     (root / "hpc_ckpt_1.ckpt").touch()  # that of a run before
-    train = "sleep 3; [ -e asked ] && exit 3; touch root/hpc_ckpt_2.ckpt; sleep 4"
+    train = "sleep 2.5; [ -e asked ] && exit 3; touch root/hpc_ckpt_2.ckpt; until [ -s asked ]; do sleep 0.1; done"
     ask = f"set -e\nroot=root SLURM_JOB_ID=7\n{script[start:end]}\n{train}"
     path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", ask], check=True, cwd=tmp_path, env=path, timeout=60)
@@ -186,6 +189,80 @@ def test_a_process_has_its_share_of_the_smallest_node(
     assert asked == ([] if share is None else [f"#SBATCH --cpus-per-task={share}"])
     chosen = script_of(capsys, "--time=60", devices, "--partition=long", "--cpus-per-task=5", *FIT)
     assert "#SBATCH --cpus-per-task=5\n" in chosen
+
+
+def test_the_script_of_torchrun_starts_the_training_on_each_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--to=torchrun", "--nodes=2", "--tasks-per-node=2", "--cpus-per-task=3", "--setup=export A='a  b'"]
+    main(["submit", *options, *FIT])
+    script = tmp_path / "jobs" / "train.sh"
+    assert f"On each machine: bash {script} RANK FIRST" in capsys.readouterr().out
+    # In place of a training, which takes long to begin: torchrun is what is tried.
+    started = tmp_path / "lightning_sparse" / "__main__.py"
+    started.parent.mkdir()
+    seen = "('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS', 'A')"
+    started.write_text(f"import os, sys\nprint([os.environ[name] for name in {seen}], sys.argv[1:], os.getcwd())")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1]), "PYTHONPATH": ""}
+    machines = [
+        subprocess.Popen(["bash", script, rank, "127.0.0.1"], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in "01"
+    ]
+    said = [machine.communicate(timeout=100)[0].splitlines() for machine in machines]
+    words = ["fit", *FIT, "--trainer.num_nodes=2", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    words.append(f"--trainer.default_root_dir={tmp_path}/jobs/train")
+    assert [sorted(lines) for lines in said] == [
+        [f"{[str(rank), '4', '2', '127.0.0.1', '3', 'a  b']} {words} {tmp_path}" for rank in ranks]
+        for ranks in ((0, 1), (2, 3))
+    ]
+    alone = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert "RANK is missing: 0 on the first machine" in alone.stderr
+
+
+def manifest_of(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return a job of the manifest, its pods, and the lines that these run."""
+    main(["submit", "--to=kubernetes", "--container-image=mine:1", *args, "--dry-run"])
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert manifest["spec"]["network"] == {"enableDNSHostnames": True}
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    # The first pod's name, by which the others find it.
+    assert (manifest["metadata"]["name"], replicated["name"]) == ("train", "nodes")
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert (container["image"], container["command"]) == ("mine:1", ["bash", "-c"])
+    (script,) = container["args"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
+    return job, job["template"]["spec"], script.splitlines()
+
+
+def test_the_manifest_gives_each_node_a_pod_that_finds_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    job, pod, lines = manifest_of(
+        capsys, *BASE, *FIT, "--cpus-per-task=6", "--volume-claim=mine", "--setup=export A='1\n  2'", "--interface=eth0"
+    )
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (2, 2, "Indexed")
+    assert (job["activeDeadlineSeconds"], job["backoffLimit"], pod["restartPolicy"]) == (7200, 0, "Never")
+    assert pod["containers"][0]["resources"] == {"requests": {"cpu": 24}, "limits": {"nvidia.com/gpu": 4}}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounted = {each["mountPath"]: volumes[each["name"]] for each in pod["containers"][0]["volumeMounts"]}
+    assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert mounted["/jobs"]["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert {"export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0", "export A='1", "  2'"} <= set(lines)
+    *_, command = lines
+    meeting = '--node-rank "$JOB_COMPLETION_INDEX" --master-addr train-nodes-0-0.train --master-port 29500'
+    assert f"exec python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 {meeting} -m lightning_sp" in command
+    assert "--trainer.num_nodes=2 --trainer.devices=4 --trainer.accelerator=gpu" in command
+    assert command.endswith("--trainer.default_root_dir=/jobs/train")
+
+
+def test_a_manifest_on_processors_asks_for_no_more_than_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    job, pod, lines = manifest_of(capsys, "--tasks-per-node=2", *FIT, "--trainer.default_root_dir=mine")
+    assert job.keys() == {"completionMode", "parallelism", "completions", "backoffLimit", "template"}
+    assert "resources" not in pod["containers"][0]
+    assert [each["name"] for each in pod["volumes"]] == ["shared-memory"]
+    assert lines[-1].count("default_root_dir") == 1
 
 
 def test_words_and_directories_survive_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -244,12 +321,21 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
         (["--partition=gpu; rm"], "--partition 'gpu; rm' must be a name that the cluster knows as partition"),
         (["--account="], "--account '' must be a name that the cluster knows as account"),
         (["--container-image=a b"], "--container-image 'a b' must be an image: a file such as torch.sif (Apptainer)"),
+        (["--volume-claim=mine"], "--volume-claim has no use with --to slurm: leave it out"),
+        (["--to=torchrun"], "--time has no use with --to torchrun: leave it out"),
+        (["--to=kubernetes", "--partition=gpu"], "--partition has no use with --to kubernetes: leave it out"),
+        (["--to=kubernetes"], "--to kubernetes needs --container-image, with this package"),
+        (["--to=kubernetes", "--container-image=a", "--job-name=My.job"], "'My.job' must be a name of Kubernetes"),
         (["--trainer.max_epoks=3"], "did you mean"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
     ],
 )
 def test_what_makes_no_sense_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refusal(capsys, *BASE, *FIT, *args)
+
+
+def test_a_limit_must_be_said_on_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--time is missing: the limit of the job" in refusal(capsys, "--tasks-per-node=1", *FIT)
 
 
 def test_devices_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +359,7 @@ def test_a_missing_sbatch_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "sbatch is not to be found: run this where SLURM's commands are" in refusal(capsys, *BASE, *FIT)
+    assert "sbatch is not to be found: run this where the cluster's commands are" in refusal(capsys, *BASE, *FIT)
 
 
 def test_what_sbatch_says_is_passed_on(

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.cli.submit.cluster import REQUIRED, Cluster, missing
 
 ROOT = Path(__file__).parents[3]
-NODES = 4
-EXAMPLE = "several_nodes.sbatch"
+NODES = 3
 
 
 def or_skip() -> None:
@@ -66,20 +66,43 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-def test_the_example_trains_on_four_nodes_as_it_is_written(cluster: Cluster, work: Path) -> None:
-    job = cluster.run("sbatch", "--parsable", f"--nodes={NODES}", f"examples/slurm/{EXAMPLE}", folder=work).strip()
+def test_the_example_of_several_nodes_trains_as_it_is_written(cluster: Cluster, work: Path) -> None:
+    job = cluster.run("sbatch", "--parsable", "examples/slurm/several_nodes.sbatch", folder=work).strip()
     try:
         facts = cluster.wait_until_ended(job, timeout=200)
     finally:
         log = next(work.glob(f"*-{job}.log")).read_text()
     assert facts["JobState"] == "COMPLETED", log
-    assert facts["NodeList"] == "n[1-4]"
-    assert "Starting with 4 processes" in log
+    assert facts["NodeList"] == "n[1-2]"
+    assert "Starting with 2 processes" in log
     root = work / "jobs" / job / "lightning_logs" / f"version_{job}"
     scalars = EventAccumulator(str(root)).Reload()
     assert scalars.Scalars("accuracy")[-1].value > 0.9
     assert scalars.Scalars("sparse/compression_ratio")[-1].value > 20
     assert list(root.glob("checkpoints/epoch=9-*.ckpt"))
+
+
+@pytest.mark.timeout(240)
+def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster: Cluster, work: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        said = f"--export=ALL,NODES=3,PORT={free.getsockname()[1]}"
+    sites = {"n1,n2": said, "n3": f"{said},BEFORE=2,FIRST=n1"}
+    jobs = []
+    for nodes, said in sites.items():
+        where = (f"--nodelist={nodes}", f"--nodes={len(nodes.split(','))}", said)
+        jobs.append(cluster.run("sbatch", "--parsable", *where, "examples/slurm/two_sites.sbatch", folder=work).strip())
+    states = [cluster.wait_until_ended(job, timeout=200)["JobState"] for job in jobs]
+    logs = [next(work.glob(f"*-{job}.log")).read_text() for job in jobs]
+    assert states == ["COMPLETED", "COMPLETED"], logs
+    assert "The first node is n1;" in logs[0]
+    assert "Starting with 3 processes" in logs[0]
+    assert "GLOBAL_RANK: 2, MEMBER: 3/3" in logs[1]
+    (written,) = (work / "jobs" / jobs[0]).glob("lightning_logs/*/events*")
+    scalars = EventAccumulator(str(written)).Reload()
+    assert scalars.Scalars("accuracy")[-1].value > 0.9
+    sent, whole = scalars.Scalars("sparse/total_wire_bytes")[-1], scalars.Scalars("sparse/dense_bytes")[-1]
+    assert 0 < sent.value < sent.step * whole.value / 9  # in one step of ten
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,18 @@
+"""A script of a user of ``lightning.pytorch``, as type checkers see it: `make lint`.
+
+The last two lines are wrong. A checker that does not find them wrong has nothing to check them by, and says that it is
+told to ignore nothing.
+"""
+
+from lightning.pytorch import Trainer
+
+from lightning_sparse.lightning import SparseDDPStrategy
+from lightning_sparse.lightning.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
+
+trainer = Trainer(
+    strategy=SparseDDPStrategy(compressor="topk", density=0.01),
+    callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
+)
+sent: float = SparseDDPStrategy().compression_stats()["density"]
+wrong: int = SparseDDPStrategy().compression_stats()  # type: ignore[assignment]
+CompressionMonitor(progress_bar="yes")  # type: ignore[arg-type]
