@@ -78,15 +78,22 @@ def compare(turns: Sequence[Turn], density: float) -> Comparison:
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
     gains = [their - our for our, their in zip(ours, theirs)]
     inside = median(math.hypot(*map(_error_of, turn)) for turn in turns)
-    error = _SIGMAS * max(_sigma(gains), inside) / math.sqrt(len(turns))
+    error = _SIGMAS * max(spread(gains), inside) / math.sqrt(len(turns))
     theirs_seconds = median(theirs)
     return Comparison(median(ours), theirs_seconds, median(gains), error, wanted_gain(density) * theirs_seconds)
 
 
 def _error_of(steps: Sequence[float]) -> float:
-    return _ERROR_OF_MEDIAN * _sigma(steps) / math.sqrt(len(steps))
+    return _ERROR_OF_MEDIAN * spread(steps) / math.sqrt(len(steps))
 
 
-def _sigma(values: Sequence[float]) -> float:
+def spread(values: Sequence[float]) -> float:
+    """Return one sigma of values that are normal but for a few that were disturbed.
+
+    Example::
+
+        >>> round(spread([1.0, 1.1, 0.9, 1.0, 50.0]), 3)
+        0.148
+    """
     centre = median(values)
     return _TO_SIGMA * median(abs(value - centre) for value in values)
