@@ -63,7 +63,7 @@ def _train_and_draw(options: argparse.Namespace) -> None:
         )
         torch.manual_seed(0)
         train(_row(schedule), BenchmarkModule(WORKLOADS[_WORKLOAD]), _HOSTS, steps.stop, [timeline])
-        drawn[f"schedule={schedule!r}, "] = sorted(timeline.recorded, key=_seconds)[_RECORDED_STEPS // 2]
+        drawn[f"schedule={schedule!r}, "] = median_step(timeline.recorded)
     if dist.get_rank() == 0:
         figure = Figure(layout="constrained")
         draw_steps(figure, drawn)
@@ -79,9 +79,14 @@ def _row(schedule: str) -> Row:
     return Row(arguments)
 
 
-def _seconds(step: RecordedStep) -> float:
-    slices = [each for rank in step.ranks for each in rank]
-    return max(each.end for each in slices) - min(each.start for each in slices)
+def median_step(steps: Sequence[RecordedStep]) -> RecordedStep:
+    """Return the step of median length, from the first that any rank did to the last."""
+
+    def seconds(step: RecordedStep) -> float:
+        slices = [each for rank in step.ranks for each in rank]
+        return max(each.end for each in slices) - min(each.start for each in slices)
+
+    return sorted(steps, key=seconds)[len(steps) // 2]
 
 
 def _parser() -> argparse.ArgumentParser:
