@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_sparse.engine.observe.timeline import WORKER, RecordedStep, Slice
+
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 
 
@@ -128,6 +130,16 @@ def test_predictions_of_all_ranks_are_pooled() -> None:
     (line,) = results.summarise("model", {"planned": seen}, "ddp", "still")
     assert line.predicted_ms == pytest.approx(300.0)
     assert results.as_text([line]).splitlines()[1].endswith("300.0 ms")
+
+
+def test_the_step_that_is_drawn_is_one_of_median_length() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [[[(1.0, 2.0)], [(1.5, 4.0)]], [[(0.0, 9.0)]], [[(3.0, 4.0), (4.0, 5.0)]]]  # of 3, 9 and 2 seconds
+    steps = [
+        RecordedStep(number, [[Slice(WORKER, "exchange", "", *span, {}) for span in spans] for spans in ranks], [])
+        for number, ranks in enumerate(rows)
+    ]
+    assert _load("overlap").median_step(steps) is steps[0]
 
 
 def test_adaptation_counts_the_steps_until_nothing_changes_any_more() -> None:

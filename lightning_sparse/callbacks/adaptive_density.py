@@ -12,6 +12,7 @@ from lightning_sparse.callbacks.base import (
     checked_interval,
     engine_of,
     log_scalars,
+    parameter_tag,
     say,
     sparse_strategy,
     step_of,
@@ -34,8 +35,9 @@ class AdaptiveDensity(StepObserver):
     the strategy's own warm-up and plan can give it more. Rules decide between two steps of the optimizer, alike on all
     ranks: what they measure is averaged over ranks first. Checkpoints hold what they have learned.
 
-    When a density has changed by a quarter, rank 0 says which and why, all loggers get ``sparse/density/<parameter
-    name>`` (unless a :class:`CompressionMonitor` logs it by parameter), and TensorBoard a table with the reasons.
+    When a density has changed by a quarter, rank 0 says which and why, all loggers get
+    ``sparse_parameters/density/<parameter name>`` (unless a :class:`CompressionMonitor` logs it by parameter), and
+    TensorBoard a table with the reasons.
 
     Args:
         rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
@@ -170,7 +172,9 @@ class AdaptiveDensity(StepObserver):
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
         say(self, f"step {moment.step}: {_summary(present, reasons)}")
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
-            log_scalars(trainer, {f"sparse/density/{name}": value for name, value in present.items()}, moment.step)
+            log_scalars(
+                trainer, {parameter_tag("density", name): value for name, value in present.items()}, moment.step
+            )
         rows = [f"| {name} | {density:.4g} | {reasons[name]} |" for name, density in present.items()]
         log_text(
             trainer, "sparse/densities", "\n".join(["| parameter | density | why |", "|-|-|-|", *rows]), moment.step

@@ -6,7 +6,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.base import (
+    StepObserver,
+    checked_interval,
+    engine_of,
+    log_scalars,
+    parameter_tag,
+    sparse_strategy,
+)
 from lightning_sparse.callbacks.layer_delta import LayerDelta
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -18,8 +25,8 @@ class AssumptionMonitor(StepObserver):
     """Log ``delta`` of every layer: what a selection leaves over, next to a random one of the same size.
 
     The convergence proof of LAGS-SGD (arXiv 1911.08727) asks for ``delta <= 1`` in every layer. Logged are
-    ``sparse/delta/<parameter name>`` and the largest, ``sparse/delta``; a layer that exceeds 1 is named in a warning,
-    once. The values are equal on all ranks.
+    ``sparse_parameters/delta/<parameter name>`` and the largest, ``sparse/delta``; a layer that exceeds 1 is named in a
+    warning, once. The values are equal on all ranks.
 
     A step that is looked at costs a dense all-reduce of the gradients, which its ``wire_bytes`` count; the others cost
     nothing.
@@ -73,7 +80,7 @@ class AssumptionMonitor(StepObserver):
         if not trainer.is_global_zero:
             return
         numbers = {name: float(delta) for name, delta in deltas.items()}
-        scalars: dict[str, float] = {f"sparse/delta/{name}": delta for name, delta in numbers.items()}
+        scalars: dict[str, float] = {parameter_tag("delta", name): delta for name, delta in numbers.items()}
         log_scalars(trainer, {"sparse/delta": max(numbers.values()), **scalars}, step)
         self._warn(numbers, step)
 

@@ -96,6 +96,11 @@ def step_of(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def parameter_tag(statistic: str, parameter: str) -> str:
+    """Return the tag of a parameter's statistic; under a prefix of its own, as there are hundreds of them."""
+    return f"sparse_parameters/{statistic}/{parameter}"
+
+
 def log_scalars(trainer: Trainer, scalars: dict[str, float], step: int) -> None:
     """Hand scalars to all loggers of the Trainer."""
     for logger in trainer.loggers:

@@ -1,5 +1,6 @@
 """Show in the logger, and in the progress bar, what compression does."""
 
+from collections import deque
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -7,7 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars
+from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, parameter_tag, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import sum_over_ranks
 from lightning_sparse.callbacks.reporting.history import History
 from lightning_sparse.callbacks.reporting.pictures import draw_density, draw_time, figure_class
@@ -22,29 +23,34 @@ from lightning_sparse.callbacks.reporting.tensorboard import (
 )
 from lightning_sparse.callbacks.reporting.throughput import Throughput
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples
+from lightning_sparse.engine.observe import ParameterSamples, StepVolume
 from lightning_sparse.strategy import SparseDDPStrategy
+
+_MOST_STEPS = 256  # over which means are taken
 
 
 class CompressionMonitor(StepObserver):
     """Log what compression does as scalars ``sparse/<name>``, at the Trainer's ``log_every_n_steps``.
 
     All loggers get :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, ``backward_seconds``,
-    ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (since the last logged step, validation left out),
-    and ``residual_to_gradient`` (norm of what waits over that of the gradient). They are means over ranks;
-    ``exposed_seconds`` is that of the slowest rank, ``samples_per_second`` counts those of all ranks. TensorBoard also
-    gets a page with the plan in force, and a layout for its tab "Custom Scalars".
+    ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (validation left out), and
+    ``residual_to_gradient`` (norm of what waits over that of the gradient). They are means over ranks;
+    ``exposed_seconds`` is that of the slowest rank, ``samples_per_second`` counts those of all ranks. What is sent and
+    what it takes are also means over the steps since the last logged one, the last 256 at most, because a method may
+    send more in one step than in the next; norms, and ``union_density`` where it takes a sort, are those of the logged
+    step. TensorBoard also gets a page with the plan in force, and a layout for its tab "Custom Scalars".
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
-    step. The other steps are left alone.
+    step. Of other steps notes are taken on the host.
 
     Args:
         progress_bar: also show the compression ratio and the exposed milliseconds in the progress bar.
-        by_parameter: also log, as ``sparse/<name>/<parameter name>``, ``density``, ``union_density``,
-            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``.
+        by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>``, ``density``, ``union_density``,
+            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, of the
+            logged step.
         histograms: also show, in TensorBoard, the magnitudes of what is sent and kept, over their decimal logarithm
             and added up over ranks: ``sparse/sent_magnitude``, ``sparse/kept_magnitude``; with ``by_parameter`` of
-            each parameter, too. Zeros are left out.
+            each parameter, too, as ``sparse_parameters/<name>/<parameter name>``. Zeros are left out.
         pictures: also show, at the end of each epoch, the density of every parameter over time and where the time of
             a step goes; in TensorBoard, and in loggers with a method ``log_image``.
 
@@ -74,10 +80,14 @@ class CompressionMonitor(StepObserver):
         self._throughput = Throughput()
         self._plan: Any = None
         self._has_page = False
+        self._steps = deque[StepVolume](maxlen=_MOST_STEPS)
+        self._steps_seen = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._history, self._plan, self._has_page = History(), None, False
+        self._steps.clear()
+        self._steps_seen = trainer.global_step
         self._throughput = Throughput()
         self._throughput.restart(trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         if not trainer.loggers and not self.progress_bar:
@@ -105,6 +115,11 @@ class CompressionMonitor(StepObserver):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._throughput.add_batch(batch)
+        strategy = sparse_strategy(trainer)
+        last = None if strategy.engine is None or strategy.is_plain else strategy.engine.recorder.last
+        if last is not None and trainer.global_step > self._steps_seen:
+            self._steps.append(last.volume())
+        self._steps_seen = trainer.global_step
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
@@ -118,16 +133,18 @@ class CompressionMonitor(StepObserver):
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         engine = engine_of(strategy)
-        samples, marks = engine.recorder.last_samples, engine.last_marks
-        if samples is None or marks is None:
+        samples, last = engine.recorder.last_samples, engine.recorder.last
+        if samples is None or last is None:
             return  # what exchanges was built anew since the step was asked for
-        mine = {**step_statistics(strategy, marks, samples), **self._throughput.statistics(step)}
+        steps = self._steps or [last.volume()]  # there are none of steps that were left to plain DDP
+        mine = {**step_statistics(strategy, list(steps), samples), **self._throughput.statistics(step)}
+        self._steps.clear()
         stats = over_ranks(strategy, mine)
         scalars = {f"sparse/{name}": value for name, value in stats.items()}
         by_parameter = parameters_over_ranks(strategy, samples) if self._counts else {}
         if self.by_parameter:
             for name, facts in by_parameter.items():
-                scalars |= {f"sparse/{statistic}/{name}": value for statistic, value in facts.items()}
+                scalars |= {parameter_tag(statistic, name): value for statistic, value in facts.items()}
         log_scalars(trainer, scalars, step)
         if self.histograms:
             self._log_magnitudes(trainer, strategy, samples, step)
@@ -177,7 +194,7 @@ class CompressionMonitor(StepObserver):
             log_magnitudes(trainer, f"sparse/{kind}_magnitude", counts.sum(dim=0).tolist(), step)
             if self.by_parameter:
                 for name, row in zip(names, counts.tolist()):
-                    log_magnitudes(trainer, f"sparse/{kind}_magnitude/{name}", row, step)
+                    log_magnitudes(trainer, parameter_tag(f"{kind}_magnitude", name), row, step)
 
     def _log_plan(self, trainer: Trainer, engine: Engine, shown: list[str], step: int) -> None:
         plan = engine.plan

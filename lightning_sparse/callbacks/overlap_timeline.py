@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say
 from lightning_sparse.callbacks.reporting.gathering import clock_offsets, gather_objects
-from lightning_sparse.callbacks.reporting.pictures import draw_step, figure_class
+from lightning_sparse.callbacks.reporting.pictures import draw_steps, figure_class
 from lightning_sparse.callbacks.reporting.tensorboard import log_picture
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe.timeline import RecordedStep, Slice, step_slices, trace
@@ -40,6 +40,9 @@ class OverlapTimeline(StepObserver):
             the directory of the logger, or the Trainer's.
         pictures: draw the last recorded step when training ends; it is also shown in TensorBoard.
 
+    Attributes:
+        recorded: the steps recorded since training began, on every rank.
+
     Raises:
         ValueError: for steps that are not distinct numbers from 0, for both ways to choose steps, for an interval or
             a number of steps below 1, or if there is to be a picture and matplotlib is not installed.
@@ -64,7 +67,7 @@ class OverlapTimeline(StepObserver):
         self.max_steps = checked_interval("max_steps", max_steps) or 0
         self.path = path
         self._figure_class = figure_class(self) if pictures else None
-        self._recorded: list[RecordedStep] = []
+        self.recorded: list[RecordedStep] = []
         self._target = Path()
 
     @override
@@ -75,11 +78,11 @@ class OverlapTimeline(StepObserver):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorded = []
+        self.recorded = []
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
-        if len(self._recorded) >= self.max_steps:
+        if len(self.recorded) >= self.max_steps:
             return False
         return step in self.steps if self.steps is not None else step > 0 and step % self.every_n_steps == 0
 
@@ -100,26 +103,26 @@ class OverlapTimeline(StepObserver):
         ]
         if not all(ranks):
             return  # every gradient was sparse_coo: there are no groups to show
-        self._recorded.append(RecordedStep(step, aligned, [offset.uncertainty for offset in offsets]))
+        self.recorded.append(RecordedStep(step, aligned, [offset.uncertainty for offset in offsets]))
         if trainer.is_global_zero:
             self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._target.write_text(json.dumps(trace(self._recorded)))
+            self._target.write_text(json.dumps(trace(self.recorded)))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._recorded:
+        if not self.recorded:
             asked = f"steps={list(self.steps)}" if self.steps is not None else f"every_n_steps={self.every_n_steps}"
             rank_zero_warn(
                 f"OverlapTimeline has recorded nothing: {asked} names no step that more than one process made"
                 f" (training ended before step {trainer.fit_loop.epoch_loop._batches_that_stepped}, counted from 0)"
             )
             return
-        say(self, f"{len(self._recorded)} steps are in {self._target}; open it in https://ui.perfetto.dev")
+        say(self, f"{len(self.recorded)} steps are in {self._target}; open it in https://ui.perfetto.dev")
         if self._figure_class is not None and trainer.is_global_zero:
             figure = self._figure_class(layout="constrained")
-            draw_step(figure, self._recorded[-1])
-            figure.savefig(self._target.with_suffix(".png"), dpi=120)
-            log_picture(trainer, "sparse/overlap", figure, self._recorded[-1].step)
+            draw_steps(figure, {"": self.recorded[-1]})
+            figure.savefig(self._target.with_suffix(".png"))
+            log_picture(trainer, "sparse/overlap", figure, self.recorded[-1].step)
 
 
 def _slices(pl_module: LightningModule, engine: Engine) -> list[Slice]:

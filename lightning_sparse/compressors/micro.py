@@ -21,8 +21,8 @@ class MiCRO(ExclusiveSelection):
 
     * it starts from the quantile measured in the first step, instead of ``1 / (2 sqrt(k))``, which knows nothing of the
       size of gradients and which a step of 0.5 % takes 461 steps to mend by a factor of ten;
-    * it moves by a twentieth of the logarithm of the density over the one wanted, by 10 % at most; where the density is
-      off by a factor of two, the quantile is measured again.
+    * it moves by a twentieth of the logarithm of the density over the one wanted, by 10 % at most, and by less where
+      that makes the density swing; where the density is off by a factor of two, the quantile is measured again.
 
     In both modes it differs in three things. Inside the published dead band the released code tests a condition that
     always holds and so always raises the threshold; here it falls by 0.9987 below the density wanted, as plainly meant.

@@ -60,9 +60,10 @@ class Auto(Merged):
     """Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.
 
     Planned like :class:`Merged`. A group that arrives earlier whole is sent whole, and one that has time to spare sends
-    more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and the
-    faster way is kept; where they are as good as equal, DDP. It looks again after some time, and when the time of a
-    step departs from what it was. Which way is taken depends on measured times, so two runs do not give the same bits.
+    more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and DDP
+    is kept unless compression saves more than the error and what a delay is worth. It looks again after some time, and
+    when the time of a step departs from what it was. Which way is taken depends on measured times, so two runs do not
+    give the same bits.
     """
 
     adapts_density: ClassVar[bool] = True

@@ -1,11 +1,12 @@
 """Is it worth it? Real steps of the engine against real steps of plain DDP, and the faster of the two.
 
 Everything is decided between two steps, from times that all ranks have agreed on. Only while the two are compared are
-ranks asked after every step, and a device waited for.
+ranks asked after every step, and a device waited for. Where the two are not to be told apart, or compression is not
+worth what it delays, it is DDP (:mod:`~lightning_sparse.schedule.comparison`).
 """
 
 from collections.abc import Callable, Generator
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Optional
 
@@ -13,12 +14,13 @@ import torch
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import Plan
+from lightning_sparse.schedule.comparison import Comparison, Turn, compare
 
 _SETTLING_STEPS = 2  # after a change: DDP rebuilds its buckets
 _TIMED_STEPS = 6
-_TURNS = 2  # of each, so that whatever else the machine does hits both alike
-_HOPELESS = 1.5  # times as slow as the engine: one step is enough to see it
-_TIE = 1.02  # times as slow as the engine, up to which DDP is preferred: it delays nothing
+_TURNS = 2  # of each, so that whatever else the machine does hits both alike,
+_MOST_TURNS = 6  # and more while they do not tell which is better
+_HOPELESS = 2.0  # times as slow as the engine: one step of a turn is enough to see it
 _WINDOW = 20  # steps, of which the median is compared with what it was
 _DEPARTURE = 0.2  # of the time of a step
 _MAX_DEPARTURE = 0.5  # what counts as one, on a machine where lesser ones have meant nothing
@@ -48,6 +50,7 @@ class BackendChoice:
         self._say = say
         self._is_comparing = False
         self._departure = _DEPARTURE
+        self._density = 1.0  # that of the steps timed last
         self._border = perf_counter()
         self.chosen: Optional[bool] = None
         self._course = self._run()
@@ -75,11 +78,11 @@ class BackendChoice:
         while True:
             self.chosen = None
             yield from self._await_plan(stale)
-            ours, theirs = yield from self._compare()
-            is_plain = theirs <= _TIE * ours
+            comparison, turns = yield from self._compare()
+            is_plain = not comparison.pays
             yield from self._settle(is_plain)
             self.chosen = is_plain
-            self._tell(is_plain, ours, theirs)
+            self._tell(comparison, turns)
             stale = yield from self._stay_plain() if is_plain else self._stay_sparse()
 
     def _stay_sparse(self) -> Generator[None, float, Optional[Plan]]:
@@ -103,7 +106,7 @@ class BackendChoice:
             self._engine.plan_anew()
             # A plan in the making tries one way after the other; none of them sends more than the user asked for.
             ours = yield from self._time(False)
-            if theirs > _TIE * ours:
+            if compare([(ours, [theirs])], self._density).pays:
                 return stale
             yield from self._settle(True)
             patience = min(2 * patience, _MAX_PATIENCE)
@@ -114,19 +117,23 @@ class BackendChoice:
         while self._engine.plan is known:
             yield
 
-    def _compare(self) -> Generator[None, float, tuple[float, float]]:
-        """Return the seconds of a step with the engine and with DDP, which take turns; one turn, if DDP is hopeless."""
-        ours: list[float] = []
-        theirs: list[float] = []
-        while len(theirs) < _TURNS:
-            ours.append((yield from self._time(False)))
-            theirs.append((yield from self._time(True, hopeless=_HOPELESS * ours[-1])))
-            if theirs[-1] > _HOPELESS * ours[-1]:
-                break
-        return fmean(ours), fmean(theirs)
+    def _compare(self) -> Generator[None, float, tuple[Comparison, int]]:
+        """Compare the engine with DDP, which take turns until it is clear which is better, and count the turns."""
+        self._say(
+            f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MOST_TURNS}"
+            " turns, and goes on with what is better."
+        )
+        turns: list[Turn] = []
+        while True:
+            ours = yield from self._time(False)
+            theirs = yield from self._time(True, hopeless=_HOPELESS * median(ours))
+            turns.append((ours, theirs))
+            comparison = compare(turns, self._density)
+            if len(turns) == _MOST_TURNS or (len(turns) >= _TURNS and comparison.is_clear):
+                return comparison, len(turns)
 
-    def _time(self, is_plain: bool, hopeless: float = float("inf")) -> Generator[None, float, float]:
-        """Return the seconds of a step on which ranks agree; of a single one, if that is hopeless."""
+    def _time(self, is_plain: bool, hopeless: float = float("inf")) -> Generator[None, float, list[float]]:
+        """Return the seconds of steps, on which ranks agree; of a single one, if that is hopeless."""
         self.wants_plain = is_plain
         self._is_comparing = True
         for _ in range(_SETTLING_STEPS):
@@ -135,7 +142,9 @@ class BackendChoice:
         while len(seen) < _TIMED_STEPS and (not seen or median(seen) < hopeless):
             seen.append(self._engine.mean_over_ranks((yield)))
         self._is_comparing = False
-        return median(seen)
+        if not is_plain:
+            self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
+        return seen
 
     def _settle(self, is_plain: bool) -> Steps:
         """Stay with the winner; what waits is sent before DDP takes over."""
@@ -176,8 +185,14 @@ class BackendChoice:
     def _departs(self, seconds: float, reference: float) -> bool:
         return abs(seconds - reference) > self._departure * max(seconds, reference)
 
-    def _tell(self, is_plain: bool, ours: float, theirs: float) -> None:
-        choice = "plain DDP, which is faster" if is_plain else f"compression: {self._engine.plan}"
-        self._say(
-            f"a step takes {1e3 * theirs:.1f} ms with DDP and {1e3 * ours:.1f} ms with compression; chosen: {choice}"
-        )
+    def _tell(self, comparison: Comparison, turns: int) -> None:
+        gain, wanted = (seconds / comparison.theirs for seconds in (comparison.gain, comparison.wanted))
+        if comparison.pays:
+            choice = f"compression, which saves {gain:.1%}"
+        elif gain <= 0:
+            choice = "plain DDP, as compression saves nothing"
+        else:
+            worth = f"to send {self._density:.2g} of each gradient is worth {wanted:.0%}"
+            unsure = "" if comparison.is_clear else ", and the difference is within the error"
+            choice = f"plain DDP, as compression saves {gain:.1%}: {worth}{unsure}"
+        self._say(f"{comparison}, in {turns} turns of each; chosen: {choice}.")

@@ -163,8 +163,8 @@ def fit_logged(rank: int, directory: str, logger_class: Any, monitored: bool) ->
 def test_changes_are_logged_when_they_happen(pair: Pool, tmp_path: Path) -> None:
     pair.run(fit_logged, str(tmp_path), CSVLogger, False)
     with (tmp_path / "metrics.csv").open() as file:
-        rows = {int(row["step"]): row for row in csv.DictReader(file) if row[f"sparse/density/{WEIGHT}"]}
-    assert {step: float(row[f"sparse/density/{WEIGHT}"]) for step, row in rows.items()} == {0: 0.5, 16: 0.02}
+        rows = {int(row["step"]): row for row in csv.DictReader(file) if row[f"sparse_parameters/density/{WEIGHT}"]}
+    assert {step: float(row[f"sparse_parameters/density/{WEIGHT}"]) for step, row in rows.items()} == {0: 0.5, 16: 0.02}
 
 
 def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
@@ -172,7 +172,16 @@ def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     # The monitor logs the same name, as measured, at its own steps.
-    assert [event.step for event in events.Scalars(f"sparse/density/{WEIGHT}")] == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert [event.step for event in events.Scalars(f"sparse_parameters/density/{WEIGHT}")] == [
+        3,
+        7,
+        11,
+        15,
+        19,
+        23,
+        27,
+        31,
+    ]
     pages = events.Tensors("sparse/densities/text_summary")
     texts = [page.tensor_proto.string_val[0].decode() for page in pages]
     assert f"| {WEIGHT} | 0.5 | ByEpoch: one of 1 |" in texts[0]

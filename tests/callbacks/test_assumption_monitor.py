@@ -55,12 +55,14 @@ def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Pa
         rows = [row for row in csv.DictReader(file) if row["sparse/delta"]]
     assert [int(row["step"]) for row in rows] == [4, 9, 14]
     for row in rows:
-        deltas = [float(row[f"sparse/delta/{name}"]) for name in NAMES]
+        deltas = [float(row[f"sparse_parameters/delta/{name}"]) for name in NAMES]
         assert all(0 < delta <= 1 for delta in deltas)
         assert float(row["sparse/delta"]) == max(deltas)
     assert averages == same
     for name in NAMES:
-        assert averages[name] == pytest.approx(sum(float(row[f"sparse/delta/{name}"]) for row in rows) / 3, rel=1e-5)
+        assert averages[name] == pytest.approx(
+            sum(float(row[f"sparse_parameters/delta/{name}"]) for row in rows) / 3, rel=1e-5
+        )
 
 
 class Freezing(Small):

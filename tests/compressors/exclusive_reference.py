@@ -23,6 +23,7 @@ class Reference:
         self.wanted = max(ranks, round(density * self.numel))
         self.step_count = 0
         self.theta = None if mode == "default" else 1 / (2 * math.sqrt(self.wanted))
+        self.gain, self.last_error = 0.05, None
         self.residuals = [torch.zeros(self.numel, device=DEVICE) for _ in range(ranks)]
         self._cut_first()
 
@@ -92,12 +93,21 @@ class Reference:
                     share = (bottom - math.log(self.wanted)) / (bottom - top)
                     lower, upper = 2.0**exponent * (1 + eighth / 8), 2.0**exponent * (1 + (eighth + 1) / 8)
                     self.theta = math.exp(math.log(lower) + share * (math.log(upper) - math.log(lower)))
+                    self.last_error = None
                     break
                 above += count
         elif self.mode == "default":
+            error = math.log(ratio) if union else math.log(0.5 / self.wanted)
+            sides = sorted([error, self.last_error or 0.0])
+            sigma = 1 / math.sqrt(self.wanted)
+            if sides[0] < -2 * sigma and sides[1] > 2 * sigma:
+                self.gain = max(self.gain / 2, 0.05 / 100)
+            else:
+                self.gain = min(1.05 * self.gain, 0.05)
             is_chance = abs(len(union) - self.wanted) < 4 * math.sqrt(self.wanted)
-            if 0.5 < ratio < 2 or is_chance:
-                self.theta = math.exp(math.log(self.theta) + max(-0.1, min(0.1, 0.05 * math.log(ratio))))
+            if 0.5 < ratio < 2 or is_chance or self.last_error is None:
+                self.theta = math.exp(math.log(self.theta) + max(-0.1, min(0.1, self.gain * error)))
+                self.last_error = error
             else:
                 self.theta = None
         else:

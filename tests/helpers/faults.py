@@ -115,7 +115,7 @@ def impatient() -> Iterator[None]:
         for module, values in (
             (ways_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
-            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1}),
+            (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MOST_TURNS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

@@ -192,5 +192,5 @@ def test_whoever_looks_on_sees_shares(pools: dict[int, Pool], compressor: str) -
         assert_same(parameters, answers[0][0])
     logged = answers[0][1]
     assert 0 < logged["sparse/link_bytes"] < logged["sparse/wire_bytes"]
-    assert 0 <= logged["sparse/delta/network.0.weight"] <= 1
+    assert 0 <= logged["sparse_parameters/delta/network.0.weight"] <= 1
     assert 0.04 <= logged["sparse/density"] <= 1

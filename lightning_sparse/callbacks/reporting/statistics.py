@@ -1,12 +1,13 @@
-"""The statistics of a step, made one for all ranks by one small all-gather."""
+"""The statistics of steps, made one for all ranks by one small all-gather."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from lightning_sparse.callbacks.base import engine_of
 from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import Clock, ParameterSamples, StepMarks
+from lightning_sparse.engine.observe import ParameterSamples, StepVolume, mean_stats
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
@@ -23,18 +24,25 @@ def memory_statistics(engine: Engine) -> dict[str, float]:
     return {name: float(statistic) for name, statistic in engine.memory.statistics().items()}
 
 
-def step_statistics(strategy: SparseDDPStrategy, marks: StepMarks, samples: ParameterSamples) -> dict[str, float]:
-    """Return what the last step, of which there are marks and samples, did on this rank."""
-    backward = 0.0
-    if marks.backward_start is not None and marks.backward_end is not None:
-        backward = Clock.seconds(marks.backward_start, marks.backward_end)
-    gradient_norm, residual_norm = samples.norms()
+def step_statistics(
+    strategy: SparseDDPStrategy, steps: Sequence[StepVolume], samples: ParameterSamples
+) -> dict[str, float]:
+    """Return what the last steps did on this rank.
+
+    Args:
+        strategy: whose steps.
+        steps: means are taken over them; of a round of local steps the statistics are such means already.
+        samples: of the last step.
+    """
     engine = engine_of(strategy)
+    is_averaged = engine.rounds is None and not strategy.is_plain
+    gradient_norm, residual_norm = samples.norms()
     return {
         **strategy.compression_stats(),
+        **(mean_stats(steps, engine.topology[1]) if is_averaged else {}),
         **(memory_statistics(engine) if engine.corrects_adam else {}),
-        "backward_seconds": backward,
-        "commit_seconds": marks.seconds("commit"),
+        "backward_seconds": fmean(step.marks.backward_seconds for step in steps),
+        "commit_seconds": fmean(step.marks.seconds("commit") for step in steps),
         "gradient_square": gradient_norm**2,
         "residual_square": residual_norm**2,
     }

@@ -11,25 +11,32 @@ from lightning_sparse.callbacks.reporting.pictures import as_image
 _LOG10_OF_2 = 0.3010299956639812
 _SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples
 
-# Charts of the tab "Custom Scalars", in this order.
+# Charts of the tab "Custom Scalars", in this order. Each has one statistic: a line for each run, whose colours the tab
+# explains; lines of one run have one colour, and no legend.
 _CHARTS = {
-    "What is sent": ["density", "union_density"],
-    "Bytes of a step": ["wire_bytes", "dense_bytes"],
-    "Bytes in all": ["total_wire_bytes"],
-    "Compression ratio": ["compression_ratio"],
-    "Where the time goes, seconds": [
-        "step_seconds",
-        "backward_seconds",
-        "exposed_seconds",
-        "select_seconds",
-        "exchange_seconds",
-        "commit_seconds",
-    ],
-    "Throughput, samples a second": ["samples_per_second"],
-    "What waits, next to the gradient": ["residual_to_gradient"],
-    "What waits, next to the update": ["update_error"],
-    "Age of the second moment, steps": ["second_moment_age"],
-    "Drift of replicas": ["replica_divergence"],
+    "sparse: how much is sent": {
+        "Density, fraction of elements": "density",
+        "Density of all ranks together, fraction": "union_density",
+        "Sent by a rank in a step, bytes": "wire_bytes",
+        "Of it to other nodes, bytes": "link_bytes",
+        "Sent by a rank since the start, bytes": "total_wire_bytes",
+        "Compression ratio, times": "compression_ratio",
+    },
+    "sparse: where the time of a step goes": {
+        "Step, seconds": "step_seconds",
+        "Exposed exchange, seconds": "exposed_seconds",
+        "Backward, seconds": "backward_seconds",
+        "Selection, seconds": "select_seconds",
+        "Exchange, seconds": "exchange_seconds",
+        "Commit, seconds": "commit_seconds",
+        "Throughput, samples a second": "samples_per_second",
+    },
+    "sparse: what waits": {
+        "What waits over the gradient, ratio of norms": "residual_to_gradient",
+        "What waits over the update, ratio of norms": "update_error",
+        "Age of the second moment, steps": "second_moment_age",
+        "Drift of replicas over parameters, ratio of norms": "replica_divergence",
+    },
 }
 
 
@@ -41,16 +48,15 @@ def board_layout(shown: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
 
     Example::
 
-        >>> board_layout(["density", "wire_bytes"])["sparse"]["What is sent"]
-        ['Multiline', ['sparse/density$']]
+        >>> board_layout(["density"])
+        {'sparse: how much is sent': {'Density, fraction of elements': ['Multiline', ['sparse/density$']]}}
     """
-    charts: dict[str, list[Any]] = {}
-    for title, names in _CHARTS.items():
-        # Tags are regular expressions; without an end, those of single parameters would be drawn, too.
-        tags = [f"sparse/{name}$" for name in names if name in shown]
-        if tags:
-            charts[title] = ["Multiline", tags]
-    return {"sparse": charts}
+    layout = {
+        # Tags are regular expressions; without an end, those that begin alike would be drawn, too.
+        category: {title: ["Multiline", [f"sparse/{name}$"]] for title, name in charts.items() if name in shown}
+        for category, charts in _CHARTS.items()
+    }
+    return {category: charts for category, charts in layout.items() if charts}
 
 
 def log_layout(trainer: Trainer, shown: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ class BackwardProfile(NamedTuple):
         workers: number of processes of the job that it was measured for; ``None`` if it was not said.
         has_adam: whether an optimizer is one whose updates are made before selection, so that mean gradients travel now
             and then.
+        spread_seconds: by how much steps differed from each other, one sigma; 0 if it was not measured.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,7 @@ class BackwardProfile(NamedTuple):
     device: str = "cpu"
     workers: Optional[int] = None
     has_adam: bool = False
+    spread_seconds: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -63,6 +65,7 @@ class BackwardProfile(NamedTuple):
         for position, seconds in enumerate(self.backward_seconds):
             _check_seconds(f"backward_seconds[{position}]", seconds)
         _check_seconds("other_seconds", self.other_seconds)
+        _check_seconds("spread_seconds", self.spread_seconds)
         return self
 
     def for_workers(self, workers: Optional[int]) -> "BackwardProfile":

@@ -19,7 +19,7 @@ from lightning_sparse.cli.plan.rehearsal import (
     fitted_sizes,
     measure_selection,
 )
-from lightning_sparse.compressors import COMPRESSORS, element_count
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.wire import Transfer, build_wires
@@ -55,9 +55,12 @@ class Candidate(ABC):
         replicas_diverge: whether ranks apply different updates.
         waits_for_backward: whether nothing travels before backward has ended.
         local_steps: steps between two exchanges.
+        complexity: how much there is to understand and to choose: 0 for DDP, 1 for a shorter type on the wire or DDP on
+            another engine, 2 for a compressor that sends the largest elements of each tensor, 3 for any other.
     """
 
     density: Optional[float] = None
+    complexity = 0
     local_steps = 1
     replicas_diverge = False
     waits_for_backward = False
@@ -130,6 +133,7 @@ class BucketedDDP(Candidate):
         super().__init__(name, cost)
         self._element_bytes = element_bytes
         self._wire_bytes = wire_bytes
+        self.complexity = int(wire_bytes < element_bytes)
 
     @override
     def transfers(self, sizes: Sequence[int], workers: int) -> list[Transfer]:
@@ -170,6 +174,7 @@ class EngineSystem(Candidate):
         self.local_steps = settings_of.local_steps
         self.replicas_diverge = self._settings.replicas_diverge
         self.waits_for_backward = compressor.feedback.clip_norm is not None
+        self.complexity = _complexity(compressor)
 
     @cached_property
     def _settings(self) -> Settings:
@@ -252,6 +257,12 @@ def measure_candidates(
             )
         )
     return candidates
+
+
+def _complexity(compressor: Compressor) -> int:
+    if isinstance(compressor, Dense):
+        return 1
+    return 2 if compressor.has_density_by_parameter and compressor.feedback.momentum is None else 3
 
 
 def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:

@@ -19,7 +19,7 @@ from lightning_sparse.cli.plan.report import as_json, as_table
 from lightning_sparse.schedule.cost.network import Network, parse_bandwidth, parse_latency
 
 _DESCRIPTION = """\
-Predict the step time of every strategy, for a model and a network, and mark the best.
+Predict the step time of every strategy, for a model and a network, and mark the simplest of the fastest.
 
 The model's backward is profiled here, in one process, in a few training steps on the first batches of its train
 dataloader. The network is as given, or as measured if this runs inside a job of several processes (torchrun, srun)."""

@@ -27,6 +27,7 @@ class SystemPrediction(NamedTuple):
         local_steps: steps between two exchanges, over which times and bytes are averaged.
         fitting_steps: how many would keep exchanges at :data:`~lightning_sparse.engine.rounds.COMMUNICATION_SHARE` of
             the time, as ``local_steps="auto"`` chooses; 1 where gradients are exchanged in every step.
+        complexity: see :class:`~lightning_sparse.cli.plan.Candidate`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class SystemPrediction(NamedTuple):
     replicas_diverge: bool
     local_steps: int = 1
     fitting_steps: int = 1
+    complexity: int = 0
 
 
 def predict_systems(
@@ -75,13 +77,25 @@ def predict_systems(
     return [row._replace(speedup=rows[0].step_seconds / row.step_seconds) for row in rows]
 
 
-def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
-    """Return the fastest row; ``None`` where none beats the first, DDP, by more than 5 %.
+def best_of(rows: Sequence[SystemPrediction], spread_seconds: float = 0.0) -> Optional[SystemPrediction]:
+    """Return the simplest of the rows that are about as fast as the fastest; ``None`` if that is the first, DDP.
 
+    Of those that are as simple it is the one of the highest density, which delays the least, and of these the first.
     A method that lets replicas drift apart is not considered: what it saves in time it may cost in steps.
+
+    Args:
+        rows: from :func:`predict_systems`.
+        spread_seconds: by how much steps differ from each other where they were measured.
     """
-    fastest = min((row for row in rows if not row.replicas_diverge), key=lambda row: row.step_seconds)
-    return fastest if fastest.speedup > WORTH else None
+    best = min(alike(rows, spread_seconds), key=lambda row: (row.complexity, -(row.density or 1.0)))
+    return None if best is rows[0] else best
+
+
+def alike(rows: Sequence[SystemPrediction], spread_seconds: float = 0.0) -> list[SystemPrediction]:
+    """Return the rows that are not to be told from the fastest: within 5 %, or the spread of a step if that is more."""
+    safe = [row for row in rows if not row.replicas_diverge]
+    fastest = min(row.step_seconds for row in safe)
+    return [row for row in safe if row.step_seconds <= max(WORTH * fastest, fastest + spread_seconds)]
 
 
 def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -> SystemPrediction:
@@ -115,6 +129,7 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
         sent_bytes=sent_in_groups + sum(transfer.nbytes * share for transfer, share in afterwards),
         messages=len(groups),
         replicas_diverge=candidate.replicas_diverge,
+        complexity=candidate.complexity,
     )
 
 
@@ -135,6 +150,7 @@ def _predict_rounds(
         replicas_diverge=True,
         local_steps=candidate.local_steps,
         fitting_steps=fitting_steps(alone, exchange),
+        complexity=candidate.complexity,
     )
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.engine.loop.adam_steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
+from lightning_sparse.schedule.comparison import spread
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
 _LEAST_STEPS = 3
@@ -151,4 +152,5 @@ class BackwardProfiler(Callback):
             element_bytes=itemsizes.most_common(1)[0][0],
             device=parameters[0].device.type,
             has_adam=self._has_adam,
+            spread_seconds=spread([Clock.seconds(step.start, step.end) for step in steps]),
         ).checked()

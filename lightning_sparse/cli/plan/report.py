@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
-from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, best_of
+from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, alike, best_of
 from lightning_sparse.schedule.cost.network import Network
 
 _HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
@@ -18,30 +18,36 @@ def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPr
         network: what was predicted for.
         rows: from :func:`~lightning_sparse.cli.plan.predict_systems`.
     """
-    best = best_of(rows)
+    best = best_of(rows, profile.spread_seconds)
     cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
     lines = [
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths)) for line in cells)
     ]
-    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
+    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(profile, rows)])
 
 
 def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> dict[str, Any]:
-    """Return the same as plain numbers, words and lists. ``best`` is the position of a row, or ``None``."""
-    best = best_of(rows)
+    """Return the same as plain numbers, words and lists.
+
+    ``best`` is the position of a row, or ``None``; ``alike`` are those of the rows that are not told from the fastest.
+    """
+    best = best_of(rows, profile.spread_seconds)
+    positions = {id(row): position for position, row in enumerate(rows)}
     return {
         "profile": {
             "elements": profile.elements,
             "tensors": len(profile.sizes),
             "backward_seconds": sum(profile.backward_seconds),
             "other_seconds": profile.other_seconds,
+            "spread_seconds": profile.spread_seconds,
             "device": profile.device,
         },
         "network": _network(network),
         "rows": [row._asdict() for row in rows],
-        "best": None if best is None else list(rows).index(best),
+        "best": None if best is None else positions[id(best)],
+        "alike": [positions[id(row)] for row in alike(rows, profile.spread_seconds)],
     }
 
 
@@ -82,13 +88,10 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} B"
 
 
-def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
-    best = best_of(rows)
+def _verdict(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> list[str]:
+    best = best_of(rows, profile.spread_seconds)
     if best is None:
-        verdict = (
-            f"Nothing pays: nothing beats {rows[0].name} by more than {WORTH - 1:.0%} here, which is less than a"
-            f" prediction is worth. Stay with strategy={rows[0].name!r}."
-        )
+        verdict = f"Nothing pays: nothing is clearly faster than {rows[0].name}. Stay with strategy={rows[0].name!r}."
     else:
         density = "" if best.density is None else f" at density {best.density:g}"
         verdict = f"* {best.name}{density} is predicted to be {best.speedup:.2f} times as fast as {rows[0].name}."
@@ -102,4 +105,15 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
         notes.append(
             f"Local steps cost steps, and are never marked; between two exchanges: {told} exchanges at 5 % of the time."
         )
-    return [verdict, " ".join(notes)]
+    return [verdict, _sureness(profile, rows), " ".join(notes)]
+
+
+def _sureness(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> str:
+    count = len(alike(rows, profile.spread_seconds))
+    step = sum(profile.backward_seconds) + profile.other_seconds
+    spread = profile.spread_seconds
+    measured = f"steps measured here took {1e3 * step:.1f} ms, give or take {1e3 * spread:.1f}" if spread else ""
+    worth = f"a prediction is worth {WORTH - 1:.0%}"
+    told = "one row is" if count == 1 else f"{count} rows are"
+    which = "" if count == 1 else ", of which the simplest counts, and of those as simple the highest density"
+    return f"How sure: {', and '.join(filter(None, (measured, worth)))}; within that, {told} as fast as any{which}."

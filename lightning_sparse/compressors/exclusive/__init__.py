@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.exclusive.partitions import Partitions
-from lightning_sparse.compressors.exclusive.threshold import THRESHOLD_RULES
+from lightning_sparse.compressors.exclusive.threshold import THRESHOLD_RULES, Pursuit
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import indices_reaching_each, magnitude_histogram, magnitude_quantile, top_k_indices
@@ -31,8 +31,9 @@ class ExclusiveSelection(Compressor):
     While there is no threshold (mode ``"default"``, at the start), each rank takes the largest magnitudes of each
     tensor, in proportion to how much of it lies in its partition, and counts the magnitudes of its partition. The
     counts of all ranks together (8 KiB from each) give the threshold of the next step. So it is again when a threshold
-    has selected twice as much as was wanted, or half: what waits has then grown or shrunk too fast to be followed step
-    by step. As long as fewer elements than are wanted differ from zero, there is no threshold.
+    that was not measured just before has selected twice as much as was wanted, or half: what waits has then grown or
+    shrunk too fast to be followed step by step. As long as fewer elements than are wanted differ from zero, there is no
+    threshold.
 
     The number of elements wanted follows from the density of the whole model, of which :meth:`density_of` takes note:
     the counts of the tensors, one at least for each, add up to more in a model of many small tensors.
@@ -59,7 +60,7 @@ class ExclusiveSelection(Compressor):
         self._starts = layout.starts()
         self._density = 1.0 if self.default_density is None else self.default_density
         self._step = 0
-        self._threshold: Optional[float] = None
+        self._pursuit = Pursuit()
         self._histogram: Optional[Tensor] = None
         self._partitions = self._first_partitions(layout)
 
@@ -117,7 +118,8 @@ class ExclusiveSelection(Compressor):
         return min(numel, max(self._layout.ranks, round(self._density * numel)))
 
     def _present_threshold(self) -> Optional[float]:
-        return self._rule.start(self._wanted(self._layout.numel)) if self._threshold is None else self._threshold
+        threshold = self._pursuit.threshold
+        return self._rule.start(self._wanted(self._layout.numel)) if threshold is None else threshold
 
     @override
     def finish_step(
@@ -137,18 +139,20 @@ class ExclusiveSelection(Compressor):
                 counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
                 # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
                 gathered = all_gather(counted.float())
-                self._threshold = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
+                measured = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
+                self._pursuit = Pursuit(measured, self._pursuit.gain)
             else:
-                self._threshold = self._rule.follow(threshold, positions.numel(), wanted)
+                self._pursuit = self._rule.follow(threshold, self._pursuit, positions.numel(), wanted)
         self._next_partitions(positions)
         self._step += 1
         return means
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step counter, the threshold (0 for none) and where partitions are cut."""
+        """Return the step counter, the threshold (0 for none) with its gain and error, and where partitions are cut."""
         cuts = torch.tensor(self._partitions.cuts, device="cpu")
-        return {"step": self._step, "threshold": self._threshold or 0.0, "cuts": cuts}
+        threshold, gain, error = self._pursuit
+        return {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,13 +162,15 @@ class ExclusiveSelection(Compressor):
             ValueError: if the state is another method's.
         """
         expected = self.state_dict().keys()
-        if state.keys() != expected:
+        # Checkpoints of version 0.1 keep neither.
+        gain, error = (state.get(name, getattr(Pursuit(), name)) for name in ("gain", "error"))
+        if state.keys() | {"gain", "error"} != expected:
             raise ValueError(
                 f"{type(self).__name__} keeps {', '.join(expected)}, but was given a state of"
                 f" {', '.join(map(str, state)) or 'nothing'}; load it into the compressor that it was saved with"
             )
         self._step = int(state["step"])
-        self._threshold = float(state["threshold"]) or None
+        self._pursuit = Pursuit(float(state["threshold"]) or None, float(gain), float(error))
         cuts = tuple(state["cuts"].tolist())
         present = self._partitions.cuts
         if len(cuts) == len(present) and cuts[-1] == present[-1]:

@@ -1,7 +1,7 @@
 """Observers: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
 
 from lightning_sparse.engine.observe.clock import Clock, Mark
-from lightning_sparse.engine.observe.facts import StepFacts, dense_stats
+from lightning_sparse.engine.observe.facts import StepFacts, StepVolume, dense_stats, mean_stats
 from lightning_sparse.engine.observe.marks import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.observe.recorder import GroupObserver, Recorder
 from lightning_sparse.engine.observe.samples import ParameterFacts, ParameterSamples
@@ -17,5 +17,7 @@ __all__ = [
     "Span",
     "StepFacts",
     "StepMarks",
+    "StepVolume",
     "dense_stats",
+    "mean_stats",
 ]

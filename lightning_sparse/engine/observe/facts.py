@@ -1,7 +1,9 @@
 """Facts of one step on this rank: how much was sent, and how long it took."""
 
 import math
-from typing import Union
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -9,6 +11,26 @@ from torch import Tensor
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.engine.observe.marks import StepMarks
 from lightning_sparse.engine.observe.samples import sent_count, union_count
+
+
+class StepVolume(NamedTuple):
+    """How much one step sent and when, without a tensor of what arrived, so that many steps can be kept.
+
+    Attributes:
+        elements: gradient elements that were to be exchanged.
+        sent: of them, those that this rank sent; a tensor is a count that the device has not been asked for.
+        union: those that any rank sent; ``None`` where only what arrived could tell.
+        wire_bytes: as in :class:`StepFacts`, like the following.
+        node_bytes: see there.
+        marks: see there.
+    """
+
+    elements: int
+    sent: Union[int, Tensor]
+    union: Union[int, Tensor, None]
+    wire_bytes: int
+    node_bytes: int
+    marks: StepMarks
 
 
 class StepFacts:
@@ -57,20 +79,45 @@ class StepFacts:
         """Return how many elements any rank has sent, which costs a sort of what arrived."""
         return sum(map(_union_of, self._arrived))
 
+    def volume(self) -> StepVolume:
+        """Return how much was sent, and when, as far as it is known without a look at the device."""
+        counts = [
+            each for each in self._arrived if isinstance(each, int) or (isinstance(each, Tensor) and not each.dim())
+        ]
+        union = sum(counts) if len(counts) == len(self._arrived) else None
+        return StepVolume(self.elements, sum(self._sent), union, self.wire_bytes, self.node_bytes, self.marks)
+
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
-        dense_bytes = 4.0 * self.elements * self._node_ranks
-        return {
-            "density": float(sum(self._sent)) / max(1, self.elements),
-            "union_density": self.union() / max(1, self.elements),
-            "wire_bytes": float(self.wire_bytes),
-            **({} if self._node_ranks == 1 else {"link_bytes": float(self.wire_bytes - self.node_bytes)}),
-            "dense_bytes": dense_bytes,
-            "compression_ratio": dense_bytes / self.wire_bytes if self.wire_bytes else 1.0,
-            "select_seconds": self.marks.seconds("select", "encode"),
-            "exchange_seconds": self.marks.seconds("exchange"),
-            "exposed_seconds": self.marks.exposed_seconds,
-        }
+        return mean_stats([self.volume()._replace(union=self.union())], self._node_ranks)
+
+
+def mean_stats(steps: Sequence[StepVolume], node_ranks: int) -> dict[str, float]:
+    """Return the public statistics of several steps: of times and bytes their means; on a device this waits for them.
+
+    Args:
+        steps: one at least.
+        node_ranks: how many ranks share a gradient; 1 where there is one level.
+
+    Returns:
+        those that are known of all of the steps: ``union_density`` may be missing.
+    """
+    elements = sum(step.elements for step in steps)
+    wire_bytes = fmean(step.wire_bytes for step in steps)
+    dense_bytes = 4.0 * elements * node_ranks / len(steps)
+    unions = [step.union for step in steps if step.union is not None]
+    marks = [step.marks for step in steps]
+    return {
+        "density": float(sum(step.sent for step in steps)) / max(1, elements),
+        **({"union_density": float(sum(unions)) / max(1, elements)} if len(unions) == len(steps) else {}),
+        "wire_bytes": wire_bytes,
+        **({} if node_ranks == 1 else {"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)}),
+        "dense_bytes": dense_bytes,
+        "compression_ratio": dense_bytes / wire_bytes if wire_bytes else 1.0,
+        "select_seconds": fmean(each.seconds("select", "encode") for each in marks),
+        "exchange_seconds": fmean(each.seconds("exchange") for each in marks),
+        "exposed_seconds": fmean(each.exposed_seconds for each in marks),
+    }
 
 
 def _held(arrived: FlatSelection) -> Union[Tensor, FlatSelection]:

@@ -75,6 +75,12 @@ class StepMarks:
         return sum(Clock.seconds(span.start, span.end) for span in self.all_spans() if span.stage in stages)
 
     @property
+    def backward_seconds(self) -> float:
+        """Seconds from the start of backward to the last gradient; on a device this waits for them."""
+        known = self.backward_start is not None and self.backward_end is not None
+        return Clock.seconds(self.backward_start, self.backward_end) if known else 0.0
+
+    @property
     def exposed_seconds(self) -> float:
         """Seconds from the last gradient until all means had been written; on a device this waits for them."""
         return 0.0 if self.end is None else max(0.0, Clock.seconds(self.backward_end, self.end))

@@ -30,6 +30,7 @@ NETWORK = Network(bandwidth=16e6, latency=0.0, workers=2)
 DDP = BucketedDDP("ddp", 4, 4)
 # 0.1 ms a group, 5 ns an element.
 COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), ((2, 1e-10),)), StageCost(CostModel(0.0, 1e-9)))
+NAMES_AND_DENSITIES = (("lags", 0.1), ("lags", 0.01), ("exdyna", 0.01), ("omgs", 0.1))
 LARGE = BackwardProfile(
     tuple(f"layer{number}" for number in range(50)), (MEGA,) * 50, (0.004,) * 50, other_seconds=0.1, device="cpu"
 )
@@ -148,6 +149,41 @@ def test_a_gain_within_the_error_of_a_prediction_does_not_pay() -> None:
     assert best_of([table[0], table[0]._replace(name="other", step_seconds=5.8, speedup=6 / 5.8)]) is None
     better = table[0]._replace(name="other", step_seconds=5.6, speedup=6 / 5.6)
     assert best_of([table[0], better]) is better
+
+
+def test_of_rows_within_noise_the_simplest_is_marked_and_how_sure_that_is() -> None:
+    candidates = [
+        BucketedDDP("ddp + bf16 hook", 4, 2),
+        *(EngineSystem(f"sparse_{name}", SettingsOf(name, density), COST) for name, density in NAMES_AND_DENSITIES),
+    ]
+    table = rows(Network(1e9, 1e-5, 4), *candidates, profile=LARGE)
+    seconds = {
+        "ddp": 2.0,
+        "ddp + bf16 hook": 1.3,
+        "lags 0.1": 1.04,
+        "lags 0.01": 1.03,
+        "exdyna 0.01": 1.0,
+        "omgs 0.1": 1.01,
+    }
+    made_up = [row._replace(step_seconds=each, speedup=2.0 / each) for row, each in zip(table, seconds.values())]
+
+    def marked(spread_seconds: float) -> "tuple[str, float | None] | None":
+        best = best_of(made_up, spread_seconds)
+        return None if best is None else (best.name, best.density)
+
+    # ExDyna is the fastest, LAGS simpler, a higher density delays less; where steps spread more, so does DDP's hook.
+    assert marked(0.0) == marked(0.04) == ("sparse_lags", 0.1)
+    assert marked(0.4) == ("ddp + bf16 hook", None)
+    assert marked(1.1) is None
+    text = as_table(LARGE._replace(spread_seconds=0.04), NETWORK, made_up)
+    assert [line.split()[1:3] for line in text.splitlines() if line.startswith("*  ")] == [["sparse_lags", "0.1"]]
+    assert (
+        "steps measured here took 300.0 ms, give or take 40.0, and a prediction is worth 5%; within that, 4 rows are"
+        in text
+    )
+    alone = as_table(LARGE, NETWORK, [made_up[0], made_up[4]])
+    assert "How sure: a prediction is worth 5%; within that, one row is as fast as any." in alone
+    assert as_json(LARGE, NETWORK, made_up)["alike"] == [2, 3, 4, 5]
 
 
 def test_no_candidates_and_another_number_of_workers_are_refused() -> None:
