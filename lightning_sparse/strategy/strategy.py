@@ -52,10 +52,9 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 
@@ -173,7 +172,7 @@ class SparseDDPStrategy(DDPStrategy):
             None if rounds == LocalSteps() else rounds,
             levels,
         )
-        check_ddp_arguments(type(self), self.settings.compressor, ddp_kwargs)
+        check_ddp_arguments(type(self), DDPStrategy, self.settings.compressor, ddp_kwargs)
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -236,11 +235,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.root_device.type == "mps":  # which Lightning refuses for names that contain "ddp"
-            raise ValueError(
-                f"accelerator='mps' cannot go together with {type(self).__name__}, as its tensors cannot be exchanged"
-                " between processes: use accelerator='cpu', or strategy='auto' for one device"
-            )
+        check_device(type(self), self.root_device)
         super().setup_environment()
 
     @override
@@ -639,23 +634,6 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        def register(system: System) -> None:
-            variants, compressor = system.variants(), system.arguments["compressor"]
-            taken = [name for name in variants if name in strategy_registry]
-            if taken:
-                raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
-            for name, arguments in variants.items():
-                strategy_registry.register(name, cls, description=system.description, **arguments)
-
-        announce_systems(register)
-        # A class path alone, without arguments, reaches the Trainer as a word; Lightning asks for it in small letters.
-        strategy_registry.register(
-            "lightning_sparse.sparseddpstrategy", cls, description="the class, with its defaults"
-        )
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:

@@ -109,10 +109,14 @@ ORDERS = {
 }
 SERVED = """
 import sys
+import {fabric}
 from {name} import Trainer
 quiet = dict(accelerator="cpu", devices=1, logger=False)
 for strategy in ("sparse_lags", "lightning_sparse.SparseDDPStrategy", lightning_sparse.SparseDDPStrategy(density=0.1)):
     assert isinstance(Trainer(strategy=strategy, **quiet).strategy, lightning_sparse.SparseDDPStrategy)
+from {fabric} import Fabric
+for strategy in ("sparse_lags", "lightning_sparse.SparseFabricStrategy", lightning_sparse.SparseFabricStrategy()):
+    assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=1)._strategy, {fabric}.strategies.DDPStrategy)
 assert {other!r} not in sys.modules
 """
 OWN_SCRIPT = """
@@ -141,7 +145,7 @@ COMMAND = "from lightning_sparse.cli import main\nif __name__ == '__main__':\n  
 TYPED = """
 from {name} import Trainer
 
-from {door} import SparseDDPStrategy
+from {door} import SparseDDPStrategy, SparseFabricStrategy
 from {door}.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
 
 trainer = Trainer(
@@ -149,6 +153,7 @@ trainer = Trainer(
     callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
+SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
 wrong: int = SparseDDPStrategy().compression_stats()
 CompressionMonitor(progress_bar="yes")
 """
@@ -203,7 +208,8 @@ def test_compressors_have_their_strategies_behind_both_doors(unified: Path) -> N
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_importing_the_package_serves_whichever_lightning_is_imported(unified: Path, name: str, order: str) -> None:
     other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[name]
-    done = run(unified, (order + SERVED).format(name=name, other=other))
+    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[name]
+    done = run(unified, (order + SERVED).format(name=name, other=other, fabric=fabric))
     assert done.returncode == 0, done.stderr
 
 
