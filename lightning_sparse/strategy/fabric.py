@@ -311,17 +311,18 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
 
     def _kept(self, models: Mapping[str, DistributedDataParallel]) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` where nothing is compressed."""
-        states, layouts = {}, {}
+        states, layouts, clipping = {}, {}, {}
         for key, ddp in models.items():
             engine = self._handles[ddp].engine
             if engine is not None:
                 engine.settle()
                 states[key] = engine.state_dict()
+                clipping[key] = list(self._handles[ddp].clipping)
                 layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))
         if not states:
             return None
         parts = {part: {key: state[part] for key, state in states.items() if part in state} for part in _PARTS}
-        return {"engine": parts, "layouts": layouts, "epoch": self._epoch}
+        return {"engine": parts, "layouts": layouts, "clipping": clipping, "epoch": self._epoch}
 
     @override
     def load_checkpoint(
@@ -346,7 +347,8 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
         """Give each model what this rank had kept of it; return what is of no use."""
         unused: list[str] = []
         for key, ddp in models.items():
-            engine = self._handles[ddp].engine
+            handle = self._handles[ddp]
+            engine = handle.engine
             state = {part: kept["engine"][part][key] for part in _PARTS if key in kept["engine"].get(part, {})}
             if "memory" not in state:
                 unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
@@ -355,6 +357,7 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
             else:
                 parameters, layouts = dict(ddp.module.named_parameters()), kept["layouts"].get(key, {})
                 unused += restore_engine(engine, engine.compressor, state, save, parameters, layouts, path)
+                handle.expect_clipping(Clipping(*kept["clipping"][key]))
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         return unused

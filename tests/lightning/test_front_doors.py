@@ -116,7 +116,8 @@ for strategy in ("sparse_lags", "lightning_sparse.SparseDDPStrategy", lightning_
     assert isinstance(Trainer(strategy=strategy, **quiet).strategy, lightning_sparse.SparseDDPStrategy)
 from {fabric} import Fabric
 for strategy in ("sparse_lags", "lightning_sparse.SparseFabricStrategy", lightning_sparse.SparseFabricStrategy()):
-    assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=1)._strategy, {fabric}.strategies.DDPStrategy)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    assert isinstance(fabric.strategy, {fabric}.strategies.DDPStrategy)
 assert {other!r} not in sys.modules
 """
 OWN_SCRIPT = """

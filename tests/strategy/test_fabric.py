@@ -180,7 +180,7 @@ def train_in_two(rank: int, kind: str, settings: dict[str, Any], path: str) -> l
                 assert rest == {}
             for step in range(start, 6):
                 for model, optimizer in pairs.values():
-                    train(fabric, model, optimizer, range(step, step + 1), {})
+                    train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 0.1})
                 if step == 2 and not start:
                     fabric.save(path, {**state, "step": step})
             ends.append(weights(nn.ModuleList([model.module for model, _ in pairs.values()])))

@@ -65,7 +65,7 @@ def sparsify(
 
     Args:
         ddp_model: the model, wrapped, of all processes.
-        optimizer: that trains it, or several.
+        optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
             that lets replicas drift apart.
         density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
@@ -93,7 +93,7 @@ def sparsify(
         TypeError: for an object of the wrong kind.
         RuntimeError: if the model has a communication hook already.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = Settings(
         compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
     )
@@ -129,6 +129,13 @@ def start(
     return Sparsifier(ddp, optimizers, settings, scaler, timeout, say)
 
 
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that makes the steps, whose hooks are called."""
+    while isinstance(optimizer, Optimizer) and isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    return optimizer
+
+
 def _say(line: str) -> None:
     _LOGGER.info("sparsify: %s", line)
 
@@ -149,6 +156,7 @@ class Sparsifier:
     Attributes:
         engine: what exchanges gradients; ``None`` on one process, and once closed.
         optimizers: that train the model.
+        clipping: what the gradients are clipped to that the next updates are made of.
     """
 
     def __init__(
@@ -165,6 +173,7 @@ class Sparsifier:
         self._settings = settings
         self._scaler = scaler
         self._tell_user = say
+        self.clipping = Clipping()
         self._epoch: Optional[int] = None
         self._is_closed = False
         self._final_stats: dict[str, float] = {}
@@ -237,9 +246,15 @@ class Sparsifier:
         if self.engine is None or self._view is None:
             yield
             return
-        self.engine.clip(clipping)
+        self.expect_clipping(clipping)
         with self._view.without_corrected():
             yield
+
+    def expect_clipping(self, clipping: Clipping) -> None:
+        """Have the gradients that the next updates are made of clipped."""
+        self.clipping = clipping
+        if self.engine is not None:
+            self.engine.clip(clipping)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
@@ -259,6 +274,7 @@ class Sparsifier:
             "kinds": sorted(state["memory"].keys() - {"learning_rate"}),
             "layouts": self._layouts(),
             "epoch": self._epoch,
+            "clipping": list(self.clipping),
             "engine": state,
         }
 
@@ -293,6 +309,7 @@ class Sparsifier:
         if "plan" in kept:
             self.engine.restore_plan(kept["plan"], self.engine.topology)
         self._epoch = state["epoch"]
+        self.expect_clipping(Clipping(*state.get("clipping", ())))
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
