@@ -30,6 +30,9 @@ class SparseDDPStrategy(DDPStrategy):
     def exchange_plan(self) -> Optional[Plan]:
         ...
 
+    def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
+        ...
+
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         ...
 

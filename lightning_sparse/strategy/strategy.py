@@ -54,6 +54,7 @@ from lightning_sparse.strategy.checkpoints import (
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
+from lightning_sparse.strategy.launching import ReportingLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
@@ -182,6 +183,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._is_at_border = False
         self._has_failed = False
         self._final_stats: dict[str, float] = {}
+        self._final_plan: Optional[Plan] = None
         self._final_state: Optional[dict[str, Any]] = None
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -216,8 +218,15 @@ class SparseDDPStrategy(DDPStrategy):
         return self.engine.plain_stats() if self.is_plain else self.engine.compression_stats()
 
     def exchange_plan(self) -> Optional[Plan]:
-        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet."""
-        return None if self.engine is None else self.engine.plan
+        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet.
+
+        After training it stays what it was at its end.
+        """
+        return self._final_plan if self.engine is None else self.engine.plan
+
+    def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
+        """Take statistics and plan of a training that other processes have made for those of this one."""
+        self._final_stats, self._final_plan = stats, plan
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
@@ -232,6 +241,12 @@ class SparseDDPStrategy(DDPStrategy):
         if correction is not None and self.engine is not None:
             raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
         self.settings.correct_momentum(correction)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = ReportingLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -617,7 +632,7 @@ class SparseDDPStrategy(DDPStrategy):
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
             can_ask = not self._has_failed or self.root_device.type == "cpu"
             if can_ask:
-                self._final_stats = self.compression_stats()
+                self.remember(self.compression_stats(), self.engine.plan)
             is_whole = self.engine.close(self._has_failed)
             # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
             self._final_state = on_host(self.engine.state_dict()) if is_whole and can_ask else None
