@@ -110,6 +110,7 @@ ORDERS = {
 }
 SERVED = """
 import sys
+assert sys.modules.keys().isdisjoint({{"lightning_sparse.engine", "lightning_sparse.schedule"}})  # not before use
 import {fabric}
 from {name} import Trainer
 quiet = dict(accelerator="cpu", devices=1, logger=False)
