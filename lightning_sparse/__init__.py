@@ -1,8 +1,9 @@
 """Train PyTorch Lightning models over ordinary networks: send only the part of each gradient that matters most.
 
 Importing this package registers its strategy names with Lightning, under whichever of its two names it is imported,
-before or after: ``Trainer(strategy="sparse_topk")`` works. ``SparseDDPStrategy`` is for the Lightning that was imported
-first; :mod:`lightning_sparse.lightning` holds those for ``lightning.pytorch`` whatever else was imported.
+before or after: ``Trainer(strategy="sparse_topk")`` works, and ``Fabric(strategy="sparse_topk")``.
+``SparseDDPStrategy`` and ``SparseFabricStrategy`` are for the Lightning that was imported first;
+:mod:`lightning_sparse.lightning` holds those for ``lightning`` whatever else was imported.
 """
 
 import sys
@@ -20,16 +21,26 @@ from lightning_sparse.compressors import Compressor, available_compressors, regi
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
-from lightning_sparse.engine.ddp_hook import bucket_cap_mb
-from lightning_sparse.engine.wire import Owners
-from lightning_sparse.registry.lightning_names import DOORS, present_door
-from lightning_sparse.schedule import Schedule
+from lightning_sparse.registry.lightning_names import DOORS, FABRICS, present_door
+from lightning_sparse.strategy.names import register_names
 
 if TYPE_CHECKING:
+    from lightning_sparse.engine.ddp_hook import bucket_cap_mb
     from lightning_sparse.engine.loop import Sparsifier, sparsify
-    from lightning_sparse.strategy import SparseDDPStrategy
+    from lightning_sparse.engine.wire import Owners
+    from lightning_sparse.schedule import Schedule
+    from lightning_sparse.strategy import SparseDDPStrategy, SparseFabricStrategy
 
 __version__ = version("lightning-sparse")
+
+# What takes long to import, and not every script needs.
+_LATER = {
+    "Owners": "lightning_sparse.engine.wire",
+    "Schedule": "lightning_sparse.schedule",
+    "Sparsifier": "lightning_sparse.engine.loop",
+    "bucket_cap_mb": "lightning_sparse.engine.ddp_hook",
+    "sparsify": "lightning_sparse.engine.loop",
+}
 
 _MOVED = {
     "checkpoints": "lightning_sparse.strategy.checkpoints",
@@ -57,7 +68,7 @@ class _Serving(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        if fullname not in DOORS:
+        if fullname not in (*DOORS, *FABRICS):
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
@@ -66,18 +77,28 @@ class _Serving(MetaPathFinder):
 
             def load_and_serve(module: ModuleType) -> None:
                 load(module)
-                import_module(f"{DOORS[fullname]}.strategy")
+                _serve(fullname)
 
             spec.loader.exec_module = load_and_serve  # type: ignore[method-assign]
         return spec
 
 
+def _serve(lightning: str) -> None:
+    """Register our names with a Lightning, or a Fabric, that has been imported."""
+    strategies = import_module(f"{lightning}.strategies")
+    if lightning in FABRICS:
+        register_names(strategies.STRATEGY_REGISTRY, f"{FABRICS[lightning]}.strategy", "SparseFabricStrategy")
+    else:
+        register_names(strategies.StrategyRegistry, f"{DOORS[lightning]}.strategy", "SparseDDPStrategy")
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("Sparsifier", "sparsify"):
-        return getattr(import_module("lightning_sparse.engine.loop"), name)
-    if name != "SparseDDPStrategy":
+    place = _LATER.get(name)
+    if name in ("SparseDDPStrategy", "SparseFabricStrategy"):
+        place = f"{present_door(FABRICS if name == 'SparseFabricStrategy' else DOORS)}.strategy"
+    if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{present_door()}.strategy").SparseDDPStrategy
+    return getattr(import_module(place), name)
 
 
 def __dir__() -> list[str]:
@@ -86,8 +107,8 @@ def __dir__() -> list[str]:
 
 sys.meta_path.append(_Moved())
 sys.meta_path.insert(0, _Serving())
-for _lightning in DOORS.keys() & sys.modules.keys():
-    import_module(f"{DOORS[_lightning]}.strategy")
+for _lightning in {**DOORS, **FABRICS}.keys() & sys.modules.keys():
+    _serve(_lightning)
 
 __all__ = [
     "AdamCorrection",
@@ -100,6 +121,7 @@ __all__ = [
     "Selection",
     "SelectionSize",
     "SparseDDPStrategy",
+    "SparseFabricStrategy",
     "Sparsifier",
     "available_compressors",
     "bucket_cap_mb",

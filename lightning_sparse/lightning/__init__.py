@@ -8,6 +8,7 @@ classes and a table of strategies of its own, and a Trainer takes only those of 
 
     L.Trainer(strategy="sparse_topk", callbacks=[CompressionMonitor()])
 
+``SparseFabricStrategy`` is here, too, for ``lightning.fabric``.
 ``lightning_sparse.lightning.callbacks``, ``.strategy`` and ``.cli`` are the modules of the same names in
 ``lightning_sparse``; compressors, schedules and rules know no Lightning and serve both.
 
@@ -17,7 +18,7 @@ Raises:
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.lightning.mirror import Mirror
 
@@ -33,8 +34,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategy import SparseDDPStrategy
-else:
-    SparseDDPStrategy = import_module("lightning_sparse.lightning.strategy").SparseDDPStrategy
+    from lightning_sparse.strategy import SparseDDPStrategy, SparseFabricStrategy
 
-__all__ = ["SparseDDPStrategy"]
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lightning_sparse.lightning.strategy"), name)
+
+
+__all__ = ["SparseDDPStrategy", "SparseFabricStrategy"]

@@ -1,14 +1,17 @@
 """Lightning's two names: which one a process uses, and what to say to whoever mixes them."""
 
 import sys
+from collections.abc import Mapping
 
 # By the name under which a user knows Lightning, where our classes for it are.
 DOORS = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
+# The same for Fabric.
+FABRICS = {"lightning_fabric": "lightning_sparse", "lightning.fabric": "lightning_sparse.lightning"}
 
 
-def present_door() -> str:
+def present_door(doors: Mapping[str, str] = DOORS) -> str:
     """Return where our classes are for the Lightning that this process has imported first, or would be expected to."""
-    return DOORS[next((name for name in sys.modules if name in DOORS), "pytorch_lightning")]
+    return next((doors[name] for name in sys.modules if name in doors), "lightning_sparse")
 
 
 def door_of(module: str) -> str:
@@ -19,7 +22,7 @@ def door_of(module: str) -> str:
         >>> door_of("lightning.pytorch.trainer.trainer")
         'lightning.pytorch'
     """
-    return next((door for door in DOORS if f"{module}.".startswith(f"{door}.")), module)
+    return next((door for door in (*DOORS, *FABRICS) if f"{module}.".startswith(f"{door}.")), module)
 
 
 def where_to_import(module: str, part: str = "") -> str:
@@ -31,5 +34,6 @@ def where_to_import(module: str, part: str = "") -> str:
         'for pytorch_lightning; for lightning.pytorch, import it from lightning_sparse.lightning.callbacks'
     """
     ours = door_of(module)
-    others = [f"for {door}, import it from {package}{part}" for door, package in DOORS.items() if door != ours]
+    doors = FABRICS if ours in FABRICS else DOORS
+    others = [f"for {door}, import it from {package}{part}" for door, package in doors.items() if door != ours]
     return "; ".join([f"for {ours}", *others])

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from pytorch_lightning.strategies import DDPStrategy
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
@@ -17,30 +17,37 @@ _REFUSED = {
     "model_averaging_period": "it belongs to torch's post-localSGD hook; for local steps use local_steps=...",
     "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
     "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
-    "process_group": "gradients are exchanged between all processes of the Trainer",
-    "module": "Lightning wraps the model that fit is given; leave it out",
-    "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...)",
+    "process_group": "gradients are exchanged between all processes of the training",
+    "module": "Lightning wraps the model that fit or Fabric.setup is given; leave it out",
+    "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
 _DENSITY = "did you mean density, the fraction of elements that is sent?"
 # What people call things elsewhere, where no likeness of letters leads to our name.
 _CALLED_ELSEWHERE = {
     "compress_ratio": _DENSITY,
     "compression_ratio": "did you mean density, its inverse?",
-    "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers",
-    "lr": "the learning rate is the optimizer's: give it in configure_optimizers",
-    "momentum": "it is the optimizer's; to accumulate it before compression use the callback MomentumCorrection",
+    "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
+    "lr": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
+    "momentum": "it is the optimizer's; to accumulate it before compression use compressor='dgc', or the Trainer's"
+    " callback MomentumCorrection",
     "ratio": _DENSITY,
     "sparsity": "did you mean density, which is 1 - sparsity?",
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
     " AdaptiveDensity([Warmup(length, unit='step')])",
+    **dict.fromkeys(
+        ("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps", "fragments"),
+        "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",
+    ),
+    "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",
 }
 
 
-def check_ddp_arguments(strategy: type, compressor: Compressor, given: Mapping[str, Any]) -> None:
+def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, given: Mapping[str, Any]) -> None:
     """Check the arguments of a strategy that it has no parameters for.
 
     Args:
         strategy: its class.
+        base: Lightning's ``DDPStrategy`` that they go on to.
         compressor: that it was given, whose arguments may have been meant.
         given: the arguments, by name.
 
@@ -48,7 +55,7 @@ def check_ddp_arguments(strategy: type, compressor: Compressor, given: Mapping[s
         TypeError: for a name that neither ``DDPStrategy`` nor ``DistributedDataParallel`` knows.
         ValueError: for an argument that would be ignored, or would take something out of the strategy's hands.
     """
-    theirs = _names(DDPStrategy) | _names(DistributedDataParallel)
+    theirs = _names(base) | _names(DistributedDataParallel)
     for name, value in given.items():
         if value is not None and name in _REFUSED:
             raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
@@ -58,6 +65,19 @@ def check_ddp_arguments(strategy: type, compressor: Compressor, given: Mapping[s
                 f"{name}={value!r} is no argument of {strategy.__name__}: {_hint(name, compressor, [*own, *theirs])}."
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
             )
+
+
+def check_device(strategy: type, device: torch.device) -> None:
+    """Refuse a device whose tensors cannot be exchanged, which Lightning refuses for names that contain "ddp".
+
+    Raises:
+        ValueError: for that of Apple's graphics.
+    """
+    if device.type == "mps":
+        raise ValueError(
+            f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
+            " processes: use accelerator='cpu', or strategy='auto' for one device"
+        )
 
 
 def _hint(name: str, compressor: Compressor, known: list[str]) -> str:

@@ -1,19 +1,19 @@
-"""The names that ``Trainer(strategy=...)`` understands: one for each compressor, and how each can be launched."""
+"""The names that ``strategy=...`` understands: one for each compressor, and how each can be launched."""
 
-import inspect
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.schedule import Auto
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("", {"start_method": "popen"}),
     ("_spawn", {"start_method": "spawn"}),
     ("_fork", {"start_method": "fork"}),
+    ("_notebook", {"start_method": "fork"}),
     ("_find_unused_parameters_true", {"start_method": "popen", "find_unused_parameters": True}),
     ("_spawn_find_unused_parameters_true", {"start_method": "spawn", "find_unused_parameters": True}),
     ("_fork_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
+    ("_notebook_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
 )
 
 
@@ -42,7 +42,9 @@ class System(NamedTuple):
 
 
 AUTO = System(
-    "sparse_auto", inspect.cleandoc(Auto.__doc__ or "").partition("\n")[0], {"compressor": "lags", "schedule": "auto"}
+    "sparse_auto",
+    "Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.",
+    {"compressor": "lags", "schedule": "auto"},
 )
 # The names that are not a compressor's.
 _OWN = (
@@ -71,15 +73,52 @@ def systems() -> list[System]:
     return [*_OWN, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
 
 
-def announce_systems(tell: Callable[[System], None]) -> None:
-    """Tell of every system: of those there are now, and of each whose compressor is registered later.
+class _Row(dict[str, Any]):
+    """A row of Lightning's table, whose class is imported when somebody asks for it.
 
     Args:
-        tell: may refuse one with a ``ValueError``.
+        place: module that the class is in.
+        kind: its name.
+        facts: the rest of the row.
     """
+
+    def __init__(self, place: str, kind: str, **facts: Any) -> None:
+        super().__init__(**facts)
+        self._place = place
+        self._kind = kind
+
+    def __missing__(self, key: str) -> Any:
+        if key != "strategy":
+            raise KeyError(key)
+        self[key] = getattr(import_module(self._place), self._kind)
+        return self[key]
+
+
+def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
+    """Register the systems that there are, and each whose compressor is registered later, without importing a class.
+
+    Args:
+        strategies: table of Lightning, by name.
+        place: module that the class is in.
+        kind: its name.
+    """
+
+    def register(system: System) -> None:
+        variants, compressor = system.variants(), system.arguments["compressor"]
+        taken = [name for name in variants if name in strategies]
+        if taken:
+            raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
+        for name, arguments in variants.items():
+            facts = {"description": system.description, "init_params": arguments, "strategy_name": name}
+            strategies[name] = _Row(place, kind, **facts)
+
     for system in _OWN:
-        tell(system)
-    COMPRESSORS.announce(lambda name, description: tell(_system_of(name, description)))
+        register(system)
+    COMPRESSORS.announce(lambda name, description: register(_system_of(name, description)))
+    # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
+    path = f"lightning_sparse.{kind}".lower()
+    facts = {"description": "the class, with its defaults", "init_params": {}, "strategy_name": path}
+    strategies[path] = _Row(place, kind, **facts)
 
 
 def _system_of(name: str, description: str) -> System:

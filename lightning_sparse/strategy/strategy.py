@@ -52,10 +52,10 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
+from lightning_sparse.strategy.launching import ReportingLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.names import System, announce_systems
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 
@@ -173,7 +173,7 @@ class SparseDDPStrategy(DDPStrategy):
             None if rounds == LocalSteps() else rounds,
             levels,
         )
-        check_ddp_arguments(type(self), self.settings.compressor, ddp_kwargs)
+        check_ddp_arguments(type(self), DDPStrategy, self.settings.compressor, ddp_kwargs)
         self.engine: Optional[Engine] = None
         self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -183,6 +183,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._is_at_border = False
         self._has_failed = False
         self._final_stats: dict[str, float] = {}
+        self._final_plan: Optional[Plan] = None
         self._final_state: Optional[dict[str, Any]] = None
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -217,8 +218,15 @@ class SparseDDPStrategy(DDPStrategy):
         return self.engine.plain_stats() if self.is_plain else self.engine.compression_stats()
 
     def exchange_plan(self) -> Optional[Plan]:
-        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet."""
-        return None if self.engine is None else self.engine.plan
+        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet.
+
+        After training it stays what it was at its end.
+        """
+        return self._final_plan if self.engine is None else self.engine.plan
+
+    def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
+        """Take statistics and plan of a training that other processes have made for those of this one."""
+        self._final_stats, self._final_plan = stats, plan
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
@@ -235,12 +243,14 @@ class SparseDDPStrategy(DDPStrategy):
         self.settings.correct_momentum(correction)
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = ReportingLauncher(self, self._start_method)
+
+    @override
     def setup_environment(self) -> None:
-        if self.root_device.type == "mps":  # which Lightning refuses for names that contain "ddp"
-            raise ValueError(
-                f"accelerator='mps' cannot go together with {type(self).__name__}, as its tensors cannot be exchanged"
-                " between processes: use accelerator='cpu', or strategy='auto' for one device"
-            )
+        check_device(type(self), self.root_device)
         super().setup_environment()
 
     @override
@@ -622,7 +632,7 @@ class SparseDDPStrategy(DDPStrategy):
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
             can_ask = not self._has_failed or self.root_device.type == "cpu"
             if can_ask:
-                self._final_stats = self.compression_stats()
+                self.remember(self.compression_stats(), self.engine.plan)
             is_whole = self.engine.close(self._has_failed)
             # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
             self._final_state = on_host(self.engine.state_dict()) if is_whole and can_ask else None
@@ -639,23 +649,6 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        def register(system: System) -> None:
-            variants, compressor = system.variants(), system.arguments["compressor"]
-            taken = [name for name in variants if name in strategy_registry]
-            if taken:
-                raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
-            for name, arguments in variants.items():
-                strategy_registry.register(name, cls, description=system.description, **arguments)
-
-        announce_systems(register)
-        # A class path alone, without arguments, reaches the Trainer as a word; Lightning asks for it in small letters.
-        strategy_registry.register(
-            "lightning_sparse.sparseddpstrategy", cls, description="the class, with its defaults"
-        )
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from lightning_fabric.strategies import STRATEGY_REGISTRY
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_sparse.compressors import COMPRESSORS
@@ -20,6 +21,7 @@ def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str
     with (
         mock.patch.object(plugin, "Pool", return_value=lender),
         mock.patch.dict(StrategyRegistry),  # modules may register their compressors
+        mock.patch.dict(STRATEGY_REGISTRY),
         mock.patch.dict(COMPRESSORS._rows),
         pytest.MonkeyPatch.context() as patch,
     ):

@@ -32,10 +32,12 @@ def stubs() -> dict[Path, str]:
         else:  # knows no Lightning
             names = [each.name for each in node.names if each.name in lightning_sparse.callbacks.__all__]
             exported += [f"from {node.module} import {name} as {name}" for name in names]
-    door, name = PACKAGE / "lightning", "SparseDDPStrategy"
+    door, names = PACKAGE / "lightning", ("SparseDDPStrategy", "SparseFabricStrategy")
+    strategies = [PACKAGE / "strategy" / "strategy.py", PACKAGE / "strategy" / "fabric.py"]
     return {
-        door / "__init__.pyi": f"{_HEAD}from lightning_sparse.lightning.strategy import {name} as {name}\n",
-        door / "strategy.pyi": _stub([PACKAGE / "strategy" / "strategy.py"], []),
+        door / "__init__.pyi": _HEAD
+        + "".join(f"from lightning_sparse.lightning.strategy import {name} as {name}\n" for name in names),
+        door / "strategy.pyi": _stub(strategies, []),
         door / "callbacks.pyi": _stub([callbacks / f"{name}.py" for name in ours], exported),
     }
 
@@ -48,12 +50,13 @@ def _stub(sources: list[Path], exported: list[str]) -> str:
         found = [_declared(node) for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
         classes += found
         imports += [
-            f"from {node.module} import {each.name}"
+            f"from {node.module} import {ast.unparse(each)}"
             for node in nodes
             if isinstance(node, ast.ImportFrom)
             and not str(node.module).startswith("lightning_sparse.lightning.callbacks")
             for each in node.names
-            if re.search(rf"\b{each.name}\b", "\n".join(found)) and f" {each.name} as " not in "\n".join(exported)
+            if re.search(rf"\b{each.asname or each.name}\b", "\n".join(found))
+            and f" {each.name} as " not in "\n".join(exported)
         ]
     return "\n".join([_HEAD, *sorted(set(imports)), "", *classes, ""])
 

@@ -100,6 +100,7 @@ if __name__ == "__main__":
     weight = model.layer.weight.detach().clone()
     trainer.fit(model)
     assert not weight.equal(model.layer.weight)
+    assert trainer.strategy.compression_stats()["wire_bytes"] > 0  # of processes that are gone
 """
 
 ORDERS = {
@@ -108,10 +109,16 @@ ORDERS = {
 }
 SERVED = """
 import sys
+assert sys.modules.keys().isdisjoint({{"lightning_sparse.engine", "lightning_sparse.schedule"}})  # not before use
+import {fabric}
 from {name} import Trainer
 quiet = dict(accelerator="cpu", devices=1, logger=False)
 for strategy in ("sparse_lags", "lightning_sparse.SparseDDPStrategy", lightning_sparse.SparseDDPStrategy(density=0.1)):
     assert isinstance(Trainer(strategy=strategy, **quiet).strategy, lightning_sparse.SparseDDPStrategy)
+from {fabric} import Fabric
+for strategy in ("sparse_lags", "lightning_sparse.SparseFabricStrategy", lightning_sparse.SparseFabricStrategy()):
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    assert isinstance(fabric.strategy, {fabric}.strategies.DDPStrategy)
 assert {other!r} not in sys.modules
 """
 OWN_SCRIPT = """
@@ -181,7 +188,8 @@ def test_compressors_have_their_strategies_behind_both_doors(unified: Path, run:
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_importing_the_package_serves_whichever_lightning_is_imported(run: Run, name: str, order: str) -> None:
     other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[name]
-    done = run((order + SERVED).format(name=name, other=other))
+    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[name]
+    done = run((order + SERVED).format(name=name, other=other, fabric=fabric))
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ from lightning_sparse.testing.pool import Pool
 from tests.helpers.packages import GROUP, install
 from tests.helpers.trainers import run_fit, weights
 
-LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
+LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 class Mine(TopK):

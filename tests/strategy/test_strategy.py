@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -80,7 +82,7 @@ def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Po
     assert stats.keys() - {"replica_divergence", "local_steps"} == STATS
 
 
-@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_find_unused_parameters_true"])
+@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
 @pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_every_name_is_registered_with_a_description(system: Any, suffix: str) -> None:
     entry = StrategyRegistry[system.name + suffix]
@@ -702,3 +704,24 @@ def test_overlap_changes_no_number(pair: Pool) -> None:
 def test_statistics_are_empty_before_the_first_step() -> None:
     trainer = Trainer(strategy=SparseDDPStrategy(), accelerator=accelerator(), devices=1, logger=False)
     assert trainer.strategy.compression_stats() == {}
+
+
+NOTEBOOK = """
+import lightning_sparse
+from pytorch_lightning import Trainer
+from tests.helpers.trainers import Small
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(strategy="sparse_lags_notebook", accelerator="cpu", devices=2, max_epochs=4, **quiet)
+trainer.fit(Small())
+assert trainer.strategy.engine is None
+print(trainer.strategy.compression_stats()["density"], len(trainer.strategy.exchange_plan().groups))
+"""
+
+
+def test_what_forked_processes_have_to_tell_is_there_after_fit() -> None:
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    density, groups = done.stdout.split()
+    assert 0 < float(density) < 0.02
+    assert int(groups) > 0

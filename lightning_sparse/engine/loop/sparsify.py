@@ -3,7 +3,8 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Optional, Union
@@ -64,7 +65,7 @@ def sparsify(
 
     Args:
         ddp_model: the model, wrapped, of all processes.
-        optimizer: that trains it, or several.
+        optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
             that lets replicas drift apart.
         density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
@@ -92,17 +93,51 @@ def sparsify(
         TypeError: for an object of the wrong kind.
         RuntimeError: if the model has a communication hook already.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_model(ddp_model)
-    _check_optimizers(ddp_model, optimizers)
+    optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = Settings(
         compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
     )
-    _check_settings(settings)
-    _check_facts(scaler, total_steps)
+    check_settings(settings)
+    check_facts(scaler, total_steps)
+    return start(ddp_model, optimizers, settings, scaler, total_steps, timeout, _say)
+
+
+def start(
+    ddp: DistributedDataParallel,
+    optimizers: Sequence[Optimizer],
+    settings: Settings,
+    scaler: Optional[GradScaler],
+    total_steps: Optional[int],
+    timeout: Optional[timedelta],
+    say: Callable[[str], None],
+) -> "Sparsifier":
+    """Check what is to be trained, and have its gradients exchanged.
+
+    Args:
+        ddp: the wrapped model, without a hook.
+        optimizers: that train it.
+        settings: what the user chose; of this model alone.
+        scaler: the gradient scaler; ``None`` where there is none.
+        total_steps: of the whole training; ``None`` where that is not known.
+        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+        say: called on rank 0 with lines for the user.
+    """
+    _check_model(ddp)
+    _check_optimizers(ddp, optimizers)
     if can_correct(settings, optimizers):
         settings.correct_adam(total_steps=total_steps)
-    return Sparsifier(ddp_model, optimizers, settings, scaler, timeout)
+    return Sparsifier(ddp, optimizers, settings, scaler, timeout, say)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that makes the steps, whose hooks are called."""
+    while isinstance(optimizer, Optimizer) and isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    return optimizer
+
+
+def _say(line: str) -> None:
+    _LOGGER.info("sparsify: %s", line)
 
 
 class Sparsifier:
@@ -116,6 +151,12 @@ class Sparsifier:
         settings: what the user chose, checked.
         scaler: the gradient scaler; ``None`` where there is none.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+        say: called on rank 0 with lines for the user.
+
+    Attributes:
+        engine: what exchanges gradients; ``None`` on one process, and once closed.
+        optimizers: that train the model.
+        clipping: what the gradients are clipped to that the next updates are made of.
     """
 
     def __init__(
@@ -123,17 +164,20 @@ class Sparsifier:
         ddp: DistributedDataParallel,
         optimizers: Sequence[Optimizer],
         settings: Settings,
-        scaler: Optional[GradScaler] = None,
-        timeout: Optional[timedelta] = None,
+        scaler: Optional[GradScaler],
+        timeout: Optional[timedelta],
+        say: Callable[[str], None],
     ) -> None:
         self._ddp = ddp
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._settings = settings
         self._scaler = scaler
+        self._tell_user = say
+        self.clipping = Clipping()
         self._epoch: Optional[int] = None
         self._is_closed = False
         self._final_stats: dict[str, float] = {}
-        self._engine: Optional[Engine] = None
+        self.engine: Optional[Engine] = None
         self._view: Optional[OptimizerView] = None
         self._handles: list[Any] = []
         self._arrived: set[Tensor] = set()  # whose gradients hold what an exchange has brought, and no step has used
@@ -144,8 +188,8 @@ class Sparsifier:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
             self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
             return
-        self._engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
-        target_of, memory = self._engine.target_density, self._engine.memory
+        self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
+        target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
         if settings.feedback.momentum is not None or ddp.find_unused_parameters or ddp.static_graph:
             self._watch(parameters.values())
@@ -157,7 +201,12 @@ class Sparsifier:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        self._close(has_failed=error is not None)
+        self.close(has_failed=error is not None)
+
+    @property
+    def corrects_adam(self) -> bool:
+        """Whether the updates of Adam or AdamW are made before selection."""
+        return self.engine is not None and self.engine.corrects_adam
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
@@ -175,7 +224,7 @@ class Sparsifier:
         Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. Empty before the first
         step, and on one process; after :meth:`close` they stay what they were.
         """
-        return dict(self._final_stats) if self._engine is None else self._engine.compression_stats()
+        return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
     def clip(self, norm: Optional[float] = None, value: Optional[float] = None) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
@@ -188,12 +237,24 @@ class Sparsifier:
             norm: largest norm of the gradient of the whole model; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
         """
-        if self._engine is None or self._view is None:
+        with self.clipped_before(Clipping(norm=norm, value=value)):
             _clip(self._ddp.parameters(), norm, value)
+
+    @contextmanager
+    def clipped_before(self, clipping: Clipping) -> Iterator[None]:
+        """Have the gradients that updates are made of clipped, and keep those updates out of sight meanwhile."""
+        if self.engine is None or self._view is None:
+            yield
             return
-        self._engine.clip(Clipping(norm=norm, value=value))
+        self.expect_clipping(clipping)
         with self._view.without_corrected():
-            _clip(self._ddp.parameters(), norm, value)
+            yield
+
+    def expect_clipping(self, clipping: Clipping) -> None:
+        """Have the gradients that the next updates are made of clipped."""
+        self.clipping = clipping
+        if self.engine is not None:
+            self.engine.clip(clipping)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
@@ -201,18 +262,19 @@ class Sparsifier:
         Tensors, numbers and words, for ``torch.save``; as with a module's, tensors are not copied, and change when
         training goes on. Empty on one process.
         """
-        if self._engine is None:
+        if self.engine is None:
             self._check_open()
             return {}
-        self._engine.settle()
-        state = self._engine.state_dict()
+        self.engine.settle()
+        state = self.engine.state_dict()
         return {
-            "ranks": self._engine.topology[0],
+            "ranks": self.engine.topology[0],
             "rank": dist.get_rank(self._ddp.process_group),
             "compressor": type(self._settings.compressor).__name__,
             "kinds": sorted(state["memory"].keys() - {"learning_rate"}),
             "layouts": self._layouts(),
             "epoch": self._epoch,
+            "clipping": list(self.clipping),
             "engine": state,
         }
 
@@ -236,62 +298,64 @@ class Sparsifier:
                 f"this state is of a model in which {', '.join(map(repr, changed[:_SHOWN]))} had another shape, type or"
                 " order in memory, or was not there: build the same model"
             )
-        if self._engine is None:
+        if self.engine is None:
             return
         kept = dict(state["engine"])
         kept["memory"] = {
             kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
             for kind, tensors in kept["memory"].items()
         }
-        self._engine.load_state_dict(kept)
+        self.engine.load_state_dict(kept)
         if "plan" in kept:
-            self._engine.restore_plan(kept["plan"], self._engine.topology)
+            self.engine.restore_plan(kept["plan"], self.engine.topology)
         self._epoch = state["epoch"]
+        self.expect_clipping(Clipping(*state.get("clipping", ())))
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
 
         The wrapper is of no more use: DDP cannot take its hook back. Train on with a new one around the same model.
-        """
-        self._close(has_failed=False)
 
-    def _close(self, has_failed: bool) -> None:
+        Args:
+            has_failed: whether training ends by an error of this rank, so that others may wait for it.
+        """
         self._is_closed = True
-        if self._engine is None or self._view is None:
+        if self.engine is None or self._view is None:
             return
         # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
         if not has_failed or self._device.type == "cpu":
-            self._final_stats = self._engine.compression_stats()
-        self._engine.close(has_failed)
+            self._final_stats = self.engine.compression_stats()
+        self.engine.close(has_failed)
         self._view.close()
         for handle in self._handles:
             handle.remove()
-        self._engine = self._view = None
+        self.engine = self._view = None
 
     def _begin(self) -> None:
         """Begin a step, in the midst of its backward, before the first of its gradients is taken."""
         self._check_open()
-        assert self._engine is not None
+        assert self.engine is not None
         assert self._view is not None
-        self._engine.raise_error()
+        self.engine.raise_error()
         if self._epoch is None and self._settings.warmup_epochs:
             raise RuntimeError(
-                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a plain loop has to tell: call"
-                " set_epoch(epoch) of what sparsify returned at the start of each, or give it warmup_epochs=0"
+                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
+                " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
+                " warmup_epochs=0"
             )
         coming, scale = self._view.coming_step(), None
         if self._scaler is not None:
             # Scaling a one gives the scale without asking the device for its value.
             scale = self._scaler.scale(torch.ones((), device=self._device))
-        self._engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.steps)
+        self.engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.steps)
         # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
         _LATER(lambda: _LATER(self._end_backward))
 
     def _end_backward(self) -> None:
-        if self._engine is not None:
-            self._engine.raise_error()
+        if self.engine is not None:
+            self.engine.raise_error()
         if self._handles:
-            self._arrived.update(parameter for each in self._optimizers for parameter in handled(each))
+            self._arrived.update(parameter for each in self.optimizers for parameter in handled(each))
 
     def _watch(self, parameters: Iterable[Parameter]) -> None:
         """Refuse a second exchange for one optimizer step, which would take what the first has brought for a gradient.
@@ -317,7 +381,7 @@ class Sparsifier:
             self._arrived.difference_update(handled(optimizer))
 
         self._handles = [watch(parameter) for parameter in parameters if parameter.requires_grad]
-        self._handles += [optimizer.register_step_post_hook(end_step) for optimizer in self._optimizers]
+        self._handles += [optimizer.register_step_post_hook(end_step) for optimizer in self.optimizers]
 
     def _tell(self) -> None:
         """Say what is sent, and warn of what does not go well together."""
@@ -332,15 +396,15 @@ class Sparsifier:
         if settings.overlaps_backward:
             found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
         if settings.is_sparse:
-            learning = filter(is_adaptive, self._optimizers)
+            learning = filter(is_adaptive, self.optimizers)
             found += [warning_for(each) for each in learning if not (corrects and is_correctable(each))]
         for warning in filter(None, found):
             if dist.get_rank() == 0:
-                warnings.warn(warning, stacklevel=4)
+                warnings.warn(warning, stacklevel=5)
 
     def _say(self, line: str) -> None:
         if dist.get_rank() == 0:
-            _LOGGER.info("sparsify: %s", line)
+            self._tell_user(line)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -410,7 +474,13 @@ def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
             )
 
 
-def _check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+    """Check what a loop of one's own tells of itself.
+
+    Raises:
+        TypeError: if the scaler is none.
+        ValueError: if the steps are no number of steps.
+    """
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
     if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
@@ -419,12 +489,17 @@ def _check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> No
         )
 
 
-def _check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
+    """Check that a loop of one's own has a place for what the user chose.
+
+    Raises:
+        ValueError: if not.
+    """
     name = type(settings.compressor).__name__
     if isinstance(settings.schedule, Auto):
         raise ValueError(
-            "schedule='auto' wraps the model anew in the midst of training, which a plain loop has no place for: use"
-            " schedule='merged', or the Trainer's strategy='sparse_auto'"
+            "schedule='auto' wraps the model anew in the midst of training, which a loop of one's own has no place for:"
+            " use schedule='merged', or the Trainer's strategy='sparse_auto'"
         )
     if settings.compressor.replicas_diverge:
         raise ValueError(

@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 from uuid import uuid4
 
+from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
@@ -49,7 +50,7 @@ class Checkpointer:
         node_ranks: how many ranks of a node share what is kept; 1 where each keeps all.
     """
 
-    def __init__(self, strategy: DDPStrategy, resumes: bool) -> None:
+    def __init__(self, strategy: Union[DDPStrategy, FabricDDPStrategy], resumes: bool) -> None:
         self.loaded: Optional[Loaded] = None
         self.node_ranks = 1
         self._strategy = strategy

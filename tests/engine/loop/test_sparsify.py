@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Optional
@@ -183,11 +184,12 @@ def train_in_two(rank: int, kind: str, settings: dict[str, Any], first: int) -> 
                 optimizer.load_state_dict(saved["optimizer"])
                 handle.load_state_dict(saved["handle"])
             handle.set_epoch(0)
-            train(rank, ddp, [optimizer], range(steps.start, first), 2)
+            clip = partial(handle.clip, norm=0.1)
+            train(rank, ddp, [optimizer], range(steps.start, first), 2, clip)
             if not saved:
                 parts = {"model": ddp.module, "optimizer": optimizer, "handle": handle}
                 saved = stored({name: part.state_dict() for name, part in parts.items()})
-            train(rank, ddp, [optimizer], range(first, 8), 2)
+            train(rank, ddp, [optimizer], range(first, 8), 2, clip)
             ends.append((parameters_of(ddp), copy.deepcopy(handle.state_dict())))
     for _, state in ends:
         state["engine"].pop("plan", None)  # measured times decide when there is one, and change no number

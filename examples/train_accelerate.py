@@ -1,0 +1,98 @@
+"""Train with Hugging Face's Accelerate: a wrapped model, AdamW, accumulation, clipping, saving and resuming.
+
+torchrun --nproc-per-node 2 examples/train_accelerate.py --folder runs/accelerate
+"""
+
+import argparse
+from pathlib import Path
+from typing import Optional, Union
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import DistributedDataParallelKwargs, set_seed  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sparse
+from lightning_sparse import AdamCorrection
+
+
+def train(
+    folder: Path,
+    density: Optional[float] = 0.01,
+    correction: Union[str, AdamCorrection] = "auto",
+    steps: int = 100,
+    save_at: int = 50,
+    resumes: bool = False,
+) -> tuple[float, dict[str, Tensor]]:
+    """Train a small model; return its last loss and its parameters.
+
+    Args:
+        folder: of the checkpoint.
+        density: fraction of the gradients' elements that is sent; ``None`` for plain DDP.
+        correction: of AdamW, as ``sparsify`` takes it.
+        steps: optimizer steps.
+        save_at: step after which the state is saved.
+        resumes: whether to go on from the saved state.
+    """
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 1))
+    buckets = DistributedDataParallelKwargs(bucket_cap_mb=lightning_sparse.bucket_cap_mb(model))
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, kwargs_handlers=[buckets]
+    )
+    inputs = torch.randn(16 * 2 * steps, 32, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    # What comes next is all that is added.
+    handle = None
+    if density is not None:
+        handle = lightning_sparse.sparsify(
+            ddp, optimizer, "lags", density=density, optimizer_correction=correction, total_steps=steps
+        )
+
+        def path(state: str) -> Path:
+            return Path(state) / f"kept-{accelerator.process_index}.pt"
+
+        # Each process keeps something of its own; register_for_checkpointing would save that of one.
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, state: torch.save(handle.state_dict(), path(state))
+        )
+        accelerator.register_load_state_pre_hook(
+            lambda models, state: handle.load_state_dict(torch.load(path(state), weights_only=True))
+        )
+    first = 0
+    if resumes:
+        accelerator.load_state(str(folder))
+        first = save_at
+    step, loss = first, torch.zeros(())
+    for rows, targets in accelerator.skip_first_batches(loader, 2 * first):
+        with accelerator.accumulate(ddp):
+            loss = (ddp(rows) - targets).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                if handle is None:
+                    accelerator.clip_grad_norm_(ddp.parameters(), 10.0)
+                else:
+                    handle.clip(norm=10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            if step == save_at and not resumes:
+                accelerator.save_state(str(folder))
+    parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
+    if handle is not None:
+        accelerator.print(f"step {step} loss {loss.item():.3f} sent {handle.stats().get('density', 1.0):.4f}")
+        handle.close()
+    return loss.item(), parameters
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/accelerate"))
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--resumes", action="store_true")
+    options = parser.parse_args()
+    train(options.folder, options.density, resumes=options.resumes)

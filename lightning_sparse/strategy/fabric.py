@@ -1,0 +1,366 @@
+"""Fabric's strategy: what the plain loop's door does for one wrapped model, for each that Fabric sets up."""
+
+import atexit
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Optional, Union
+
+import torch
+from lightning_fabric.strategies import ddp as fabric_ddp
+from lightning_utilities.core.rank_zero import rank_zero_info
+from pytorch_lightning.plugins import CheckpointIO
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.feedback import AdamCorrection, Clipping
+from lightning_sparse.engine.loop.optimizers import handled
+from lightning_sparse.engine.loop.sparsify import Sparsifier, check_facts, check_settings, start
+from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.wire import Owners
+from lightning_sparse.registry.lightning_names import where_to_import
+from lightning_sparse.schedule import Plan, Schedule
+from lightning_sparse.strategy.checkpoints import (
+    AtomicCheckpointIO,
+    Checkpointer,
+    PathLike,
+    Save,
+    restore_engine,
+    saved_layouts,
+)
+from lightning_sparse.strategy.checkpoints.shards import KEY
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
+from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
+
+_PARTS = ("memory", "compressor", "plan")  # of an engine's state
+
+
+class SparseFabricStrategy(fabric_ddp.DDPStrategy):
+    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
+
+    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
+    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
+    a model where it is given the model and an optimizer of it; ``fabric.load`` takes it up.
+
+    Args:
+        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
+            that lets replicas drift apart.
+        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
+        schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
+            object; not ``"auto"``, which wraps the model anew.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
+            Where there are any, call :meth:`set_epoch` at the start of each.
+        resume_compression: whether ``fabric.load`` takes up what the ranks had kept; ``False`` lets residuals start
+            empty.
+        optimizer_correction: as of ``SparseDDPStrategy``: ``"auto"`` makes the updates of AdamW and Adam before
+            selection.
+        exchange: how selections travel: ``"auto"``, ``"gather"``, ``"owners"`` or an
+            :class:`~lightning_sparse.Owners`.
+        overlaps_backward: whether gradients travel while backward goes on.
+        total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
+            ``None`` where that is not known.
+        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient.
+        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
+
+    Attributes:
+        settings: what the user chose, checked; each model has a copy.
+
+    Raises:
+        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
+        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
+    """
+
+    def __init__(
+        self,
+        compressor: Union[str, Compressor] = "topk",
+        density: Optional[float] = None,
+        schedule: Union[str, Schedule] = "merged",
+        wire: str = "float32",
+        warmup_epochs: Optional[int] = None,
+        resume_compression: bool = True,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        exchange: Union[str, Owners] = AUTO,
+        overlaps_backward: bool = True,
+        total_steps: Optional[int] = None,
+        gradient_as_bucket_view: bool = True,
+        **ddp_kwargs: Any,
+    ) -> None:
+        self.settings = Settings(
+            compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+        )
+        check_settings(self.settings)
+        check_facts(None, total_steps)
+        check_ddp_arguments(type(self), fabric_ddp.DDPStrategy, self.settings.compressor, ddp_kwargs)
+        self._total_steps = total_steps
+        self._wrapping = DDPWrapping()
+        self._checkpointer = Checkpointer(self, resume_compression)
+        self._optimizers: list[Optimizer] = []
+        self._waiting: dict[Module, Any] = {}  # wrapped models without an optimizer so far, and what tells of their use
+        self._handles: dict[Module, Sparsifier] = {}
+        self._epoch: Optional[int] = None
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
+
+    def __repr__(self) -> str:
+        # A Fabric of Lightning's other name refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {where_to_import(fabric_ddp.__name__)}>"
+
+    def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
+        """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.
+
+        Args:
+            model: that ``fabric.setup`` was given or has returned; needed where several are trained.
+
+        Raises:
+            ValueError: if it is not known which.
+        """
+        if model is None:
+            if len(self._handles) > 1:
+                raise ValueError(f"model=None is one of {len(self._handles)}: say which model is meant")
+            return next(iter(self._handles.values()), None)
+        inside = getattr(model, "module", None)
+        for ddp, handle in self._handles.items():
+            if any(each is ddp or each is ddp.module for each in (model, inside)):
+                return handle
+        raise ValueError(
+            f"model={type(model).__name__} is not trained by this strategy: give one that fabric.setup was given"
+            " together with an optimizer"
+        )
+
+    def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
+        """Return what the last step's exchange did on this rank; empty before the first, and on one process.
+
+        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`; the model is that of
+        :meth:`handle`.
+        """
+        handle = self.handle(model)
+        return {} if handle is None else handle.stats()
+
+    def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
+        """Return what the schedule follows for a model on this rank; ``None`` if it follows no plan, or none yet."""
+        handle = self.handle(model)
+        return None if handle is None or handle.engine is None else handle.engine.plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
+
+        Raises:
+            ValueError: if it is negative.
+        """
+        for handle in self._handles.values():
+            handle.set_epoch(epoch)
+        self._epoch = epoch
+
+    def close(self) -> None:
+        """End the exchanges, as the end of the process does by itself; safe to call twice.
+
+        To train on, set the models up anew.
+        """
+        self._close(has_failed=False)
+
+    @override
+    def teardown(self) -> None:
+        self.close()
+        super().teardown()
+
+    def _close(self, has_failed: bool) -> None:
+        atexit.unregister(self._exit)
+        for handle in self._handles.values():
+            handle.close(has_failed)
+        self._checkpointer.close()
+
+    def _exit(self) -> None:
+        # After an error other ranks may never come to where this one waits for them.
+        self._close(has_failed=getattr(sys, "last_value", None) is not None)
+
+    @override
+    def setup_environment(self) -> None:
+        check_device(type(self), self.root_device)
+        super().setup_environment()
+
+    @override
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+
+        def begin(*forward: Any) -> None:
+            if ddp.training and torch.is_grad_enabled():
+                self._start(ddp)
+
+        self._waiting[ddp] = ddp.register_forward_pre_hook(torch.compiler.disable(begin))
+        return ddp
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        parameters = set(handled(optimizer))
+        if any(not parameters.isdisjoint(ddp.parameters()) for ddp in self._handles):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains a model whose exchange has begun without it: set all optimizers of"
+                " a model up before its first forward, with the model or after it"
+            )
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    @override
+    def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
+        done: Any = super().setup_module_and_optimizers(module, optimizers, *scheduler)
+        self._start(done[0], optimizers)
+        return done
+
+    def _start(self, ddp: DistributedDataParallel, given: Sequence[Optimizer] = ()) -> None:
+        """Begin the exchange of a model, whose optimizers are known."""
+        optimizers = [*given, *(each for each in self._optimizers_of(ddp) if each not in given)]
+        if not optimizers:
+            raise RuntimeError(
+                f"{type(ddp.module).__name__} is trained, and no optimizer of it has been set up: use"
+                " fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward; or,"
+                " where it is not trained, model.eval() or torch.no_grad()"
+            )
+        scaler = getattr(self.precision, "scaler", None)
+        settings = copy.deepcopy(self.settings)
+        handle = start(ddp, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
+        if self._epoch is not None:
+            handle.set_epoch(self._epoch)
+        self._waiting.pop(ddp).remove()
+        self._handles[ddp] = handle
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)
+
+    def _optimizers_of(self, ddp: DistributedDataParallel) -> list[Optimizer]:
+        parameters = set(ddp.parameters())
+        return [each for each in self._optimizers if not parameters.isdisjoint(handled(each))]
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        handle = self._handles.get(module)
+        if handle is None or not handle.corrects_adam:
+            return clip()
+        if norm_type != 2:
+            raise ValueError(
+                f"norm_type={norm_type} cannot be taken where Adam's updates are made before selection: use 2, or"
+                " optimizer_correction=None"
+            )
+        gradients = [each.grad for each in handled(optimizer) if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+        with handle.clipped_before(Clipping(norm=float(max_norm))):
+            clip()
+        return norm
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        handle = self._handles.get(module)
+        with nullcontext() if handle is None else handle.clipped_before(Clipping(value=float(clip_val))):
+            if any(each.grad is not None for each in handled(optimizer)):  # torch clips no list without a member
+                super().clip_gradients_value(module, optimizer, clip_val)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        self._checkpoint_io = plugin
+
+    @override
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Optional[Any] = None,
+        filter: Optional[dict[str, Callable[[str, Any], bool]]] = None,
+    ) -> None:
+        write = super().save_checkpoint
+
+        def write_file(state: dict[str, Any], path: PathLike, storage_options: Optional[Any]) -> None:
+            write(path, state, storage_options, filter)
+
+        compressor = type(self.settings.compressor).__name__
+        self._checkpointer.save(
+            self._kept(self._trained_in(state)), compressor, state, path, storage_options, write_file
+        )
+
+    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
+        """Return, by key, the models whose gradients are exchanged, and that come with an optimizer."""
+        models = {key: each for key, each in state.items() if isinstance(each, DistributedDataParallel)}
+        for ddp in models.values():
+            if ddp in self._waiting and self._optimizers_of(ddp):
+                self._start(ddp)
+        given = [each for each in state.values() if isinstance(each, Optimizer)]
+
+        def is_trained(ddp: DistributedDataParallel) -> bool:
+            handle = self._handles.get(ddp)
+            return handle is not None and any(one is other for one in handle.optimizers for other in given)
+
+        return {key: ddp for key, ddp in models.items() if is_trained(ddp)}
+
+    def _kept(self, models: Mapping[str, DistributedDataParallel]) -> Optional[dict[str, Any]]:
+        """Return what this rank has to save; ``None`` where nothing is compressed."""
+        states, layouts, clipping = {}, {}, {}
+        for key, ddp in models.items():
+            engine = self._handles[ddp].engine
+            if engine is not None:
+                engine.settle()
+                states[key] = engine.state_dict()
+                clipping[key] = list(self._handles[ddp].clipping)
+                layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))
+        if not states:
+            return None
+        parts = {part: {key: state[part] for key, state in states.items() if part in state} for part in _PARTS}
+        return {"engine": parts, "layouts": layouts, "clipping": clipping, "epoch": self._epoch}
+
+    @override
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        state: Optional[Any] = None,
+        strict: bool = True,
+        weights_only: Optional[bool] = None,
+    ) -> dict[str, Any]:
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        rest = super().load_checkpoint(path, state, strict, **given)
+        models = self._trained_in(state) if isinstance(state, dict) else {}
+        if models:
+            self._checkpointer.note(rest, path)
+            rest.pop(KEY, None)
+            self._checkpointer.restore(partial(self._restore, models))
+        return rest
+
+    def _restore(
+        self, models: Mapping[str, DistributedDataParallel], kept: dict[str, Any], save: Save, path: str
+    ) -> Sequence[str]:
+        """Give each model what this rank had kept of it; return what is of no use."""
+        unused: list[str] = []
+        for key, ddp in models.items():
+            handle = self._handles[ddp]
+            engine = handle.engine
+            state = {part: kept["engine"][part][key] for part in _PARTS if key in kept["engine"].get(part, {})}
+            if "memory" not in state:
+                unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
+            elif engine is None:
+                unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
+            else:
+                parameters, layouts = dict(ddp.module.named_parameters()), kept["layouts"].get(key, {})
+                unused += restore_engine(engine, engine.compressor, state, save, parameters, layouts, path)
+                handle.expect_clipping(Clipping(*kept["clipping"][key]))
+        if kept.get("epoch") is not None:
+            self.set_epoch(kept["epoch"])
+        return unused
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{type(self).__name__}: {line}")

@@ -1,0 +1,37 @@
+"""Forked and spawned processes: what their strategy has to tell comes back to the process that called fit."""
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from typing_extensions import override
+
+from lightning_sparse.schedule.plain import plain, plan_from
+
+if TYPE_CHECKING:
+    from lightning_sparse.strategy.strategy import SparseDDPStrategy
+
+_KEY = "lightning_sparse"
+
+
+class ReportingLauncher(_MultiProcessingLauncher):
+    """Bring statistics and plan back, beside the metrics that Lightning brings.
+
+    Args:
+        strategy: of the Trainer; rank 0's tells, and that of the calling process hears.
+        start_method: how processes begin.
+    """
+
+    _strategy: "SparseDDPStrategy"
+
+    @override
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        plan = self._strategy.exchange_plan()
+        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plain(plan)}
+        return {**super().get_extra_results(trainer), _KEY: told}
+
+    @override
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        told = extra[_KEY]
+        self._strategy.remember(told["stats"], None if told["plan"] is None else plan_from(told["plan"]))

@@ -1,0 +1,69 @@
+"""Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
+
+import importlib
+import os
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse import AdamCorrection
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
+Tensors = dict[str, Tensor]
+each_example = pytest.mark.parametrize("example", ["train_accelerate", "train_hugging_face"])
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="several ranks share no GPU with Accelerate"),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the extra [examples] is not installed"),
+]
+
+
+def train(rank: int, example: str, folder: Path, density: Optional[float], resumes: bool) -> tuple[float, Tensors]:
+    """Train as an example does, in this process as one of those that a launcher has started."""
+    ranks = str(dist.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        module = importlib.import_module(example)
+        state = importlib.import_module("accelerate.state")
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        arguments: dict[str, Any] = {}
+        if example == "train_hugging_face":
+            arguments = {"use_cpu": True, "max_steps": 8, "save_steps": 5, "logging_steps": 100, "disable_tqdm": True}
+            arguments["resume_from"] = folder / "checkpoint-5" if resumes else None
+        else:
+            arguments = {"steps": 8, "save_at": 5, "resumes": resumes}
+        loss, parameters = module.train(folder, density, CORRECTION, **arguments)
+    return loss, parameters
+
+
+@each_example
+def test_density_one_ends_where_ddp_does(pair: Pool, tmp_path: Path, example: str) -> None:
+    ddp = pair.run(train, example, tmp_path / "ddp", None, False)
+    for (loss, ours), (ddp_loss, theirs) in zip(pair.run(train, example, tmp_path / "ours", 1.0, False), ddp):
+        assert loss == pytest.approx(ddp_loss, rel=1e-4)
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
+
+
+@each_example
+def test_resumed_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, example: str) -> None:
+    (_, whole), (_, other) = pair.run(train, example, tmp_path, 0.05, False)
+    assert_same(whole, other)
+    kept = torch.load(next(tmp_path.rglob("kept-1.pt")), weights_only=True)["engine"]["memory"]
+    assert any(each.any() for each in kept["update"].values())  # something waits to be taken up
+    for _, resumed in pair.run(train, example, tmp_path, 0.05, True):
+        assert_same(resumed, whole)

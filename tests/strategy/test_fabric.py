@@ -1,0 +1,335 @@
+"""Fabric: the laws, several models, precision, saving and loading, and what is refused."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from torch import Tensor, nn
+
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseFabricStrategy
+from lightning_sparse.strategy.names import systems
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.wrapping import Edges, batch, watch_gradients
+from tests.helpers.devices import DEVICE
+from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
+
+ROOT = Path(__file__).parents[2]
+Tensors = dict[str, Tensor]
+CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+@contextmanager
+def launched(rank: int, strategy: Any, precision: Optional[str] = None) -> Iterator[Fabric]:
+    """Yield a Fabric whose ranks are the pool's processes."""
+    arguments: dict[str, Any] = {}
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    if precision == "scaled":  # by number of bits Fabric has it on a GPU only
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
+        arguments["plugins"] = [MixedPrecision("16-mixed", DEVICE.type, scaler)]
+    elif precision is not None:
+        arguments["precision"] = precision
+    fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=dist.get_world_size(), **arguments)
+    fabric.launch()
+    try:
+        yield fabric
+    finally:
+        if isinstance(fabric.strategy, SparseFabricStrategy):
+            fabric.strategy.close()
+
+
+def sparse(kind: str = "SGD", **settings: Any) -> SparseFabricStrategy:
+    """Build a strategy without a warm-up, which tests have no time for."""
+    correction = CORRECTION if kind == "AdamW" and settings.get("compressor") != "qsgd" else "auto"
+    return SparseFabricStrategy(**{"warmup_epochs": 0, "optimizer_correction": correction, **settings})
+
+
+def set_up(fabric: Fabric, kind: str, is_joint: bool = True) -> tuple[nn.Module, Any]:
+    """Set up a model, which is the same on every rank, and its optimizer: together, or one after the other."""
+    torch.manual_seed(0)
+    model = Edges()
+    if is_joint:
+        return fabric.setup(model, OPTIMIZERS[kind](model.parameters()))
+    wrapped = fabric.setup_module(model)
+    return wrapped, fabric.setup_optimizers(OPTIMIZERS[kind](wrapped.parameters()))
+
+
+def train(fabric: Fabric, model: nn.Module, optimizer: Any, steps: range, clip: dict[str, float]) -> None:
+    """Train with accumulation over two batches, and clipping."""
+    for step in steps:
+        for micro in range(2):
+            with fabric.no_backward_sync(model, enabled=micro == 0):
+                fabric.backward(model(batch(fabric.global_rank, 100 * step + micro)))
+        if clip:
+            fabric.clip_gradients(model, optimizer, **clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_both(rank: int, kind: str, precision: str, is_joint: bool, clip: dict[str, float]) -> list[Tensors]:
+    """Train at density 1, and with Lightning's own strategy."""
+    ends = []
+    for strategy in (sparse(density=1.0), "ddp"):
+        with launched(rank, strategy, precision=precision) as fabric:
+            model, optimizer = set_up(fabric, kind, is_joint)
+            train(fabric, model, optimizer, range(5), clip)
+            ends.append(weights(model.module))
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "is_joint", "clip"),
+    [
+        ("SGD", "32-true", True, {}),
+        ("SGD", "32-true", False, {"clip_val": 0.02}),
+        ("AdamW", "32-true", False, {"max_norm": 0.1}),
+        ("AdamW", "bf16-mixed", True, {}),
+        ("SGD", "scaled", True, {"max_norm": 0.1}),
+    ],
+)
+def test_density_one_equals_ddp(
+    pair: Pool, optimizer: str, precision: str, is_joint: bool, clip: dict[str, float]
+) -> None:
+    for ours, twin in pair.run(train_both, optimizer, precision, is_joint, clip):
+        for name in twin:
+            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+def train_two_models(rank: int, kind: str, settings: dict[str, Any]) -> tuple[list[Tensors], list[dict[str, float]]]:
+    """Train two models in turn, with clipping; return what they became and their statistics."""
+    with launched(rank, sparse(kind, **settings)) as fabric:
+        pairs = [set_up(fabric, kind, is_joint) for is_joint in (True, False)]
+        for step in range(4):
+            for model, optimizer in pairs:
+                train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 1.0})
+        with pytest.raises(ValueError, match="say which model is meant"):
+            fabric.strategy.compression_stats()
+        stats = [fabric.strategy.compression_stats(model) for model, _ in pairs]
+        assert stats[0] == fabric.strategy.compression_stats(pairs[0][0].module)
+        return [weights(model.module) for model, _ in pairs], stats
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "compressor"), [("SGD", "dgc"), ("SGD", "qsgd"), ("AdamW", "lags"), ("AdamW", "exdyna")]
+)
+def test_replicas_of_several_models_are_identical(pair: Pool, optimizer: str, compressor: str) -> None:
+    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
+    if compressor == "qsgd":
+        settings |= {"density": None, "wire": "float32"}
+    (ones, stats), (others, _) = pair.run(train_two_models, optimizer, settings)
+    assert_same(ones, others)
+    assert_same(ones[0], ones[1])  # neither has come near the other
+    assert all(each["total_wire_bytes"] > 0 for each in stats)
+    assert compressor == "qsgd" or stats[0]["density"] < 0.2
+
+
+def balance(rank: int) -> list[dict[str, Tensors]]:
+    """Train, and write down for every step what came in, what was applied and what waits before and after."""
+    book = []
+    with launched(rank, "sparse_lags") as fabric:
+        model, optimizer = set_up(fabric, "SGD", is_joint=False)
+        gradients = watch_gradients(model.module)
+        waits = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        for step in range(4):
+            before = waits
+            fabric.backward(model(batch(rank, step)))
+            applied = {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
+            came = {name: gradient.clone() for name, gradient in gradients.items()}
+            kept = fabric.strategy.handle().state_dict()["engine"]["memory"]["residual"]
+            waits = {name: kept[name].view_as(each).clone() for name, each in gradients.items()}
+            book.append({"gradient": came, "before": before, "applied": applied, "after": waits})
+            optimizer.step()
+            optimizer.zero_grad()
+    return book
+
+
+def test_mass_is_conserved(pair: Pool) -> None:
+    assert_mass_is_conserved(pair.run(balance))
+
+
+def train_in_two(rank: int, kind: str, settings: dict[str, Any], path: str) -> list[Tensors]:
+    """Train in one go, and with all built anew from the midst; return what there is at the end."""
+    ends = []
+    for start in (0, 3):
+        with launched(rank, sparse(kind, **copy.deepcopy(settings))) as fabric:
+            pairs = {f"{number}": set_up(fabric, kind, is_joint=number == 0) for number in range(2)}
+            state: dict[str, Any] = {key + "model": model for key, (model, _) in pairs.items()}
+            state |= {key + "optimizer": optimizer for key, (_, optimizer) in pairs.items()}
+            fabric.strategy.set_epoch(0)
+            if start:
+                rest = fabric.load(path, {**state, "step": 0})
+                assert rest == {}
+            for step in range(start, 6):
+                for model, optimizer in pairs.values():
+                    train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 0.1})
+                if step == 2 and not start:
+                    fabric.save(path, {**state, "step": step})
+            ends.append(weights(nn.ModuleList([model.module for model, _ in pairs.values()])))
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("SGD", {"compressor": "lags", "density": 0.05}),
+        ("AdamW", {"compressor": "exdyna", "density": 0.05, "wire": "bfloat16"}),
+        ("SGD", {"compressor": "dgc", "density": 0.05, "warmup_epochs": 2}),
+    ],
+    ids=["lags", "exdyna with AdamW", "dgc"],
+)
+def test_loaded_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, optimizer: str, settings: dict[str, Any]) -> None:
+    path = tmp_path / "half.ckpt"
+    for whole, resumed in pair.run(train_in_two, optimizer, settings, str(path)):
+        assert_same(resumed, whole)
+    assert {each.name for each in tmp_path.iterdir()} == {"half.ckpt", "half.ckpt.sparse"}
+
+
+def save_or_load(rank: int, path: str, is_saved: bool) -> Tensors:
+    """Train a little and save, or load; return what waits."""
+    with launched(rank, sparse(density=0.05)) as fabric:
+        model, optimizer = set_up(fabric, "SGD")
+        if is_saved:
+            train(fabric, model, optimizer, range(3), {})
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            fabric.save(path + ".weights", {"model": model})
+        else:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        kept = fabric.strategy.handle(model).state_dict()
+        return copy.deepcopy(kept["engine"]["memory"]["residual"]) if kept else {}
+
+
+def test_other_numbers_of_ranks_go_on_with_the_mean(pools: dict[int, Pool], tmp_path: Path) -> None:
+    path = str(tmp_path / "three.ckpt")
+    saved = pools[3].run(save_or_load, path, True)
+    assert not Path(path + ".weights.sparse").exists()
+    for loaded in pools[2].run(save_or_load, path, False):
+        for name, residual in loaded.items():
+            mean = sum(each[name].double() for each in saved) / 3
+            torch.testing.assert_close(residual.double(), mean, rtol=1e-6, atol=1e-9)
+    assert pools[1].run(save_or_load, path, False) == [{}]
+
+
+def overflow(rank: int) -> tuple[bool, bool, Tensors]:
+    """Train with scaled losses, one of which is not finite on one rank; tell what moved."""
+    with launched(rank, sparse("AdamW", density=0.05), precision="scaled") as fabric:
+        model, optimizer = set_up(fabric, "AdamW")
+        moved = []
+        for step in range(6):
+            before = weights(model.module)
+            fabric.backward(model(batch(rank, step)) * (float("inf") if (step, rank) == (4, 1) else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.append(not torch.equal(before["matrix"], weights(model.module)["matrix"]))
+        return moved[4], moved[5], weights(model.module)
+
+
+def test_an_overflow_is_skipped(pair: Pool) -> None:
+    (in_step, later, ones), (_, _, others) = pair.run(overflow)
+    assert not in_step
+    assert later
+    assert_same(ones, others)
+
+
+def misuse(rank: int) -> list[str]:
+    """Return what is said of mistakes."""
+    said = []
+
+    def refused(mistake: Callable[[], Any]) -> None:
+        with pytest.raises((RuntimeError, ValueError)) as refusal:
+            mistake()
+        said.append(str(refusal.value))
+
+    with launched(rank, sparse(compressor="dgc", density=0.05, warmup_epochs=2)) as fabric:
+        model = fabric.setup(Edges())
+        refused(lambda: model(batch(rank, 0)))
+        with torch.no_grad():
+            model(batch(rank, 0))
+        refused(lambda: fabric.setup(Edges(), torch.optim.SGD(model.parameters(), lr=0.1)))
+        model, optimizer = set_up(fabric, "SGD")
+        refused(lambda: fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1)))
+        refused(lambda: train(fabric, model, optimizer, range(1), {}))
+        refused(lambda: fabric.strategy.compression_stats(Edges()))
+    with launched(rank, sparse(compressor="dgc", optimizer_correction=None)) as fabric:
+        refused(lambda: set_up(fabric, "AdamW"))
+    return said
+
+
+def test_mistakes_are_refused_with_their_cure(pair: Pool) -> None:
+    for said in pair.run(misuse):
+        expected = (
+            "no optimizer of it has been set up: use fabric.setup(model, optimizer)",
+            "trains no parameter",
+            "before its first forward",
+            "fabric.strategy, at the start of each",
+            "is not trained by this strategy",
+            "AdamW works on the gradients themselves",
+        )
+        for part, message in zip(expected, said, strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"ratio": 0.01}, TypeError, "ratio=0.01 is no argument of SparseFabricStrategy: did you mean density"),
+        ({"denstiy": 0.01}, TypeError, "did you mean density"),
+        ({"local_steps": 4}, TypeError, "the Trainer's SparseDDPStrategy"),
+        ({"density": 1.5}, ValueError, "must be a fraction"),
+        ({"bucket_cap_mb": 25}, ValueError, "the schedule decides"),
+        ({"total_steps": 0}, ValueError, "total_steps=0"),
+        ({"schedule": "auto"}, ValueError, "use schedule='merged'"),
+        ({"compressor": "a2sgd"}, ValueError, "lets replicas drift apart"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        SparseFabricStrategy(**arguments)
+
+
+def test_every_name_of_the_trainer_is_known() -> None:
+    for system in systems():
+        for name, arguments in system.variants().items():
+            entry = STRATEGY_REGISTRY[name]
+            assert entry["strategy"] is SparseFabricStrategy
+            assert (entry["description"], entry["init_params"]) == (system.description, arguments)
+    fabric = Fabric(strategy="sparse_lags_find_unused_parameters_true", accelerator="cpu", devices=2)
+    assert isinstance(fabric.strategy, SparseFabricStrategy)
+    assert repr(fabric.strategy).startswith("<SparseFabricStrategy for lightning_fabric; for lightning.fabric, import")
+    with pytest.raises(ValueError, match="use schedule='merged', or the Trainer's"):
+        Fabric(strategy="sparse_auto", accelerator="cpu")
+
+
+def test_the_strategy_of_the_trainer_is_another() -> None:
+    with pytest.raises(ValueError, match="SparseDDPStrategy for pytorch_lightning"):
+        Fabric(strategy=SparseDDPStrategy(), accelerator="cpu")
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "fabric.md").read_text()
+    (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    result = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert result.returncode == 0, result.stderr
+    losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0] / 2
+    assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr
+    assert (tmp_path / "half.ckpt.sparse").is_dir()
