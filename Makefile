@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test quick faults soak lint docs bench wheel clean
 

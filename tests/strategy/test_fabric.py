@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, watch_gradients
+from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
 
@@ -324,10 +323,10 @@ def test_the_strategy_of_the_trainer_is_another() -> None:
         Fabric(strategy=SparseDDPStrategy(), accelerator="cpu")
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "fabric.md").read_text()
     (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    result = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    result = interpreter.run(tmp_path / "train.py", environment={**os.environ, "PYTHONPATH": str(ROOT)}, ranks=2)
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0] / 2
