@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-WORKERS ?= 3
+WORKERS ?= 2
 
 .PHONY: demo test quick faults soak lint docs bench wheel clean
 
