@@ -61,8 +61,9 @@ def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, give
             raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
         if name not in theirs:
             own = sorted(_names(strategy))
+            hint = _hint(name, compressor, [*own, *theirs])
             raise TypeError(
-                f"{name}={value!r} is no argument of {strategy.__name__}: {_hint(name, compressor, [*own, *theirs])}."
+                f"{name}={value!r} is no argument of {strategy.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
             )
 
