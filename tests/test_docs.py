@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib.util
 import inspect
-import os
 import re
 import runpy
 from pathlib import Path
@@ -301,7 +300,7 @@ def test_what_the_page_warns_of_breaks_the_law_that_it_names(
 def run_beside(interpreter: Interpreter, folder: Path, code: str) -> None:
     """Run code that finds the modules of a folder."""
     (folder / "script.py").write_text(code)
-    done = interpreter.run(folder / "script.py", environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = interpreter.run(folder / "script.py")
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 import gzip
 import importlib
 import json
-import os
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -129,8 +128,7 @@ def test_perplexity_is_that_of_all_ranks_columns(pools: dict[int, Pool], text_fi
 def test_image_example_trains_on_fashion_mnist_files(interpreter: Interpreter, tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path, *some_images(), zipped=True)
     flags = ("--devices", "1", "--accelerator", "cpu", "--data-dir", ".", "--epochs", "1", "--batch-size", "4")
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = interpreter.run(EXAMPLES / "train_image.py", *flags, environment=environment, folder=tmp_path)
+    done = interpreter.run(EXAMPLES / "train_image.py", *flags, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
     assert "0 bytes sent per step" in done.stdout

@@ -1,6 +1,5 @@
 """The command line."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from lightning_sparse.cli import main
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.commands import COMMAND, MODEL, Interpreter, begin
-
-ROOT = Path(__file__).parents[2]
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -37,7 +34,7 @@ if __name__ == "__main__":
 def test_fits_with_a_strategy_name(interpreter: Interpreter, tmp_path: Path) -> None:
     options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=true"]
     words = ["fit", MODEL, "--trainer.strategy=sparse_topk", *options, f"--trainer.default_root_dir={tmp_path}"]
-    done = interpreter.run(Path(COMMAND), *words, environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = interpreter.run(Path(COMMAND), *words)
     assert done.returncode == 0, done.stderr
     assert "All distributed processes registered. Starting with 2 processes" in done.stderr
 
@@ -199,8 +196,7 @@ def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter: In
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "lightning-sparse"
     script.write_text("from lightning_sparse.cli import main\nmain()\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = ("fit", "--model=beside.Model", "--print_config")
-    done = interpreter.run(script, *words, environment=environment, folder=tmp_path)
+    done = interpreter.run(script, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "beside.Model" in done.stdout

@@ -20,6 +20,7 @@ from lightning_fabric.plugins.environments.lightning import find_free_network_po
 
 import lightning_sparse
 
+_ROOT = Path(lightning_sparse.__file__).parents[1]
 COMMAND = str(Path(lightning_sparse.__file__).with_name("__main__.py"))
 MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
 
@@ -79,20 +80,27 @@ class Interpreter:
         self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
 
     def run(
-        self, path: Path, *arguments: str, environment: Mapping[str, str], folder: Optional[Path] = None, ranks: int = 1
+        self,
+        path: Path,
+        *arguments: str,
+        environment: Optional[Mapping[str, str]] = None,
+        folder: Optional[Path] = None,
+        ranks: int = 1,
     ) -> Ended:
         """Run a script, as one process or as the ranks of a job, as torchrun would start them.
 
         Args:
             path: of the script.
             arguments: of the script.
-            environment: nothing but this; ``PYTHONPATH`` counts.
+            environment: nothing but this; ``None`` for the present one, in which this package is found.
             folder: where it runs; that of the script if ``None``.
             ranks: number of processes.
 
         Returns:
             Of several ranks the largest code, and what all have said, one after the other.
         """
+        if environment is None:
+            environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         job = {
             "WORLD_SIZE": str(ranks),
             "NODE_RANK": "0",
@@ -120,6 +128,17 @@ class Interpreter:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.communicate()
+
+
+def train_as_on_page(interpreter: Interpreter, page: str, folder: Path) -> Ended:
+    """Run the first Python block of a page of docs/ on two ranks in a folder; its loss must halve at least."""
+    text = (_ROOT / "docs" / page).read_text()
+    (folder / "train.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    ended = interpreter.run(folder / "train.py", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0] / 2
+    return ended
 
 
 def begin(rank: int, script: str, arguments: tuple[str, ...], folder: str) -> str:

@@ -22,11 +22,10 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, watch_gradients
-from tests.helpers.commands import Interpreter
+from tests.helpers.commands import Interpreter, train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
 
-ROOT = Path(__file__).parents[2]
 Tensors = dict[str, Tensor]
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -324,11 +323,6 @@ def test_the_strategy_of_the_trainer_is_another() -> None:
 
 
 def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fabric.md").read_text()
-    (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    result = interpreter.run(tmp_path / "train.py", environment={**os.environ, "PYTHONPATH": str(ROOT)}, ranks=2)
-    assert result.returncode == 0, result.stderr
-    losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
-    assert losses[-1] < losses[0] / 2
+    result = train_as_on_page(interpreter, "fabric.md", tmp_path)
     assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr
     assert (tmp_path / "half.ckpt.sparse").is_dir()

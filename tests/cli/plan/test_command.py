@@ -37,7 +37,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_from_a_model_to_a_table_numbers_and_a_profile(interpreter: Interpreter, tmp_path: Path) -> None:
     files = [f"--json={tmp_path / 'plan.json'}", f"--save-profile={tmp_path / 'profile.json'}"]
     words = ["plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", *files]
-    done = interpreter.run(Path(COMMAND), *words, environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = interpreter.run(Path(COMMAND), *words)
     assert done.returncode == 0, done.stderr
     assert "4,192 gradient elements in 4 tensors" in done.stdout
     assert "4 workers, 1 Gbit/s, 100 us latency" in done.stdout

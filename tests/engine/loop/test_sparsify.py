@@ -3,7 +3,6 @@
 import copy
 import io
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,10 +21,9 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import Branches, assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
-from tests.helpers.commands import Interpreter
+from tests.helpers.commands import Interpreter, train_as_on_page
 from tests.helpers.devices import DEVICE
 
-ROOT = Path(__file__).parents[3]
 Tensors = dict[str, Tensor]
 DENSE = 2
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
@@ -541,15 +539,10 @@ dist.destroy_process_group()
 
 def test_it_imports_no_lightning(interpreter: Interpreter, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WITHOUT_LIGHTNING)
-    result = interpreter.run(tmp_path / "script.py", environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    result = interpreter.run(tmp_path / "script.py")
     assert result.returncode == 0, result.stderr
 
 
 def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "plain-loop.md").read_text()
-    (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    result = interpreter.run(tmp_path / "train.py", environment={**os.environ, "PYTHONPATH": str(ROOT)}, ranks=2)
-    assert result.returncode == 0, result.stderr
-    losses = [float(line.split()[3]) for line in result.stdout.splitlines() if line.startswith("step")]
-    assert losses[-1] < losses[0] / 2
+    train_as_on_page(interpreter, "plain-loop.md", tmp_path)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}
