@@ -202,7 +202,9 @@ def test_the_script_of_torchrun_starts_the_training_on_each_machine(
     started = tmp_path / "lightning_sparse" / "__main__.py"
     started.parent.mkdir()
     seen = "('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS', 'A')"
-    started.write_text(f"import os, sys\nprint([os.environ[name] for name in {seen}], sys.argv[1:], os.getcwd())")
+    # One write a line: pieces of it would mix with another process's where Python does not buffer.
+    line = f"{{[os.environ[name] for name in {seen}]}} {{sys.argv[1:]}} {{os.getcwd()}}\\n"
+    started.write_text(f'import os, sys\nsys.stdout.write(f"{line}")')
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1]), "PYTHONPATH": ""}
