@@ -63,7 +63,7 @@ def _fit(files: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
     options = ["--trainer.devices=2", f"--trainer.fast_dev_run={STEPS}", "--trainer.enable_progress_bar=false"]
     words = ["fit", *(f"--config={file}" for file in files), *options, "--trainer.enable_model_summary=false"]
     trainer = {"accelerator": accelerator()}  # of the device under test, which yaml has no word for
-    cli = FitCLI(args=words, trainer_defaults=trainer)
+    cli = FitCLI(args=words, trainer_defaults=trainer, save_config_callback=None)
     return cli.config.fit.as_dict(), cli.trainer.strategy.compression_stats()
 
 

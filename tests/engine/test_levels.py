@@ -291,8 +291,8 @@ def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any,
 
 
 def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes: Pool) -> None:
-    (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 120)
+    (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 72)
     assert groups is not None
     assert all(theirs == groups for theirs, _ in others)
-    for _, theirs in (*others, *nodes.run(follow_a_plan, settings_of("topk", schedule="layerwise"), 120)):
+    for _, theirs in (*others, *nodes.run(follow_a_plan, settings_of("topk", schedule="layerwise"), 72)):
         assert_same(theirs, applied)
