@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 from unittest import mock
@@ -66,9 +68,14 @@ def test_a_kept_profile_is_enough_and_json_may_stand_alone(saved: str, capsys: p
     assert plan["rows"][0]["step_seconds"] == pytest.approx(0.224 + 0.06, abs=0.03)
 
 
-def test_a_picture_is_drawn(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
-    main(["plan", saved, *NETWORK, "--densities", "0.01", f"--picture={picture}"])
+def test_the_command_of_the_pages_draws_a_picture(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = Path(saved.partition("=")[2])
+    monkeypatch.chdir(profile.parent)
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "plan.md").read_text()
+    (command,) = set(re.findall(r"^lightning-sparse (plan --config fit.yaml .*)$", pages, re.MULTILINE))
+    # With a kept profile in place of the model: that, from a file too, is measured in other tests.
+    main(shlex.split(command.replace("--config fit.yaml", f"--profile={profile.name}")))
+    picture = profile.parent / "plan.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
 

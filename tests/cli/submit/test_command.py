@@ -1,6 +1,7 @@
 """The command ``lightning-sparse submit``, without a cluster."""
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import yaml
 from lightning_sparse.cli import main
 from lightning_sparse.cli.submit import check_step, parse_time
 
+ROOT = Path(__file__).parents[3]
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
 FIT = ["--model=tests.cli.submit.models.Slow", "--trainer.strategy=sparse_topk"]
 
@@ -371,6 +373,20 @@ def test_what_sbatch_says_is_passed_on(
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
     assert "sbatch: error: invalid account" in refusal(capsys, *BASE, *FIT)
+
+
+PAGES = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+SHOWN = sorted(set(re.findall(r"^lightning-sparse submit (.*)$", PAGES, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_of_the_pages_is_taken_as_it_stands_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    model, strategy = "tests.cli.submit.models.Slow", "sparse_topk"
+    (tmp_path / "fit.yaml").write_text(f"model: {model}\ntrainer:\n  strategy: {strategy}\n")
+    main(["submit", *shlex.split(command.removesuffix("--dry-run")), "--dry-run"])
+    assert "fit --config fit.yaml" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
