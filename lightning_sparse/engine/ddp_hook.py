@@ -82,8 +82,10 @@ class GradientStream:
         self._finish_step = end_step
         self._overlaps_backward = overlaps_backward
         self._begin = begin
-        self._is_static = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._is_static = ddp.static_graph
+        ignored = ddp.parameters_to_ignore
+        self._awaited = sum(each.requires_grad and name not in ignored for each, name in self._names.items())
         self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
         device = next(iter(self._names)).device
@@ -105,7 +107,7 @@ class GradientStream:
 
     def receive(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; the future ends when its mean over ranks has been written into it."""
-        if self._begin is not None and bucket.index() == 0:
+        if self._begin is not None and not self._futures:
             self._begin()
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=self._future_devices)
@@ -114,9 +116,16 @@ class GradientStream:
             self._submit_sparse_layout(bucket, buffer)
         else:
             self._collect(bucket, buffer)
-        if bucket.is_last():
+        if self._is_last(bucket):
             self._end_backward()
         return future
+
+    def _is_last(self, bucket: GradBucket) -> bool:
+        if self._keeps_buckets or not self._is_static:
+            return bucket.is_last()
+        # Each bucket of a static graph's first step says that it is the first: dtypes and layouts have one each.
+        self._awaited -= len(bucket.parameters())
+        return self._awaited == 0
 
     def _collect(self, bucket: GradBucket, buffer: Tensor) -> None:
         if self._group and widened(buffer.dtype) != widened(self._group[0].gradient.dtype):

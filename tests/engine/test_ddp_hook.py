@@ -17,12 +17,12 @@ from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of,
 
 
 class Tabled(nn.Module):
-    """Layers, one of them unused, and an embedding whose gradient may have a sparse layout."""
+    """Layers, one of them unused, and an embedding whose gradient has a sparse layout."""
 
-    def __init__(self, is_sparse: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.edges = Edges()
-        self.table = nn.Embedding(20, 8, sparse=is_sparse)
+        self.table = nn.Embedding(20, 8, sparse=True)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def train_either_way(rank: int, arguments: dict[str, Any]) -> tuple[dict[str, Te
         torch.manual_seed(0)
         settings = {"schedule": "layerwise", "overlaps_backward": overlaps_backward, **arguments}
         with ExitStack() as stack:
-            ddp, engine = stack.enter_context(sparse_ddp(Tabled("static_graph" not in arguments), **settings))
+            ddp, engine = stack.enter_context(sparse_ddp(Tabled(), **settings))
             if not overlaps_backward:
                 for name in ("exchange", "reduce_sparse_layout"):
                     noted = note("exchange", getattr(engine.pipeline, name))
@@ -64,6 +64,37 @@ def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(
         steps = " ".join(events).removeprefix("step " * 4).split("step")[:-1]
         assert len(steps) == 4
         assert all(re.fullmatch(r" *(gradient )+(exchange )+", step) for step in steps)
+
+
+class Mixed(nn.Module):
+    """Parameters of two types, in buckets of their own, and one that DDP is told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges, self.alone = Edges(), nn.Linear(3, 1)
+        self.precise = nn.Linear(3, 4, dtype=torch.float64)
+        self._ddp_params_and_buffers_to_ignore = ["alone.weight"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return one loss."""
+        seen = inputs[:, :3]
+        loss: Tensor = self.edges(inputs) + self.precise(seen.double()).square().sum() + self.alone(seen).sum()
+        return loss
+
+
+def train_mixed(rank: int, is_static: bool) -> dict[str, Tensor]:
+    """Train; return the parameters that are those of all ranks."""
+    torch.manual_seed(0)
+    with sparse_ddp(Mixed(), static_graph=is_static) as (ddp, engine):
+        for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(3)), lr=0.01):
+            pass
+        return {name: tensor for name, tensor in parameters_of(ddp).items() if name != "alone.weight"}
+
+
+def test_the_first_step_of_a_static_graph_ends_with_its_last_bucket(pair: Pool) -> None:
+    static, expected = pair.run(train_mixed, True), pair.run(train_mixed, False)
+    assert differences(static[0], static[1]) == []
+    assert differences(static[0], expected[0]) == []
 
 
 def train_watched(rank: int) -> tuple[int, int, int]:
