@@ -122,7 +122,7 @@ class GradientStream:
 
     def _is_last(self, bucket: GradBucket) -> bool:
         if self._keeps_buckets or not self._is_static:
-            return bucket.is_last()
+            return bool(bucket.is_last())
         # Each bucket of a static graph's first step says that it is the first: dtypes and layouts have one each.
         self._awaited -= len(bucket.parameters())
         return self._awaited == 0
