@@ -85,7 +85,7 @@ class GradientStream:
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._is_static = ddp.static_graph
         ignored = ddp.parameters_to_ignore
-        self._awaited = sum(each.requires_grad and name not in ignored for each, name in self._names.items())
+        self._awaited: int = sum(each.requires_grad and name not in ignored for each, name in self._names.items())
         self._positions = {name: position for position, name in enumerate(self._names.values())}
         self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
         device = next(iter(self._names)).device
@@ -122,7 +122,7 @@ class GradientStream:
 
     def _is_last(self, bucket: GradBucket) -> bool:
         if self._keeps_buckets or not self._is_static:
-            return bool(bucket.is_last())
+            return bucket.is_last()
         # Each bucket of a static graph's first step says that it is the first: dtypes and layouts have one each.
         self._awaited -= len(bucket.parameters())
         return self._awaited == 0

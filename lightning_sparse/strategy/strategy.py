@@ -412,12 +412,13 @@ class SparseDDPStrategy(DDPStrategy):
     def _holds_arrived(self) -> bool:
         """Whether an exchange must not be given what another one of the same step has brought.
 
-        It would be taken for a gradient: by momentum, which is one of gradients; and of a parameter that no rank used
-        this time, where nothing is to change.
+        It would be taken for a gradient: by momentum and Adam's moments, which are of gradients; and of a parameter
+        that no rank used this time, where nothing is to change.
         """
         if self.is_plain or self._rounds is not None:
             return False
-        return self.settings.feedback.momentum is not None or self._tolerates_unused
+        feedback = self.settings.feedback
+        return feedback.momentum is not None or feedback.adam is not None or self._tolerates_unused
 
     @property
     def _scaler(self) -> Optional[Any]:

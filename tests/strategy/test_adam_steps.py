@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
@@ -659,3 +660,57 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_
     assert [each["sparse/second_moment_age"] for each in told[2:]] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     bytes_sent = [each["sparse/wire_bytes"] for each in told]
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[5::2], bytes_sent[6::2])), bytes_sent
+
+
+class InHalves(LightningModule):
+    """A model whose loss is backpropagated at once, or in halves of the parameter, before AdamW or Adam steps."""
+
+    def __init__(self, kind: type, is_halved: bool, **arguments: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.kind, self.is_halved, self.arguments = kind, is_halved, arguments
+        self.weight = nn.Parameter(torch.linspace(1e-3, 2e-3, 100))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Build the optimizer; with so small a rate, gradients do not depend on what was selected before."""
+        optimizer: torch.optim.Optimizer = self.kind(self.parameters(), lr=1e-7, **self.arguments)
+        return optimizer
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return nine batches on each rank."""
+        return DataLoader(Rows(36), batch_size=2)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        """Backpropagate, and step once; gradients differ from rank to rank and from step to step."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses = self.weight * torch.linspace(1, 3, 100, device=self.device) * (1 + batch.mean())
+        shared = losses.sum() * 0.1 if self.is_halved else 0.0
+        for loss in (losses[:50].sum() + shared, losses[50:].sum() - shared) if self.is_halved else (losses.sum(),):
+            self.manual_backward(loss, retain_graph=self.is_halved)
+        optimizer.step()
+
+
+def fit_in_halves(rank: int, is_halved: bool, kind: type, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit; return how far the weight has come, with what is owed to it, in learning rates; and the second moment."""
+    model = InHalves(kind, is_halved, **arguments)
+    start = model.weight.detach().clone()
+    strategy = SparseDDPStrategy("topk", 0.1, warmup_epochs=0, optimizer_correction=CORRECTION)
+    trainer = make_trainer(rank, strategy, max_epochs=1)
+    trainer.fit(model)
+    owed = trainer.strategy._final_state["memory"]["update"]["weight"]
+    (state,) = trainer.optimizers[0].state.values()
+    return (start - model.weight.detach().cpu()) / 1e-7, owed.cpu(), state["exp_avg_sq"].cpu()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(torch.optim.AdamW, {}), (torch.optim.Adam, {"weight_decay": 200.0})], ids=["AdamW", "Adam"]
+)
+def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(
+    pair: Pool, kind: type, arguments: dict[str, Any]
+) -> None:
+    (moved, owed, second), (_, others, _) = pair.run(fit_in_halves, False, kind, arguments)
+    (halved_moved, halved_owed, halved_second), (_, halved_others, _) = pair.run(fit_in_halves, True, kind, arguments)
+    torch.testing.assert_close(halved_second, second, rtol=1e-3, atol=1e-6)
+    expected, seen = moved + (owed + others) / 2, halved_moved + (halved_owed + halved_others) / 2
+    torch.testing.assert_close(seen, expected, rtol=1e-2, atol=2e-2)

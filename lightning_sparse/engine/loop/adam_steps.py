@@ -6,6 +6,7 @@ before the exchange.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Optional
@@ -88,8 +89,11 @@ class AdamSteps:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
-    def coming(self, is_plain: bool) -> ComingStep:
-        """Return what is known of the coming step, in which nothing is corrected if it is left to plain DDP."""
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor]) -> ComingStep:
+        """Return what is known of the coming step, in which nothing is corrected if it is left to plain DDP.
+
+        For the parameters in ``continued`` it has had an exchange before.
+        """
         self._present = {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
@@ -111,7 +115,7 @@ class AdamSteps:
                         continue
                     moments = self._moments(optimizer, group, parameter, count + 1)
                     self._present[parameter] = moments
-                    hyperparameters[name] = Hyperparameters(rate, adam=moments)
+                    hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
         return ComingStep(hyperparameters, frozenset(whole), most)
 
     def close(self) -> None:

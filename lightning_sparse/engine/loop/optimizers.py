@@ -104,7 +104,7 @@ class OptimizerView:
         found = self.hyperparameters(continued)
         if self._adam is None:
             return ComingStep(found, frozenset(), 0)
-        coming = self._adam.coming(is_plain)
+        coming = self._adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**found, **coming.hyperparameters})
 
     def without_corrected(self) -> AbstractContextManager[None]:

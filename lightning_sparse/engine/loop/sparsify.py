@@ -191,7 +191,8 @@ class Sparsifier:
         self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
-        if settings.feedback.momentum is not None or ddp.find_unused_parameters or ddp.static_graph:
+        feedback = settings.feedback
+        if any((feedback.momentum, feedback.adam, ddp.find_unused_parameters, ddp.static_graph)):
             self._watch(parameters.values())
         self._tell()
 
@@ -360,7 +361,7 @@ class Sparsifier:
     def _watch(self, parameters: Iterable[Parameter]) -> None:
         """Refuse a second exchange for one optimizer step, which would take what the first has brought for a gradient.
 
-        Without momentum and unused parameters that is what it is.
+        Without momentum, Adam and unused parameters that is what it is.
         """
 
         def check(parameter: Parameter) -> None:

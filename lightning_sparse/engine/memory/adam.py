@@ -58,6 +58,9 @@ class AdamMemory(ResidualMemory):
         self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
         self._arrived: dict[str, Optional[Tensor]] = {}  # where, in this step
         self._update_norms: dict[str, Tensor] = {}
+        # Of this step, where a backward has been seen to be one of several: the mean gradient, and its square's weight.
+        self._learned: dict[str, tuple[Tensor, float]] = {}
+        self._has_pieces = False
 
     def clip_to(self, clipping: Clipping) -> None:
         """Clip gradients to something else from the next step on."""
@@ -145,10 +148,14 @@ class AdamMemory(ResidualMemory):
         """Turn gradients into updates and add what waits, in place."""
         gradients = [inputs[name] for name in moments]
         self._clip_as_mean(gradients)
-        for gradient, each in zip(gradients, moments.values()):
-            if each.decay:
+        continued = {name for name in moments if hyperparameters[name].continues_step}
+        self._has_pieces = self._has_pieces or bool(continued)
+        self._learned = {name: learned for name, learned in self._learned.items() if name in continued}
+        for gradient, (name, each) in zip(gradients, moments.items()):
+            if each.decay and name not in continued:
                 gradient.add_(self._shared(each.parameter), alpha=each.decay)
-        self._local.update((name, inputs[name].clone()) for name in moments if self._is_due(name))
+        wanted = [name for name in moments if name in self._learned or self._is_due(name)]
+        self._local.update((name, inputs[name].clone()) for name in wanted)
         waiting = self._waiting(list(moments), gradients, hyperparameters)
         accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
@@ -209,11 +216,20 @@ class AdamMemory(ResidualMemory):
         for name, mean in zip(local, means):
             moments = self._moments[name]
             known, present = self._second_steps[name], moments.step
-            share = max(_LEAST_KEPT, moments.beta2 ** (present - known))
-            # Both as torch keeps them: with the bias of their step.
-            old, new = (1 - moments.beta2**step for step in (known, present))
-            square = mean.to(moments.second.dtype).square_()
-            moments.second.mul_(share * new / old).add_(square, alpha=(1 - share) * new)
+            mean = mean.to(moments.second.dtype)
+            if name in self._learned:
+                # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
+                earlier, weight = self._learned[name]
+                moments.second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
+                mean = earlier + mean
+            else:
+                share = max(_LEAST_KEPT, moments.beta2 ** (present - known))
+                # Both as torch keeps them: with the bias of their step.
+                old, new = (1 - moments.beta2**step for step in (known, present))
+                weight = (1 - share) * new
+                moments.second.mul_(share * new / old).add_(mean.square(), alpha=weight)
+            if self._has_pieces:
+                self._learned[name] = mean, weight
             if moments.largest is not None:
                 torch.maximum(moments.largest, moments.second, out=moments.largest)
             self._second_steps[name] = present
