@@ -107,7 +107,7 @@ class SparseDDPStrategy(DDPStrategy):
         fragments: parts of the model that are exchanged in turn within ``local_steps``, so that bytes do not come all
             at once.
         synchronous_steps: optimizer steps that are DDP's, before the first round of local steps: gradients are averaged
-            whole, and ranks are one model. They are counted from the start of training, also across a resume.
+            whole, and ranks are one model. They are counted on across a resume.
         levels: how many levels ranks exchange on: with 2, the ranks of a node average their gradients whole, each of
             them takes a share of the means, selects from it, exchanges with the ranks of other nodes that have the same
             share, and hands its part of the result to its node. Between nodes travels one selection for each node

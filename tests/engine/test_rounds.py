@@ -301,6 +301,26 @@ def test_checkpoints_tell_whether_rounds_have_begun(pair: Pool, is_old: bool, st
         assert len(set(sent)) == (1 if steps < 9 and not is_old else 3)
 
 
+def two_optimizers(rank: int) -> list[int]:
+    """Let two optimizers step in turn, first synchronously; return the bytes sent by each pair of steps."""
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2, synchronous_steps=3)) as (_, engine):
+        sent = []
+        for _ in range(7):
+            if not engine.rounds.is_synchronous:
+                engine.rounds.begin()
+            engine.end_step(0)
+            engine.end_step(1)
+            engine.settle()
+            sent.append(engine.recorder.total_wire_bytes)
+    return sent
+
+
+def test_several_optimizers_are_counted_anew_when_rounds_begin(pair: Pool) -> None:
+    for sent in pair.run(two_optimizers):
+        assert sent == [0] * 4 + [sent[4]] * 2 + [2 * sent[4]]
+        assert sent[4] > 0
+
+
 def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:
     """Train over a link whose exchanges take a while; return the bytes sent by each step, and what is said."""
     torch.manual_seed(0)
