@@ -80,6 +80,21 @@ def test_threads_do_what_processes_do(
         assert ranks.wire_bytes == sent
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
+def test_local_steps_follow_synchronous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = module_of(monkeypatch, "quality")
+    monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
+
+    def score(system: str, local: str) -> float:
+        run = quality.Run("text", "adamw95", system, None, 1, 4e-3, 4, 2, "float32", local=local)
+        return quality.train(run)["score"]
+
+    ddp, averages = score("ddp", ""), score("ddp", "2:1:0:1:2")
+    assert score("dense", "2:1:0:1:4") == ddp
+    assert score("dense", "2:1:0:1:2") == pytest.approx(averages, rel=1e-5)
+    assert averages != pytest.approx(ddp, rel=1e-4)
+
+
 def test_an_error_of_a_rank_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     virtual = module_of(monkeypatch, "virtual")
     ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found, 0.1), lambda: None, 1)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from virtual import VirtualRanks
+from virtual import POST_LOCAL_START, VirtualRanks
 
 from lightning_sparse import Owners
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
@@ -219,8 +219,13 @@ class Run(NamedTuple):
     local: str = ""
 
     def local_numbers(self) -> list[float]:
-        """Return steps of a round, outer rate, outer momentum and decay, as far as they are given."""
-        return [float(number) for number in self.local.split(":") if number]
+        """Return steps of a round, outer rate, outer momentum, decay, and synchronous steps before the first round.
+
+        What is not given is what changes nothing; with DDP, the steps before averages that torch's documentation has.
+        """
+        given = [float(number) for number in self.local.split(":") if number]
+        synchronous = POST_LOCAL_START if self.system == "ddp" else 0.0
+        return [*given, *(1.0, 1.0, 0.0, 1.0, synchronous)[len(given) :]]
 
     def settings(self) -> Optional[Settings]:
         """Build what the user chose, anew; ``None`` for DDP."""
@@ -234,11 +239,9 @@ class Run(NamedTuple):
         exchange = AUTO if name == "dense" else Owners(float(keep)) if keep else way
         rounds = None
         if self.local:
-            steps, rate, momentum, decay, *_ = [
-                *self.local_numbers(),
-                *(1.0, 0.0, 1.0)[len(self.local_numbers()) - 1 :],
-            ]
-            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay).checked()
+            steps, rate, momentum, decay, synchronous = self.local_numbers()
+            before = int(synchronous)
+            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before).checked()
             epochs = 0
         return Settings(name, self.density, "single", self.wire, epochs, correction, exchange, local_steps=rounds)
 
@@ -249,6 +252,7 @@ def train(run: Run) -> dict[str, Any]:
     task = TASKS[run.task]
     learnable = task.build(run.seed, run.ranks)
     build_optimizer = OPTIMIZERS[run.optimizer]
+    every, *_, after = run.local_numbers()
     ranks = VirtualRanks(
         run.ranks,
         learnable.network,
@@ -256,7 +260,8 @@ def train(run: Run) -> dict[str, Any]:
         run.settings,
         run.steps,
         task.clip_norm,
-        int(run.local_numbers()[0]) if run.system == "ddp" and run.local else None,
+        int(every) if run.system == "ddp" and run.local else None,
+        int(after),
     )
     start = time.perf_counter()
     curve = []
@@ -379,8 +384,9 @@ def _parser() -> argparse.ArgumentParser:
         "--local-steps",
         nargs="+",
         default=[""],
-        help="of a round, then outer rate, outer momentum (Nesterov's) and decay, such as 20:0.7:0.9; ddp with them is"
-        " torch's post-localSGD",
+        help="of a round, then outer rate, outer momentum (Nesterov's), decay, and synchronous steps before the first"
+        " round, such as 20:0.7:0.9 or 20:1:0:1:200; ddp with the first and the last of them is torch's post-localSGD"
+        " (the last is 100 if left out)",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")

@@ -30,7 +30,7 @@ from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule.base import Single
 
 _DEVICE = torch.device("cpu")
-_POST_LOCAL_START = 100  # steps of DDP before torch's post-localSGD begins, its own default
+POST_LOCAL_START = 100  # start_localSGD_iter in the examples of torch's documentation; it has no default
 
 
 class Meeting:
@@ -119,6 +119,7 @@ class VirtualRank:
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
         averages_every: steps between two averages of parameters, in place of gradients, as torch's post-localSGD; only
             with plain DDP.
+        averages_after: steps of DDP before those: torch's ``start_localSGD_iter``, which is 100 in its documentation.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class VirtualRank:
         total_steps: int,
         clip_norm: Optional[float],
         averages_every: Optional[int] = None,
+        averages_after: int = POST_LOCAL_START,
     ) -> None:
         self.network = network
         self.optimizer = optimizer
@@ -137,6 +139,7 @@ class VirtualRank:
         self._settings = settings
         self._clip_norm = clip_norm
         self._averages_every = averages_every
+        self._averages_after = averages_after
         self._steps = 0
         self._rounds: Optional[Rounds] = None
         self.recorder = Recorder(_DEVICE)
@@ -175,20 +178,24 @@ class VirtualRank:
         self.optimizer.zero_grad()
         loss.backward()
         self._steps += 1
-        is_local = self._averages_every is not None and self._steps > _POST_LOCAL_START
+        rounds = self._rounds
+        is_local = self._averages_every is not None and self._steps > self._averages_after
+        if rounds is not None and not rounds.is_synchronous:
+            rounds.begin()
+            is_local = True
         with torch.no_grad():
-            if self._rounds is not None or is_local:
+            if is_local:
                 self._clip()
-            elif self._settings is None:
+            elif self._settings is None or rounds is not None:
                 self._average([each.grad for each in self.network.parameters() if each.grad is not None])
                 self._clip()
             else:
                 self._exchange(self._settings, epoch)
         self.optimizer.step()
         with torch.no_grad():
-            if self._rounds is not None:
-                self._rounds.end_step(0, StepContext)
-            elif is_local and self._steps % (self._averages_every or 1) == 0:
+            if rounds is not None:
+                rounds.end_step(0, StepContext)
+            elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._average(list(self.network.parameters()))
 
     @contextmanager
@@ -242,6 +249,7 @@ class VirtualRanks:
         total_steps: optimizer steps of the whole training.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
         averages_every: as for :class:`VirtualRank`.
+        averages_after: likewise.
     """
 
     def __init__(
@@ -253,6 +261,7 @@ class VirtualRanks:
         total_steps: int,
         clip_norm: Optional[float] = None,
         averages_every: Optional[int] = None,
+        averages_after: int = POST_LOCAL_START,
     ) -> None:
         self._meeting = Meeting(ranks)
         # How many threads torch takes is a setting of each thread.
@@ -262,9 +271,8 @@ class VirtualRanks:
             network = build_network()
             optimizer = build_optimizer(network.parameters())
             collectives = ThreadCollectives(self._meeting, rank, ranks)
-            member = VirtualRank(
-                network, optimizer, collectives, build_settings(), total_steps, clip_norm, averages_every
-            )
+            averages = (averages_every, averages_after)
+            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm, *averages)
             self.ranks.append(member)
 
     @property

@@ -178,6 +178,7 @@ class Engine:
             self._stream = self._stream_from(ddp)
         else:
             self.rounds.follow(ddp.module, layout.names)
+            self.rounds.begin()
 
     def _train_others(self, layout: ModelLayout) -> None:
         compressor = self._settings.compressor

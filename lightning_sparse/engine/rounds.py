@@ -111,6 +111,7 @@ class Rounds:
         self._collectives = collectives
         self._step = 0
         self._steps_of: dict[int, int] = {}
+        self._has_begun = not local.synchronous_steps
         self._flights: list[_Flight] = []
         self._shared: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
@@ -135,19 +136,35 @@ class Rounds:
         self._begun = [self._step] * len(self._fragments)
         self._are_stale = [False] * len(self._fragments)
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the next step is DDP's, as rounds have not begun, and are not to begin yet."""
+        made = max(self._steps_of.values(), default=0)
+        return not self._has_begun and made < self._local.synchronous_steps
+
+    def begin(self) -> None:
+        """Begin the rounds, unless they have begun, from the one model that synchronous steps have made."""
+        if self._has_begun:
+            return
+        self._has_begun, self._steps_of = True, {}
+        for name, tensor in self._tensors.items():
+            self._shared[name].copy_(tensor)
+
     def end_step(self, optimizer: int, prepare: Callable[[], StepContext], agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; apply the exchanges that are to be applied now, and begin those that are due.
 
         A round counts the steps of the optimizer that has made the most, whether or not a scaler skipped some: ranks
-        call this equally often.
+        call this equally often. Steps before :meth:`begin` are only counted.
 
         Args:
             optimizer: its number.
             prepare: called on the worker before an exchange that begins now, for what is known of it.
             agreed: numbers that have to be the same on all ranks.
         """
-        self._are_stale = [True] * len(self._fragments)
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
+        if not self._has_begun:
+            return
+        self._are_stale = [True] * len(self._fragments)
         if self._steps_of[optimizer] <= self._step:
             return
         self._step += 1
@@ -180,6 +197,8 @@ class Rounds:
 
     def close(self, prepare: Callable[[], StepContext]) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
+        if not self._has_begun:
+            return
         self._land(self._step + self._every)
         for fragment, is_stale in enumerate(self._are_stale):
             if is_stale or self._local.overlap_steps:
@@ -318,8 +337,11 @@ class Rounds:
                 self.hide()
 
     def show(self) -> None:
-        """Put the shared model into the model's tensors, until :meth:`hide`; nothing is sent."""
-        if self._away is not None:
+        """Put the shared model into the model's tensors, until :meth:`hide`; nothing is sent.
+
+        While steps are synchronous it is there.
+        """
+        if self._away is not None or not self._has_begun:
             return
         self._worker.run(lambda: None)  # an exchange that is on its way ends first: the same model on all ranks
         self._away = {}
@@ -345,16 +367,19 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""
+        # While steps are synchronous, Lightning's file holds all of the one model.
+        own = (self._tensors if self._away is None else self._away) if self._has_begun else {}
         return {
+            "has_begun": self._has_begun,
             "step": self._step,
             "every": self._every if self._times is None else None,
             "origin": self._origin,
             "steps_of": dict(self._steps_of),
             "begun": list(self._begun),
             "are_stale": list(self._are_stale),
-            "local": dict(self._tensors if self._away is None else self._away),
+            "local": dict(own),
             # In Lightning's file the shared model has the type of the parameters.
-            "shared": {name: self._shared[name] for name, tensor in self._tensors.items() if _is_narrow(tensor)},
+            "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
             "momentum": dict(self._momenta),
             "flights": [
                 {"names": flight.names, "lands": flight.lands, "corrections": flight.corrections}
@@ -374,6 +399,7 @@ class Rounds:
                     f"{name!r} has the shape {tuple(self._tensors[name].shape)}, not {tuple(tensor.shape)}"
                 )
         device = self._collectives.device
+        self._has_begun = state.get("has_begun", True)  # versions before knew no synchronous steps
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
         if not isinstance(self._local.every, int) and state["every"] is not None:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
@@ -388,6 +414,8 @@ class Rounds:
             flight = _Flight(saved["names"], saved["lands"], [each.to(device) for each in saved["corrections"]])
             flight.done.set()
             self._flights.append(flight)
+        if not self.is_synchronous:
+            self.begin()
 
 
 def _is_narrow(tensor: Tensor) -> bool:

@@ -33,6 +33,7 @@ class LocalSteps(NamedTuple):
         residual_decay: what waits is multiplied by this before a change is added; 1 keeps all of it.
         overlap_steps: steps that are made while an exchange travels; 0 waits for it.
         fragments: parts of the model that are exchanged in turn, so that bytes do not come in a burst.
+        synchronous_steps: optimizer steps that are left to DDP, before the first round begins.
     """
 
     every: Union[int, str] = 1
@@ -42,6 +43,7 @@ class LocalSteps(NamedTuple):
     residual_decay: float = 1.0
     overlap_steps: int = 0
     fragments: int = 1
+    synchronous_steps: int = 0
 
     def checked(self) -> "LocalSteps":
         """Pass through if in range.
@@ -59,10 +61,16 @@ class LocalSteps(NamedTuple):
             ("local_steps", every, 1),
             ("overlap_steps", self.overlap_steps, 0),
             ("fragments", self.fragments, 1),
+            ("synchronous_steps", self.synchronous_steps, 0),
         ):
             if not isinstance(given, int) or given < least:
                 raise ValueError(f"{name}={given!r} must be a whole number, at least {least}")
         assert isinstance(every, int)
+        if self.synchronous_steps and self._replace(synchronous_steps=0) == LocalSteps():
+            raise ValueError(
+                f"synchronous_steps={self.synchronous_steps} are those before rounds of local steps, and every step is"
+                " synchronous with local_steps=1: leave it out (0), or give local_steps=... of 2 or more, or 'auto'"
+            )
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is")
         for name, number in (("outer_momentum", self.outer_momentum), ("residual_decay", self.residual_decay)):

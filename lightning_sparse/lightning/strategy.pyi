@@ -17,7 +17,7 @@ from typing import Union
 
 class SparseDDPStrategy(DDPStrategy):
 
-    def __init__(self, compressor: Union[str, Compressor]=..., density: Optional[float]=..., schedule: Union[str, Schedule]=..., wire: str=..., warmup_epochs: Optional[int]=..., resume_compression: bool=..., optimizer_correction: Union[str, AdamCorrection, None]=..., exchange: Union[str, Owners]=..., overlaps_backward: bool=..., local_steps: Union[int, str]=..., outer_lr: float=..., outer_momentum: float=..., nesterov: bool=..., residual_decay: float=..., overlap_steps: int=..., fragments: int=..., levels: Union[str, int]=..., gradient_as_bucket_view: bool=..., **ddp_kwargs: Any) -> None:
+    def __init__(self, compressor: Union[str, Compressor]=..., density: Optional[float]=..., schedule: Union[str, Schedule]=..., wire: str=..., warmup_epochs: Optional[int]=..., resume_compression: bool=..., optimizer_correction: Union[str, AdamCorrection, None]=..., exchange: Union[str, Owners]=..., overlaps_backward: bool=..., local_steps: Union[int, str]=..., outer_lr: float=..., outer_momentum: float=..., nesterov: bool=..., residual_decay: float=..., overlap_steps: int=..., fragments: int=..., synchronous_steps: int=..., levels: Union[str, int]=..., gradient_as_bucket_view: bool=..., **ddp_kwargs: Any) -> None:
         ...
 
     @property

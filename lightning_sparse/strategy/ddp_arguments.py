@@ -35,7 +35,10 @@ _CALLED_ELSEWHERE = {
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
     " AdaptiveDensity([Warmup(length, unit='step')])",
     **dict.fromkeys(
-        ("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps", "fragments"),
+        (
+            *("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps", "fragments"),
+            "synchronous_steps",
+        ),
         "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",
     ),
     "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",

@@ -27,7 +27,8 @@ class DDPWrapping:
     wait for ever, or let replicas drift apart.
 
     Args:
-        is_silent: whether gradients are never exchanged by the wrapper: then it has no memory for them.
+        is_silent: whether gradients are never exchanged by the wrapper, unless it is for plain DDP: then it has no
+            memory for them.
 
     Attributes:
         is_plain: whether the wrapper is for plain DDP, and not for the engine.
@@ -51,9 +52,13 @@ class DDPWrapping:
             device_ids: as DDP takes them; ``None`` on CPU.
             arguments: of ``DistributedDataParallel``.
         """
+        is_silent = self._is_silent and not self.is_plain
         bucket_cap = None if self.is_plain else bucket_cap_mb(module)
-        ddp = self._built(module, device_ids, {**arguments, "bucket_cap_mb": bucket_cap})
-        if self._is_silent:
+        # With broadcast_buffers=False it would leave buffers as they are, whose changes a silent one's user averages.
+        dropped = {"broadcast_buffers"} if is_silent else set()
+        given = {name: value for name, value in arguments.items() if name not in dropped}
+        ddp = self._built(module, device_ids, {**given, "bucket_cap_mb": bucket_cap})
+        if is_silent:
             del ddp  # it has made the replicas alike
             ddp = self._silent(module, device_ids, arguments)
         check_reducer(ddp)

@@ -106,6 +106,8 @@ class SparseDDPStrategy(DDPStrategy):
         overlap_steps: local steps that are made while an exchange travels; what it brings is then added.
         fragments: parts of the model that are exchanged in turn within ``local_steps``, so that bytes do not come all
             at once.
+        synchronous_steps: optimizer steps that are DDP's, before the first round of local steps: gradients are averaged
+            whole, and ranks are one model. They are counted on across a resume.
         levels: how many levels ranks exchange on: with 2, the ranks of a node average their gradients whole, each of
             them takes a share of the means, selects from it, exchanges with the ranks of other nodes that have the same
             share, and hands its part of the result to its node. Between nodes travels one selection for each node
@@ -149,13 +151,13 @@ class SparseDDPStrategy(DDPStrategy):
         residual_decay: float = 1.0,
         overlap_steps: int = 0,
         fragments: int = 1,
+        synchronous_steps: int = 0,
         levels: Union[str, int] = AUTO,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        rounds = LocalSteps(
-            local_steps, outer_lr, outer_momentum, nesterov, residual_decay, overlap_steps, fragments
-        ).checked()
+        outer = (outer_lr, outer_momentum, nesterov)
+        rounds = LocalSteps(local_steps, *outer, residual_decay, overlap_steps, fragments, synchronous_steps).checked()
         if rounds != LocalSteps() and ddp_kwargs.get("static_graph"):
             raise ValueError(
                 f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local_steps} it"
@@ -207,8 +209,8 @@ class SparseDDPStrategy(DDPStrategy):
             (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels), with two levels
             also ``link_bytes`` (those of the wire that were for other nodes; the densities are then those of this
             rank's share),
-            ``total_wire_bytes`` (those of all steps of this ``fit``), ``select_seconds`` (residual, selection and
-            encoding), ``exchange_seconds`` (in collectives),
+            ``total_wire_bytes`` (those of all steps of this ``fit`` that were not left to plain DDP),
+            ``select_seconds`` (residual, selection and encoding), ``exchange_seconds`` (in collectives),
             ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
             plain DDP the seconds are not known (NaN); with a method that lets
             replicas drift apart also ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
@@ -355,12 +357,19 @@ class SparseDDPStrategy(DDPStrategy):
 
     @property
     def _rounds(self) -> Optional[Rounds]:
-        return None if self.engine is None else self.engine.rounds
+        """Rounds of local steps; ``None`` where gradients are exchanged, also while steps are synchronous."""
+        return None if self.engine is None or self.is_plain else self.engine.rounds
+
+    def _wants_plain(self) -> bool:
+        """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
+        if self.engine is not None and self.engine.rounds is not None:
+            return self.engine.rounds.is_synchronous
+        return self._choice.wants_plain if self._choice is not None and self._is_at_border else self.is_plain
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
-        is_plain = self._choice.wants_plain if self._choice is not None and self._is_at_border else self.is_plain
+        is_plain = self._wants_plain()
         trained = self._wrapping.trained
         if trained.have_changed(self.optimizers):
             self._agree_on_trained()
@@ -395,7 +404,7 @@ class SparseDDPStrategy(DDPStrategy):
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
-        if self.engine is not None and self._rounds is None:
+        if self.engine is not None and self.settings.local_steps is None:
             assert self._optimizer_view is not None
             assert isinstance(self.model, DistributedDataParallel)
             is_exchanged = self.model.require_backward_grad_sync
@@ -518,9 +527,10 @@ class SparseDDPStrategy(DDPStrategy):
                 self.engine.leave_optimizers()
             self.engine.detach()
         self.model = None  # two reducers would both take every gradient
+        # Replicas are the same already, but not new parameters, and not the buffers that DDP leaves to rounds.
+        begins_rounds = self.is_plain and not is_plain and self.settings.local_steps is not None
         self._wrapping.is_plain = is_plain
-        # Replicas are the same already, unless they have new parameters.
-        self.model = self._setup_model(module, init_sync=self._wrapping.trained.has_new())
+        self.model = self._setup_model(module, init_sync=begins_rounds or self._wrapping.trained.has_new())
         self.model.require_backward_grad_sync = synchronizes
         if self.engine is not None and not is_plain:
             self.engine.attach(self.model)

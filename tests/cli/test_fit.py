@@ -62,10 +62,13 @@ def test_a_strategy_is_built_from_plain_arguments(
         "--trainer.strategy.schedule=lightning_sparse.schedule.FixedSize",
         "--trainer.strategy.schedule.min_elements=1000",
         "--trainer.strategy.wire=bfloat16",
+        "--trainer.strategy.local_steps=4",
+        "--trainer.strategy.synchronous_steps=20",
         "--trainer.strategy.find_unused_parameters=true",
         "--print_config",
     )
-    for line in ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "resume_compression: true"):
+    given = ("density: 0.02", "min_elements: 1000", "wire: bfloat16", "synchronous_steps: 20")
+    for line in (*given, "resume_compression: true"):
         assert line in printed
     # Those of DDP, too, but not its default in place of ours.
     for line in ("find_unused_parameters: true", "static_graph: false", "gradient_as_bucket_view: true"):

@@ -264,6 +264,8 @@ def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None
         ({"every": 4, "overlap_steps": 4}, "overlap_steps=4 must be less than local_steps=4"),
         ({"every": "auto", "fragments": 2}, "local_steps='auto' measures exchanges that are waited for"),
         ({"every": "often"}, "local_steps='often' must be a whole number"),
+        ({"every": 4, "synchronous_steps": "all"}, "synchronous_steps='all' must be a whole number, at least 0"),
+        ({"synchronous_steps": 3}, "synchronous_steps=3 are those before rounds"),
         ({"every": 4, "fragments": 5}, "fragments=5 cannot take turns within local_steps=4"),
     ],
     ids=str,
@@ -271,6 +273,52 @@ def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         LocalSteps(**changes).checked()
+
+
+def take_up(rank: int, is_old: bool, steps: int) -> list[int]:
+    """Save after some steps, and go on with synchronous steps first; return the bytes sent by each step."""
+    first, second = LocalSteps(every=2), LocalSteps(every=2, synchronous_steps=9)
+    with sparse_ddp(Edges(), "dense", local_steps=first if is_old else second) as (_, engine):
+        for _ in range(steps):
+            engine.end_step()
+        engine.settle()
+        state = engine.state_dict()
+        if is_old:
+            del state["rounds"]["has_begun"]
+    with sparse_ddp(Edges(), "dense", local_steps=second) as (_, engine):
+        engine.load_state_dict(state)
+        sent = []
+        for _ in range(4):
+            engine.end_step()
+            engine.settle()
+            sent.append(engine.recorder.total_wire_bytes)
+    return sent
+
+
+@pytest.mark.parametrize(("is_old", "steps"), [(True, 4), (False, 4), (False, 9)], ids=["old", "early", "all made"])
+def test_checkpoints_tell_whether_rounds_have_begun(pair: Pool, is_old: bool, steps: int) -> None:
+    for sent in pair.run(take_up, is_old, steps):
+        assert len(set(sent)) == (1 if steps < 9 and not is_old else 3)
+
+
+def two_optimizers(rank: int) -> list[int]:
+    """Let two optimizers step in turn, first synchronously; return the bytes sent by each pair of steps."""
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2, synchronous_steps=3)) as (_, engine):
+        sent = []
+        for _ in range(7):
+            if not engine.rounds.is_synchronous:
+                engine.rounds.begin()
+            engine.end_step(0)
+            engine.end_step(1)
+            engine.settle()
+            sent.append(engine.recorder.total_wire_bytes)
+    return sent
+
+
+def test_several_optimizers_are_counted_anew_when_rounds_begin(pair: Pool) -> None:
+    for sent in pair.run(two_optimizers):
+        assert sent == [0] * 4 + [sent[4]] * 2 + [2 * sent[4]]
+        assert sent[4] > 0
 
 
 def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:

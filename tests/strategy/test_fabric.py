@@ -291,6 +291,7 @@ def test_mistakes_are_refused_with_their_cure(pair: Pool) -> None:
         ({"ratio": 0.01}, TypeError, "ratio=0.01 is no argument of SparseFabricStrategy: did you mean density"),
         ({"denstiy": 0.01}, TypeError, "did you mean density"),
         ({"local_steps": 4}, TypeError, "the Trainer's SparseDDPStrategy"),
+        ({"synchronous_steps": 4}, TypeError, "the Trainer's SparseDDPStrategy"),
         ({"density": 1.5}, ValueError, "must be a fraction"),
         ({"bucket_cap_mb": 25}, ValueError, "the schedule decides"),
         ({"total_steps": 0}, ValueError, "total_steps=0"),

@@ -3,12 +3,14 @@
 import warnings
 from pathlib import Path
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,15 +18,20 @@ from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, MomentumCorrection, ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.compressors.density import CriticalRegime
+from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
-from tests.helpers.resuming import Numbered, fit_numbered, heard, resume_exactly
+from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, heard, resume_exactly
 from tests.helpers.trainers import Rows, Small, run_fit, weights
 
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": "dense", "local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
     "sparse": {"compressor": "topk", "density": 0.1, "wire": "2bit", "local_steps": 4, "residual_decay": 0.9},
     "late": {"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 2, "fragments": 2},
+    "synchronous": {
+        **{"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 1},
+        **{"synchronous_steps": 3, "find_unused_parameters": True},
+    },
 }
 
 
@@ -64,7 +71,9 @@ def resume(rank: int, kind: str, path: str, save_after: int, module: type[Number
     return resume_exactly(rank, lambda: SparseDDPStrategy(**ROUNDS[kind]), path, save_after, {}, module)
 
 
-@pytest.mark.parametrize(("module", "save_after"), [(Local, 5), (Local, 6), (Narrow, 3), (Narrow, 8)])
+@pytest.mark.parametrize(
+    ("module", "save_after"), [(Local, 2), (Local, 3), (Local, 5), (Local, 6), (Narrow, 2), (Narrow, 3), (Narrow, 8)]
+)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_a_round_goes_on_to_the_bit(
     pair: Pool, tmp_path: Path, kind: str, module: type[Numbered], save_after: int
@@ -152,7 +161,7 @@ def test_the_shared_model_is_validated_for_nothing(pair: Pool, kind: str) -> Non
         assert all(map(torch.equal, validated, often[0][0]))
         assert all(map(torch.equal, trained, trained_alone))
         assert sent == sent_alone
-    assert not torch.equal(often[0][1][0], often[1][1][0])
+    assert not torch.equal(often[0][1][4], often[1][1][4])
 
 
 def save_weights(rank: int, kind: str, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -230,7 +239,7 @@ def fit(rank: int, module: type[LightningModule], kind: str, arguments: dict[str
     """Fit a model; return its parameters at the start and at the end, and the statistics."""
     model = module()
     start = weights(model)
-    trainer = run_fit(rank, SparseDDPStrategy(**ROUNDS[kind], **more), model, limit_train_batches=8, **arguments)
+    trainer = run_fit(rank, SparseDDPStrategy(**{**ROUNDS[kind], **more}), model, limit_train_batches=8, **arguments)
     assert isinstance(trainer.strategy, SparseDDPStrategy)
     return start, weights(model), trainer.strategy.compression_stats()
 
@@ -298,6 +307,158 @@ def test_ranks_may_skip_different_steps(pair: Pool, tmp_path: Path) -> None:
     assert not found + other_found
 
 
+def fit_synchronously(
+    rank: int, is_ours: bool, module: type[LightningModule], arguments: dict[str, Any], is_scaled: bool, unused: bool
+) -> dict[str, Any]:
+    """Fit with DDP, or with more synchronous steps than there are; return all that training has made."""
+    more = {"find_unused_parameters": unused}
+    ours = {"compressor": "topk", "density": 0.1, "local_steps": 2, "synchronous_steps": 12}
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
+    plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler)] * is_scaled
+    model, checks = module(), {"val_check_interval": 4, "limit_val_batches": 1}
+    strategy = SparseDDPStrategy(**ours, **more) if is_ours else DDPStrategy(**more)
+    trainer = run_fit(
+        rank, strategy, model, max_epochs=2, limit_train_batches=6, plugins=plugins, **checks, **arguments
+    )
+    return {
+        "model": {name: each.clone() for name, each in model.state_dict().items()},
+        "optimizers": [optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
+        "history": getattr(model, "history", {}),
+        "validated": {name: float(number) for name, number in trainer.callback_metrics.items()},
+        "scale": scaler.get_scale(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "module", "arguments", "is_scaled", "unused"),
+    [
+        (3, Local, {}, False, False),
+        (2, Narrow, {}, False, False),
+        (2, Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, False, False),
+        (2, Overflowing, {}, True, False),
+        (2, Adversaries, {}, False, True),
+    ],
+    ids=["AdamW", "bfloat16", "accumulated", "scaled", "by hand"],
+)
+def test_synchronous_steps_are_those_of_ddp_to_the_bit(
+    pools: dict[int, Pool],
+    ranks: int,
+    module: type[LightningModule],
+    arguments: dict[str, Any],
+    is_scaled: bool,
+    unused: bool,
+) -> None:
+    ours, theirs = (
+        pools[ranks].run(fit_synchronously, is_ours, module, arguments, is_scaled, unused) for is_ours in (True, False)
+    )
+    assert_same(ours, theirs)
+
+
+def fit_first_synchronously(rank: int, synchronous: int, every: int) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
+    """Fit with plain averages after some synchronous steps; return the weights after each step, and what is said."""
+    lines: list[str] = []
+    model = Numbered()
+    strategy = SparseDDPStrategy("dense", local_steps=every, synchronous_steps=synchronous)
+    with mock.patch.object(strategy, "_say", lines.append):
+        fit_numbered(rank, strategy, model)
+    return model.history, lines
+
+
+class Worker(Numbered):
+    """A rank of the reference, in this process."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        (self.optimizer,), (self.schedule,) = self.configure_optimizers()
+
+    def backward_on(self, seen: int) -> None:
+        """Compute the gradients of a batch."""
+        epoch, number = divmod(seen, BATCHES)
+        seed = 10_000 * self.rank + 100 * epoch + number
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+        self.optimizer.zero_grad()
+        (self.network(rows) - rows).square().mean().backward()
+
+
+@torch.no_grad()
+def average(everybody: list[list[Tensor]]) -> None:
+    """Replace tensors by their means over workers."""
+    for each in zip(*everybody):
+        mean = sum(each) / len(each)
+        for tensor in each:
+            tensor.copy_(mean)
+
+
+@pytest.mark.parametrize("synchronous", [3, 4])
+def test_rounds_follow_synchronous_steps(pair: Pool, synchronous: int) -> None:
+    every = 2
+    answers = pair.run(fit_first_synchronously, synchronous, every)
+    workers = [Worker(rank) for rank in range(2)]
+    for seen in range(12):
+        for worker in workers:
+            worker.backward_on(seen)
+        if seen < synchronous:
+            average([[each.grad for each in worker.parameters()] for worker in workers])
+        for worker in workers:
+            worker.optimizer.step()
+            worker.schedule["scheduler"].step()
+        if seen >= synchronous and (seen + 1 - synchronous) % every == 0:
+            average([list(worker.parameters()) for worker in workers])
+        for worker, (history, _) in zip(workers, answers):
+            if seen < 11:  # the last round is closed after the last batch's note
+                for name, parameter in worker.named_parameters():
+                    torch.testing.assert_close(history[seen + 1][name].cpu(), parameter, rtol=0, atol=1e-5)
+    are_alike = [_same(*(history[seen + 1] for history, _ in answers)) for seen in range(11)]
+    assert are_alike == [seen < synchronous or (seen + 1 - synchronous) % every == 0 for seen in range(11)]
+    assert f"local steps: 2, the first {synchronous} steps are synchronous" in answers[0][1][0]
+
+
+def see_buffers(rank: int) -> list[dict[str, Tensor]]:
+    """Fit where DDP broadcasts no buffers; return what would be saved of them after each step."""
+    seen = []
+
+    class Looking(Local):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            state = self.trainer.strategy.lightning_module_state_dict()
+            seen.append({name: each.clone() for name, each in state.items() if "running" in name})
+
+    strategy = SparseDDPStrategy("dense", local_steps=2, synchronous_steps=3, broadcast_buffers=False)
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
+    fit_numbered(rank, strategy, Looking())
+    return seen
+
+
+def test_rounds_begin_with_the_same_buffers(pair: Pool) -> None:
+    first, second = pair.run(see_buffers)
+    are_alike = [_same(one, other) for one, other in zip(first, second)]
+    assert are_alike == [False] * 3 + [True] * 9
+
+
+def change_number(rank: int, path: str, before: int, after: int, save_after: int) -> tuple[list[int], list[int]]:
+    """Save, and go on with another number of synchronous steps; return which batches left what on this rank."""
+    plain = []
+    for synchronous, model, source in ((before, Numbered(save_after, path), None), (after, Numbered(), path)):
+        strategy = SparseDDPStrategy("dense", local_steps=3, synchronous_steps=synchronous)
+        seen: list[int] = []
+        model.on_before_zero_grad = lambda *args, strategy=strategy, seen=seen: seen.append(strategy.is_plain)
+        fit_numbered(rank, strategy, model, source)
+        plain.append(sum(seen))
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "save_after", "expected"),
+    [(5, 8, 4, [5, 4]), (5, 2, 4, [5, 0]), (2, 8, 4, [2, 0])],
+    ids=["more", "fewer", "begun"],
+)
+def test_another_number_counts_until_rounds_begin(
+    pair: Pool, tmp_path: Path, before: int, after: int, save_after: int, expected: list[int]
+) -> None:
+    for answer in pair.run(change_number, str(tmp_path / "middle.ckpt"), before, after, save_after):
+        assert answer == expected
+
+
 class Plateau(Small):
     """A model whose learning rate goes by a loss of this rank alone."""
 
@@ -356,15 +517,21 @@ def test_what_would_drive_ranks_apart_is_refused(
         ({"compressor": LAGS(adapts_density=True)}, "leaves nothing of an exchange to hide"),
         ({"compressor": "topk", "optimizer_correction": AdamCorrection()}, "optimizers see whole gradients"),
         ({"compressor": "dense", "residual_decay": 0.9}, "leaves nothing waiting"),
+        ({"compressor": "topk", "synchronous_steps": -1}, "synchronous_steps=-1 must be a whole number, at least 0"),
+        ({"compressor": "topk", "synchronous_steps": 2.5}, "synchronous_steps=2.5 must be a whole number, at least 0"),
+        ({"local_steps": 1, "synchronous_steps": 9}, "synchronous_steps=9 .*leave it out.*or give local_steps="),
         ({"compressor": "topk", "overlap_steps": 9}, "overlap_steps=9 must be less than local_steps=5"),
         ({"compressor": SDAGC(momentum=None), "wire": "2bit"}, "wire='2bit' was given to SDAGC"),
         ({"compressor": "exdyna", "wire": "4bit"}, "wire='4bit' was given to ExDyna"),
     ],
-    ids=["a2sgd", "momentum", "clipping", "auto", "adapting", "correction", "decay", "overlap", "gaps", "union"],
+    ids=[
+        *("a2sgd", "momentum", "clipping", "auto", "adapting", "correction", "decay"),
+        *("negative", "fraction", "no rounds", "overlap", "gaps", "union"),
+    ],
 )
 def test_what_cannot_go_together_is_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        SparseDDPStrategy(local_steps=5, **arguments)
+        SparseDDPStrategy(**{"local_steps": 5, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def summary(settings: Settings) -> str:
         sent = f"each {what} whole" if compressor.wire_format == "reduce" else f"each {what} in a code of its own"
     parts = {"warm-up": _warm_up(settings), "schedule": _schedule(settings)}
     if local is not None:
-        parts["local steps"] = str(local.every)
+        first = f", the first {local.synchronous_steps} steps are synchronous" if local.synchronous_steps else ""
+        parts["local steps"] = f"{local.every}{first}"
     if compressor.wire_format == "gather":
         named = [word for word, exchange in EXCHANGES.items() if exchange == settings.exchange]
         parts["exchange"] = named[0] if named else repr(settings.exchange.owners)
