@@ -612,6 +612,9 @@ class SparseDDPStrategy(DDPStrategy):
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine, the optimizers and the step what this rank had kept; return what they cannot use."""
         assert self.engine is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
+        self.model.require_backward_grad_sync = True
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}

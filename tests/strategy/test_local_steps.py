@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -433,6 +434,20 @@ def test_rounds_begin_with_the_same_buffers(pair: Pool) -> None:
     first, second = pair.run(see_buffers)
     are_alike = [_same(one, other) for one, other in zip(first, second)]
     assert are_alike == [False] * 3 + [True] * 9
+
+
+def search_for_a_rate(rank: int, searches: bool, folder: str) -> dict[int, dict[str, Tensor]]:
+    """Fit after a search that gets to rounds; return the weights after each step."""
+    model = Numbered()
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, update_attr=False)
+    arguments = {"callbacks": [finder] * searches, "default_root_dir": folder}
+    fit_numbered(rank, SparseDDPStrategy(**ROUNDS["synchronous"]), model, **arguments)
+    return model.history
+
+
+def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair: Pool, tmp_path: Path) -> None:
+    searched, expected = (pair.run(search_for_a_rate, searches, str(tmp_path)) for searches in (True, False))
+    assert_same(searched, expected)
 
 
 def change_number(rank: int, path: str, before: int, after: int, save_after: int) -> tuple[list[int], list[int]]:
