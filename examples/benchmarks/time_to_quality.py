@@ -4,7 +4,7 @@ Two measurements, and their product:
 
 1. How many steps each way needs to end at the loss at which DDP ends, with ``quality.py``: trainings of 1, 1.25, 1.5, 2
    and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
-2. How long a step takes, with ``step.py``, over each network.
+2. How long a step takes, with ``step.py``, over each network. Where the first steps are DDP's, they take as long as those.
 
 The ways that exist without this package are taken to need as many steps as DDP where they were not tried, which is in
 their favour. Everything is written to ``--output``, and what is there already is not measured again::
@@ -18,7 +18,7 @@ import argparse
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Optional
@@ -58,9 +58,9 @@ WAYS = {
     "post-local SGD": Way(None, {"system": "ddp", "local": str(AVERAGED_EVERY)}),
     "sparse_lags 0.01": Way("sparse_lags 0.01, AdamW", {"system": "lags", "density": 0.01}, True),
     "sparse_lags 0.001": Way("sparse_lags 0.001, AdamW", {"system": "lags", "density": 0.001}, True),
-    "sparse_diloco": Way("sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.5"}, True),
+    "20 local steps": Way("sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.2:1:100"}, True),
     "sparse_loco": Way(
-        "sparse_loco, AdamW", {"system": "topk", "density": 1 / 64, "wire": "2bit", "local": "30:1:0:0.95"}, True
+        "sparse_loco, AdamW", {"system": "topk", "density": 1 / 64, "wire": "2bit", "local": "30:1:0:0.95:100"}, True
     ),
 }
 
@@ -132,6 +132,14 @@ def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
     return {name: averaged if way.row is None else by_row[way.row] for name, way in WAYS.items()}
 
 
+def elapsed(name: str, steps: float, seconds: Mapping[str, float]) -> float:
+    """Return the seconds of so many steps of a way, the first of which may be DDP's."""
+    way = WAYS[name]
+    is_local = way.quality is not None and "local" in way.quality
+    synchronous = min(steps, run_of(way, round(steps), 1).local_numbers()[-1] if is_local else 0)
+    return synchronous * seconds["ddp"] + (steps - synchronous) * seconds[name]
+
+
 def table(options: argparse.Namespace) -> Iterator[str]:
     """Yield a Markdown table of steps, seconds and their products relative to DDP's."""
     networks = [name for name in NETWORKS if step_seconds(name, options)]
@@ -142,7 +150,9 @@ def table(options: argparse.Namespace) -> Iterator[str]:
         cells = []
         for network in networks:
             seconds = step_seconds(network, options)
-            product = "not reached" if found is None else f"{found[0] * seconds[name] / seconds['ddp']:.2f}"
+            steps = options.ddp_steps
+            whole = elapsed("ddp", steps, seconds)
+            product = "not reached" if found is None else f"{elapsed(name, found[0] * steps, seconds) / whole:.2f}"
             cells.append(f"{1e3 * seconds[name]:.0f} ms, {product}")
         assumed = " (assumed)" if WAYS[name].quality is None else ""
         budget = "not reached" if found is None else f"{found[0]:g}{assumed}"
@@ -162,7 +172,7 @@ def draw(options: argparse.Namespace) -> None:
             if found is not None and (way.quality is not None or name == "ddp + bf16 hook"):
                 points = found[1]
                 panel.plot(
-                    [step * seconds[name] / 60 for step, _ in points],
+                    [elapsed(name, step, seconds) / 60 for step, _ in points],
                     [loss for _, loss in points],
                     "-" if way.is_ours else "--",
                     label=name,
