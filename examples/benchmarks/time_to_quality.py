@@ -4,7 +4,7 @@ Two measurements, and their product:
 
 1. How many steps each way needs to end at the loss at which DDP ends, with ``quality.py``: trainings of 1, 1.25, 1.5, 2
    and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
-2. How long a step takes, with ``step.py``, over each network. Where the first steps are DDP's, they take as long as those.
+2. How long a step takes, with ``step.py``, over each network. First steps that are synchronous take as long as DDP's.
 
 The ways that exist without this package are taken to need as many steps as DDP where they were not tried, which is in
 their favour. Everything is written to ``--output``, and what is there already is not measured again::
