@@ -84,8 +84,10 @@ class MomentumMemory(ResidualMemory):
                 self._decayed.pop(name, None)
             rows[settings.nesterov].append((momentum, gradient, settings.momentum))
         for is_nesterov, some in rows.items():
-            velocities, inputs, factors = map(list, zip(*some))
-            _accumulate_alike(velocities, inputs, factors, is_nesterov)
+            # On a CPU each by itself, while a cache holds it.
+            for together in [[row] for row in some] if gradients[0].device.type == "cpu" else [some]:
+                velocities, inputs, factors = map(list, zip(*together))
+                _accumulate_alike(velocities, inputs, factors, is_nesterov)
         for momentum, before in decayed:
             momentum.add_(before)
 
