@@ -99,6 +99,9 @@ class WholeSelection(GroupSelection):
 
     @override
     def overwrite(self, tensors: Sequence[Tensor]) -> None:
+        if all(selection.values.dim() == 1 for selection in self.selections):
+            torch._foreach_copy_(list(tensors), [selection.values for selection in self.selections])
+            return
         for selection, tensor in zip(self.selections, tensors):
             copy_elements(selection.values, tensor)
 
@@ -182,8 +185,10 @@ class FlatSelection(GroupSelection):
 
     @override
     def scatter(self, tensors: Sequence[Tensor]) -> None:
-        for run in self._runs(tensors):
-            add_rows(run.values, run.indices, run.flat.zero_())
+        several = list(self._runs(tensors))
+        torch._foreach_zero_([run.flat for run in several])
+        for run in several:
+            add_rows(run.values, run.indices, run.flat)
 
     @override
     def _by_tensor(self) -> list[Selection]:
@@ -194,10 +199,14 @@ class FlatSelection(GroupSelection):
 
     def _runs(self, tensors: Sequence[Tensor]) -> Iterator["_Run"]:
         starts, columns = starts_of(self.numels), starts_of(self.counts)
-        for first, stop, flat in runs(tensors):
-            begin, selected = columns[first], columns[stop] - columns[first]
-            indices, values = (each.narrow(-1, begin, selected) for each in (self.indices, self.values))
-            yield _Run(flat, indices - starts[first], values)
+        found = list(runs(tensors))
+        numels, counts = (tuple(each[stop] - each[first] for first, stop, _ in found) for each in (starts, columns))
+        indices = self.indices
+        if len(found) > 1:
+            indices = indices - _origins(numels, counts, indices.device)
+        pieces = zip(found, indices.split(counts, -1), self.values.split(counts, -1))
+        for (_, _, flat), run_indices, values in pieces:
+            yield _Run(flat, run_indices, values)
 
 
 def parted(

@@ -250,9 +250,9 @@ class Pipeline:
         self.wires.end_step()
 
     def _keep(self, exchanged: Exchanged, finite: Tensor) -> None:
-        used, accumulated = exchanged.arrival.used, exchanged.accumulated
-        accepted = finite.expand(len(accumulated)) if used is None else used & finite
-        self.memory.update(exchanged.names, accumulated, exchanged.arrival.kept, accepted)
+        used = exchanged.arrival.used
+        accepted = finite if used is None else used & finite
+        self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
 
     def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
         means = exchanged.accumulated

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-# Temporaries of a piece stay in the cache, and their memory is used again for the next piece.
-_PIECE = 1 << 18
+# Temporaries of a piece stay in a CPU's cache, and their memory is used again for the next piece. On a device few
+# launches count more: eight bytes for each code are 64 MiB.
+_CPU_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 23
 
 
 def packed_nbytes(count: int, bits: int) -> int:
@@ -40,7 +41,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """
     codes_each, bytes_each = _word_sizes(bits)
     packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
-    for piece, out in zip(codes.split(_PIECE), packed.split(packed_nbytes(_PIECE, bits))):
+    size = _piece(codes)
+    for piece, out in zip(codes.split(size), packed.split(packed_nbytes(size, bits))):
         padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
         _write_parts(_words(padded.view(-1, codes_each), bits, bytes_each), out.view(-1, bytes_each), 8)
     return packed
@@ -59,9 +61,14 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """
     codes_each, bytes_each = _word_sizes(bits)
     codes = packed.new_empty(packed_nbytes(count, 8))
-    for piece, out in zip(packed.split(packed_nbytes(_PIECE, bits)), codes.split(_PIECE)):
+    size = _piece(packed)
+    for piece, out in zip(packed.split(packed_nbytes(size, bits)), codes.split(size)):
         _write_parts(_words(piece.view(-1, bytes_each), 8, bytes_each), out.view(-1, codes_each), bits)
     return codes[:count]
+
+
+def _piece(tensor: Tensor) -> int:
+    return _CPU_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
 
 
 def _word_sizes(bits: int) -> tuple[int, int]:

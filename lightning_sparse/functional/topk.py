@@ -29,6 +29,7 @@ _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discar
 _FEW_BLOCKS = 1 << 15  # elements below which block maxima cost more than they save
 _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
+_DEVICE_BATCH = 1 << 24  # likewise, of those that are copied: a launch costs more than 64 MiB for a while
 _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
 _MOST_CANDIDATES = 4  # for each element kept; a floor that leaves more, as zero does, separates too little to pay
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
@@ -78,6 +79,8 @@ def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")
     size = max(1, _BATCH // numel)
+    if tensors[0].device.type != "cpu":
+        size = max(1, _DEVICE_BATCH // (count * _BLOCK if _is_sparse(numel, count) else numel))
     batches = [tensors[start : start + size] for start in range(0, len(tensors), size)]
     return torch.cat([_select(batch, count) for batch in batches])
 
@@ -86,13 +89,18 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
     numel = rows[0].numel()
     if count == numel:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
-    if numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel:
+    if _is_sparse(numel, count):
         return _by_block_maxima(rows, count)
     # A sampled threshold leaves a count that the host must read. Off the CPU that is a synchronisation, and
     # torch.topk is a radix selection there.
     if numel > _SMALL and rows[0].device.type == "cpu":
         return torch.stack([_by_sampled_threshold(row, count) for row in rows])
     return _largest(torch.stack(tuple(rows)).abs_(), count)
+
+
+def _is_sparse(numel: int, count: int) -> bool:
+    """Return whether so few are selected of so many that maxima of blocks rule nearly all out."""
+    return numel > _FEW_BLOCKS and count * _BLOCK * _BLOCK_MARGIN <= numel
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:

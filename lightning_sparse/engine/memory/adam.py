@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.base import MemoryState, in_widened
-from lightning_sparse.engine.memory.residual import ResidualMemory, cloned
+from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
 from lightning_sparse.functional import AdamScalars, accumulate_updates, denominator, to_gradients
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
@@ -118,7 +118,7 @@ class AdamMemory(ResidualMemory):
         moments.first.zero_()
         if name in self._residuals:
             owed.add_(self._residuals[name])
-        self._residuals[name] = owed.div_(self._denominator(name, moments))
+        kept_like(self._residuals, [name], [owed])[0].copy_(owed.div_(self._denominator(name, moments)))
 
     def _return_to_gradients(self, name: str, known: Optional[AdamMoments]) -> None:
         self._in_updates.discard(name)

@@ -56,7 +56,7 @@ class Memory(ABC):
             names: parameter names.
             accumulated: what :meth:`compensate` returned; may be changed.
             kept: for each, what is left at the positions that were sent.
-            accepted: bool ``[len(names)]``; where false, the memory of that parameter stays as it is.
+            accepted: bool ``[len(names)]``, or ``[]`` for all of them; where false, nothing of a parameter changes.
         """
 
     def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:

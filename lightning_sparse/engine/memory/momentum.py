@@ -5,6 +5,7 @@ element that waited for many steps meets a momentum that has forgotten it; with 
 training would have applied.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
@@ -16,7 +17,7 @@ from lightning_sparse.compressors.feedback import Hyperparameters
 from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.base import MemoryState
-from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
+from lightning_sparse.engine.memory.residual import ResidualMemory, kept_like, laid_clones, overwrite_accepted
 
 
 class MomentumMemory(ResidualMemory):
@@ -69,24 +70,26 @@ class MomentumMemory(ResidualMemory):
         momenta = kept_like(self._momenta, names, gradients)
         in_flight = kept_like(self._in_flight, names, gradients)
         torch._foreach_copy_(in_flight, momenta)
+        decayed: list[tuple[Tensor, Tensor]] = []
+        rows: defaultdict[bool, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
         for name, momentum, gradient in zip(names, in_flight, gradients):
             settings = hyperparameters.get(name, self._without_optimizer)
-            before: Optional[Tensor] = None
             if settings.continues_step:
                 # What is there has been decayed, and added to what waits: it is left out meanwhile. Where that is not
                 # known, the run has been resumed between two exchanges of one step.
                 before = momentum * self._decayed.setdefault(name, torch.ones_like(gradient[:1], dtype=torch.bool))
                 momentum.sub_(before)
+                decayed.append((momentum, before))
             else:
                 self._decayed.pop(name, None)
-            if settings.nesterov:
-                momentum.add_(gradient).mul_(settings.momentum)
-                gradient.add_(momentum)
-            else:
-                momentum.mul_(settings.momentum).add_(gradient)
-                gradient.copy_(momentum)
-            if before is not None:
-                momentum.add_(before)
+            rows[settings.nesterov].append((momentum, gradient, settings.momentum))
+        for is_nesterov, some in rows.items():
+            # On a CPU each by itself, while a cache holds it.
+            for together in [[row] for row in some] if gradients[0].device.type == "cpu" else [some]:
+                velocities, inputs, factors = map(list, zip(*together))
+                _accumulate_alike(velocities, inputs, factors, is_nesterov)
+        for momentum, before in decayed:
+            momentum.add_(before)
 
     @override
     def update(
@@ -99,9 +102,8 @@ class MomentumMemory(ResidualMemory):
                 if self.is_watched and is_whole is not None:
                     self._masked[name] = is_whole.logical_not().sum()
         momenta = kept_like(self._momenta, names, accumulated)
-        for position, (momentum, newest) in enumerate(zip(momenta, in_flight)):
-            torch.where(accepted[position], newest, momentum, out=momentum)
-        for name, is_accepted in zip(names, accepted.unbind()):
+        overwrite_accepted(momenta, in_flight, accepted)
+        for name, is_accepted in zip(names, accepted.expand(len(names)).unbind()):
             known = self._decayed.get(name)
             self._decayed[name] = is_accepted if known is None else known | is_accepted
         super().update(names, accumulated, kept, accepted)
@@ -127,8 +129,20 @@ class MomentumMemory(ResidualMemory):
     @override
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
-        self._momenta = cloned(state.get("momentum", {}))
+        self._momenta = laid_clones(state.get("momentum", {}))
         self._decayed.clear()
+
+
+def _accumulate_alike(momenta: list[Tensor], gradients: list[Tensor], factors: list[float], is_nesterov: bool) -> None:
+    """Turn gradients into velocities, in place, as their momenta."""
+    if is_nesterov:
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_mul_(momenta, factors)
+        torch._foreach_add_(gradients, momenta)
+    else:
+        torch._foreach_mul_(momenta, factors)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_copy_(gradients, momenta)
 
 
 def _mask_sent(momentum: Tensor, accumulated: Tensor, kept: Selection) -> Optional[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.feedback import Hyperparameters
-from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.group_selection import GroupSelection, runs
 from lightning_sparse.engine.memory.base import Memory, MemoryState, in_widened
 from lightning_sparse.functional import copy_elements
 
@@ -99,10 +99,10 @@ class ResidualMemory(Memory):
         if accepted.device.type != "cpu":
             # Asking the device for the decision would stop the host; both outcomes cost one pass: it chooses itself.
             kept.overwrite(accumulated)
-            for residual, source, is_accepted in zip(residuals, accumulated, accepted.unbind()):
-                torch.where(is_accepted, source, residual, out=residual)
+            overwrite_accepted(residuals, accumulated, accepted)
             return
-        positions = [position for position, is_accepted in enumerate(accepted.tolist()) if is_accepted]
+        are_accepted = accepted.expand(len(names)).tolist()
+        positions = [position for position, is_accepted in enumerate(are_accepted) if is_accepted]
         if kept.is_whole:  # what is overwritten as a whole need not be copied first
             for position in positions:
                 copy_elements(kept[position].values, residuals[position])
@@ -131,16 +131,41 @@ class ResidualMemory(Memory):
 
     @override
     def load_state_dict(self, state: MemoryState) -> None:
-        self._residuals = cloned(state.get("residual", {}))
+        self._residuals = laid_clones(state.get("residual", {}))
         self._rates = cloned(state.get("learning_rate", {}))
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is kept under some names; zeros, from now on kept, under a new one."""
-    for name, like in zip(names, likes):
-        if name not in kept:
-            kept[name] = torch.zeros_like(like)
+    """Return what is kept under some names; zeros, from now on kept, under new ones.
+
+    Those that are new together lie side by side in memory, so that one call can serve all of them.
+    """
+    new = {name: like for name, like in zip(names, likes) if name not in kept}
+    for dtype in {like.dtype for like in new.values()}:
+        some = {name: like for name, like in new.items() if like.dtype is dtype}
+        numels = [like.numel() for like in some.values()]
+        kept.update(zip(some, next(iter(some.values())).new_zeros(sum(numels)).split(numels)))
     return [kept[name] for name in names]
+
+
+def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], accepted: Tensor) -> None:
+    """Copy flat sources, in place, over those tensors that are accepted: bool by tensor, or ``[]`` for all of them."""
+    if accepted.dim():
+        for tensor, source, is_accepted in zip(tensors, sources, accepted.unbind()):
+            torch.where(is_accepted, source, tensor, out=tensor)
+        return
+    for first, stop, source in runs(sources):
+        start = 0
+        for _, _, tensor in runs(tensors[first:stop]):
+            torch.where(accepted, source.narrow(0, start, tensor.numel()), tensor, out=tensor)
+            start += tensor.numel()
+
+
+def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy flat tensors by name, side by side in memory."""
+    clones: dict[str, Tensor] = {}
+    torch._foreach_copy_(kept_like(clones, list(tensors), list(tensors.values())), list(tensors.values()))
+    return clones
 
 
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Integer codes go to every rank: packed to their bits, with the scale of every bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -59,6 +59,7 @@ class CodesFormat(WireFormat):
     ) -> Arrival:
         buckets = [quantization.scales.numel() for quantization in quantizations]
         _, bucket_size, levels = quantizations[0]
+        lengths, counts = map(list, zip(*_stretches(numels, buckets, bucket_size)))
         sizes = [4 * sum(buckets), packed_nbytes(sum(numels), _bits(levels))]
         scale_bytes, codes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
         scales = read_as(scale_bytes, torch.float32)
@@ -67,7 +68,7 @@ class CodesFormat(WireFormat):
         decoded = torch.empty_like(mean)
         for row, unit in zip(codes, units):
             decoded.copy_(unpack_codes(row, _bits(levels), sum(numels))).sub_(levels)
-            for tensor, steps in zip(decoded.split(list(numels)), unit.split(buckets)):
+            for tensor, steps in zip(decoded.split(lengths), unit.split(counts)):
                 _multiply(tensor, steps, bucket_size)
             mean.add_(decoded)
         nothing = mean.new_zeros(())
@@ -83,6 +84,18 @@ def _units(scales: Tensor, levels: int) -> Tensor:
     """Return what a level is worth, rounded so that the highest is not above the scale: that may be all that fits."""
     units = scales / levels
     return torch.where(units * levels > scales, torch.nextafter(units, torch.zeros_like(units)), units)
+
+
+def _stretches(numels: Sequence[int], buckets: Sequence[int], bucket_size: int) -> Iterator[tuple[int, int]]:
+    """Yield elements and buckets of tensors laid end to end, as far as none but the last bucket is a short one."""
+    elements = whole = 0
+    for numel, count in zip(numels, buckets):
+        elements, whole = elements + numel, whole + count
+        if numel % bucket_size:
+            yield elements, whole
+            elements = whole = 0
+    if elements:
+        yield elements, whole
 
 
 def _multiply(tensor: Tensor, steps: Tensor, bucket_size: int) -> None:

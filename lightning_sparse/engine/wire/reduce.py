@@ -108,7 +108,12 @@ class ReduceFormat(WireFormat):
         return WholeSelection([Selection(piece, None, numel) for piece, numel in zip(pieces, numels)])
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        mean = parts[0].to(dtype) / self.ranks
+        if parts.dtype is dtype:  # then all at once: of many ranks every call counts
+            mean, *rest = parts.div_(self.ranks).unbind()
+            for part in rest:
+                mean += part
+            return mean
+        mean = parts[0].to(dtype).div_(self.ranks)
         for part in parts[1:]:
             mean += part.to(dtype).div_(self.ranks)
         return mean
