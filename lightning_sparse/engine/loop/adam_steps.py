@@ -89,7 +89,7 @@ class AdamSteps:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor]) -> ComingStep:
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
         """Return what is known of the coming step, in which nothing is corrected if it is left to plain DDP.
 
         For the parameters in ``continued`` it has had an exchange before.
