@@ -168,6 +168,8 @@ ROWS: dict[str, Row] = {
     ),
     "sparse_dense": _sparse(compressor="dense"),
     "sparse_topk 0.01": _top_k(0.01),
+    "sparse_topk 0.01, gather": _top_k(0.01, exchange="gather"),
+    "sparse_topk 0.01, owners": _top_k(0.01, exchange="owners"),
     "sparse_topk 0.001": _top_k(0.001),
     "sparse_lags 0.001": _sparsifier("lags", 0.001),
     "sparse_lags 0.001, every step logged": _monitored(_sparsifier("lags", 0.001)),
