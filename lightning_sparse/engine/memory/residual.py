@@ -164,7 +164,8 @@ def overwrite_accepted(tensors: Sequence[Tensor], sources: Sequence[Tensor], acc
 def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy flat tensors by name, side by side in memory."""
     clones: dict[str, Tensor] = {}
-    torch._foreach_copy_(kept_like(clones, list(tensors), list(tensors.values())), list(tensors.values()))
+    for clone, tensor in zip(kept_like(clones, list(tensors), list(tensors.values())), tensors.values()):
+        clone.copy_(tensor)
     return clones
 
 
