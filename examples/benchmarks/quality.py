@@ -131,11 +131,11 @@ def images(seed: int, ranks: int) -> Learnable:
 
 
 def text(seed: int, ranks: int) -> Learnable:
-    """The words of Python's help pages, an LSTM: 20 columns, shared out between the ranks."""
+    """The words of Python's help pages, an LSTM: 20 columns, or a few more, shared out evenly between the ranks."""
     words = tokenize(load_text(None))
     border = int(0.9 * len(words))
     vocabulary = Vocabulary(words[:border], 10_000)
-    columns = cut_columns(vocabulary.encode(words[:border]), 20, is_complete=False)
+    columns = cut_columns(vocabulary.encode(words[:border]), 20 + -20 % ranks, is_complete=False)
     validation = cut_columns(vocabulary.encode(words[border:]), 10, is_complete=True)
     shares = [rank_share(columns, rank, ranks) for rank in range(ranks)]
     windows = [list(zip(share.inputs.split(35, dim=1), share.targets.split(35, dim=1))) for share in shares]
