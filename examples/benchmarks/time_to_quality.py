@@ -58,7 +58,9 @@ WAYS = {
     "post-local SGD": Way(None, {"system": "ddp", "local": str(AVERAGED_EVERY)}),
     "sparse_lags 0.01": Way("sparse_lags 0.01, AdamW", {"system": "lags", "density": 0.01}, True),
     "sparse_lags 0.001": Way("sparse_lags 0.001, AdamW", {"system": "lags", "density": 0.001}, True),
-    "20 local steps": Way("sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.2:1:100"}, True),
+    "20 local steps after 100 synchronous": Way(
+        "sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.2:1:100"}, True
+    ),
     "sparse_loco": Way(
         "sparse_loco, AdamW", {"system": "topk", "density": 1 / 64, "wire": "2bit", "local": "30:1:0:0.95:100"}, True
     ),
@@ -177,7 +179,10 @@ def draw(options: argparse.Namespace) -> None:
                     "-" if way.is_ours else "--",
                     label=name,
                 )
-        panel.set(title=network, xlabel="minutes", xscale="log")
+        target = budgets_of("ddp", options)
+        if target is not None:
+            panel.axhline(target[1][-1][1], color="gray", linewidth=0.8, label="ddp at its end")
+        panel.set(title=network, xlabel="minutes", xlim=(0, None))
     axes[0][0].set(ylabel="validation loss")
     axes[0][0].legend(fontsize="small")
     figure.tight_layout()
