@@ -224,7 +224,7 @@ class Run(NamedTuple):
         What is not given is what changes nothing; with DDP, the steps before averages that torch's documentation has.
         """
         given = [float(number) for number in self.local.split(":") if number]
-        synchronous = POST_LOCAL_START if self.system == "ddp" else 0.0
+        synchronous = POST_LOCAL_START if self.system == "ddp" and self.local else 0.0
         return [*given, *(1.0, 1.0, 0.0, 1.0, synchronous)[len(given) :]]
 
     def settings(self) -> Optional[Settings]:

@@ -137,8 +137,7 @@ def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
 def elapsed(name: str, steps: float, seconds: Mapping[str, float]) -> float:
     """Return the seconds of so many steps of a way, the first of which may be DDP's."""
     way = WAYS[name]
-    is_local = way.quality is not None and "local" in way.quality
-    synchronous = min(steps, run_of(way, round(steps), 1).local_numbers()[-1] if is_local else 0)
+    synchronous = 0.0 if way.quality is None else min(steps, run_of(way, round(steps), 1).local_numbers()[-1])
     return synchronous * seconds["ddp"] + (steps - synchronous) * seconds[name]
 
 
@@ -153,8 +152,9 @@ def table(options: argparse.Namespace) -> Iterator[str]:
         for network in networks:
             seconds = step_seconds(network, options)
             steps = options.ddp_steps
-            whole = elapsed("ddp", steps, seconds)
-            product = "not reached" if found is None else f"{elapsed(name, found[0] * steps, seconds) / whole:.2f}"
+            product = "not reached"
+            if found is not None:
+                product = f"{elapsed(name, found[0] * steps, seconds) / elapsed('ddp', steps, seconds):.2f}"
             cells.append(f"{1e3 * seconds[name]:.0f} ms, {product}")
         assumed = " (assumed)" if WAYS[name].quality is None else ""
         budget = "not reached" if found is None else f"{found[0]:g}{assumed}"

@@ -44,6 +44,17 @@ class ErrorFeedback(NamedTuple):
     clip_value: Optional[float] = None
     decay: float = 1.0
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether momentum is accumulated, or Adam's updates are made, before selection: of gradients alone.
+
+        Example::
+
+            >>> ErrorFeedback(momentum=0.0).has_moments, ErrorFeedback().has_moments
+            (True, False)
+        """
+        return self.momentum is not None or self.adam is not None
+
     def checked(self) -> "ErrorFeedback":
         """Pass through if in range.
 

@@ -54,10 +54,10 @@ class DDPWrapping:
         """
         is_silent = self._is_silent and not self.is_plain
         bucket_cap = None if self.is_plain else bucket_cap_mb(module)
-        # With broadcast_buffers=False it would leave buffers as they are, whose changes a silent one's user averages.
-        dropped = {"broadcast_buffers"} if is_silent else set()
-        given = {name: value for name, value in arguments.items() if name not in dropped}
-        ddp = self._built(module, device_ids, {**given, "bucket_cap_mb": bucket_cap})
+        given = {**arguments, "bucket_cap_mb": bucket_cap}
+        if is_silent:  # broadcast_buffers=False would leave buffers as they are, whose changes its user averages
+            given.pop("broadcast_buffers", None)
+        ddp = self._built(module, device_ids, given)
         if is_silent:
             del ddp  # it has made the replicas alike
             ddp = self._silent(module, device_ids, arguments)

@@ -426,8 +426,7 @@ class SparseDDPStrategy(DDPStrategy):
         """
         if self.is_plain or self._rounds is not None:
             return False
-        feedback = self.settings.feedback
-        return feedback.momentum is not None or feedback.adam is not None or self._tolerates_unused
+        return self.settings.feedback.has_moments or self._tolerates_unused
 
     @property
     def _scaler(self) -> Optional[Any]:

@@ -191,8 +191,7 @@ class Sparsifier:
         self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
-        feedback = settings.feedback
-        if any((feedback.momentum, feedback.adam, ddp.find_unused_parameters, ddp.static_graph)):
+        if settings.feedback.has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self._watch(parameters.values())
         self._tell()
 

@@ -330,9 +330,9 @@ def test_parameters_may_go_unused(pair: Pool) -> None:
         assert moved["sometimes"]
 
 
-def exchange_twice(rank: int) -> tuple[str, bool]:
-    """Exchange twice for one step of an optimizer whose momentum is accumulated; then leave a step out."""
-    with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, _):
+def exchange_twice(rank: int, kind: str, compressor: Any) -> tuple[str, bool]:
+    """Exchange twice for one step of an optimizer whose moments are accumulated; then leave a step out."""
+    with sparsified(kind, compressor=compressor, density=0.05) as (ddp, optimizer, _):
         ddp(batch(rank, 0)).backward()
         optimizer.zero_grad(set_to_none=False)
         train(rank, ddp, [optimizer], range(2), 2)
@@ -343,8 +343,11 @@ def exchange_twice(rank: int) -> tuple[str, bool]:
         return str(refusal.value), torch.equal(before["matrix"], parameters_of(ddp)["matrix"])
 
 
-def test_a_second_exchange_for_one_step_is_refused_where_it_would_be_wrong(pair: Pool) -> None:
-    for message, is_unmoved in pair.run(exchange_twice):
+@pytest.mark.parametrize(("kind", "compressor"), [("SGD", DGC()), ("AdamW", "topk")], ids=["momentum", "AdamW"])
+def test_a_second_exchange_for_one_step_is_refused_where_it_would_be_wrong(
+    pair: Pool, kind: str, compressor: Any
+) -> None:
+    for message, is_unmoved in pair.run(exchange_twice, kind, compressor):
         assert "no_sync()" in message
         assert "zero_grad" in message
         assert is_unmoved
