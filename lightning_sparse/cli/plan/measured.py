@@ -7,9 +7,9 @@ import torch
 
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.schedule.cost.model import CostModel, fit
-from lightning_sparse.schedule.cost.network import Network
+from lightning_sparse.schedule.cost.network import DIRECT_BYTES, Network
 
-_SHORT = (1 << 8, 1 << 12, 1 << 14, 1 << 16)  # bytes that each rank hands in
+_LARGEST_SHORT = 1 << 16  # bytes that each rank hands in
 _LONG = (1 << 12, 1 << 18, 1 << 20, 1 << 21)
 _REPEATS = 7  # the fastest counts: whatever else the machine or the network does only adds
 _WARM_UP = 2  # connections are made when they are first used
@@ -18,7 +18,7 @@ _WARM_UP = 2  # connections are made when they are first used
 def measure_network(collectives: Collectives) -> Network:
     """Measure bandwidth and latency between all ranks; all of them must call. It takes about a second at 1 Gbit/s.
 
-    The latency is that of a round of a small all-gather, the collective of sparse messages; the bandwidth is that of a
+    The latency is that of a small all-gather, the collective of sparse messages; the bandwidth is that of a
     large all-reduce, the collective of DDP. All ranks return the same.
 
     Raises:
@@ -26,7 +26,9 @@ def measure_network(collectives: Collectives) -> Network:
         RuntimeError: if the times do not grow with the size, on a machine that is too busy.
     """
     network = Network(1.0, 0.0, collectives.ranks).checked()
-    startup = _cost(collectives, "all_gather", _SHORT).startup
+    # As long as everything goes to all ranks at once: longer ones go another way.
+    largest = min(_LARGEST_SHORT, DIRECT_BYTES // collectives.ranks)
+    startup = _cost(collectives, "all_gather", [largest >> halvings for halvings in (8, 4, 2, 0)]).startup
     per_byte = _cost(collectives, "all_reduce", _LONG).per_unit
     if not per_byte:
         raise RuntimeError(
