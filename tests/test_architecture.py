@@ -127,7 +127,7 @@ def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> N
         "ddp_hook.py",
         "engine.py",
         "job.py",
-        "requeue.py",
+        "notes.py",
         "sparsify.py",
         "strategy.py",
     }

@@ -8,12 +8,12 @@ import threading
 from types import FrameType
 from typing import Any, Optional
 
-import torch
-import torch.distributed as dist
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
+
+from lightning_sparse.strategy.notes import Notes
 
 
 class RequeueAtStepEnd(Callback):
@@ -27,7 +27,7 @@ class RequeueAtStepEnd(Callback):
 
     It replaces Lightning's handler, and does nothing outside of SLURM or where ``SLURMEnvironment(auto_requeue=False)``
     is among the Trainer's plugins. ``lightning-sparse fit`` has it always. A signal during a validation is answered
-    after it.
+    after it, and in rounds of local steps where a round has ended.
 
     Example::
 
@@ -38,7 +38,7 @@ class RequeueAtStepEnd(Callback):
         self._is_signalled = False
         self._signal: Optional[signal.Signals] = None
         self._replaced: Any = None
-        self._notes: Optional[_Notes] = None
+        self._notes: Optional[Notes] = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -54,7 +54,7 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signal is not None and trainer.world_size > 1:
-            self._notes = _Notes(trainer.strategy.root_device)
+            self._notes = Notes(trainer.strategy.root_device, lambda: getattr(trainer.strategy, "meetings", None))
 
     @override
     def on_train_batch_end(
@@ -86,7 +86,7 @@ class RequeueAtStepEnd(Callback):
         if is_agreed:
             self._is_signalled = False  # answered now, and not again after the next step
         if self._notes is not None:
-            self._notes.reduce(self._is_signalled)
+            self._notes.hand_in(self._is_signalled)
         return is_agreed
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
@@ -98,53 +98,6 @@ class RequeueAtStepEnd(Callback):
         if trainer.strategy.broadcast(_requeue() if trainer.is_global_zero else None):
             # Steps after the checkpoint would be done, and logged, twice.
             raise SystemExit(0)
-
-
-class _Notes:
-    """Tell every rank what any of them has noted, while the next step runs.
-
-    gloo has a process group of its own for it, so that nothing else that ranks exchange comes between. Other backends
-    have it among what the main thread exchanges anyway, in one order on all ranks: a group of gloo beside NCCL would
-    need names of hosts that do not lead to loopback, and another one of NCCL takes memory of each GPU.
-
-    Args:
-        device: of the other backends.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        is_gloo = dist.get_backend() == "gloo"
-        self._group = dist.new_group() if is_gloo else None
-        self._noted = torch.zeros(1, dtype=torch.int32, device="cpu" if is_gloo else device)
-        self._reduction: Any = None
-        self._streams = None if self._noted.device.type == "cpu" else torch.get_device_module(device)
-        self._stream = None if self._streams is None else self._streams.Stream(device)
-        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=self._streams is not None)
-
-    def reduce(self, is_noted: bool) -> None:
-        """Hand in what this rank has noted; all ranks must call."""
-        self._noted.fill_(is_noted)
-        self._reduction = dist.all_reduce(self._noted, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        if self._streams is not None:
-            with self._streams.stream(self._stream):  # or whoever asks would wait for the whole step
-                self._reduction.wait()
-                self._host.copy_(self._noted, non_blocking=True)
-
-    def last(self) -> bool:
-        """Return what was handed in last, the same on all ranks; ``False`` where nothing was, or it has been asked."""
-        if self._reduction is None:
-            return False
-        if self._stream is None:
-            self._reduction.wait()
-            self._host.copy_(self._noted)
-        else:
-            self._stream.synchronize()
-        self._reduction = None
-        return bool(self._host)
-
-    def close(self) -> None:
-        """Give the process group back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
 
 def _requeue() -> bool:

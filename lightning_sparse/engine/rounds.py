@@ -84,6 +84,7 @@ class Rounds:
     Attributes:
         covered_steps: local steps that the last exchange was about.
         waited_seconds: time that training has waited for the last exchange that was applied.
+        begun_exchanges: how many exchanges have begun in this training.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Rounds:
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every
         self.waited_seconds = 0.0
+        self.begun_exchanges = 0
         self.follow(module, names)
 
     def follow(self, module: Module, names: Sequence[str]) -> None:
@@ -219,6 +221,7 @@ class Rounds:
             laid_flat(_as(self._shared[name], self._tensors[name].dtype) - self._tensors[name]) for name in flown
         ]
         self._flights.append(flight)
+        self.begun_exchanges += 1
         self._worker.submit(lambda: self._exchange(flight, len(names), prepare, steps, agreed), flight.done.set)
 
     def _exchange(

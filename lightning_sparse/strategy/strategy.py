@@ -56,6 +56,7 @@ from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_d
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.launching import ReportingLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
+from lightning_sparse.strategy.termination import Termination
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 
@@ -180,6 +181,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._choice: Optional[BackendChoice] = None
+        self._termination: Optional[Termination] = None
         self._optimizer_view: Optional[OptimizerView] = None
         self._step = UnfinishedStep()
         self._is_at_border = False
@@ -351,9 +353,20 @@ class SparseDDPStrategy(DDPStrategy):
         super().on_train_start()
         self._step.put_back(self.optimizers)
         self._note_use()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._termination = Termination.of(trainer, lambda: self.meetings)
         if self._rounds is not None:
-            assert self.lightning_module is not None
-            _check_batches(gather_together(self.lightning_module.trainer.num_training_batches))
+            _check_batches(gather_together(trainer.num_training_batches))
+
+    @property
+    def meetings(self) -> Optional[int]:
+        """How often ranks have begun to exchange, in rounds of local steps, the same on all ranks.
+
+        ``None`` where they exchange in every step.
+        """
+        rounds = self._rounds
+        return None if rounds is None or rounds.is_synchronous else rounds.begun_exchanges
 
     @property
     def _rounds(self) -> Optional[Rounds]:
@@ -491,7 +504,14 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._synchronize_replicas()
+        self._answer_signals(has_ended=True)
         super().on_train_end()
+
+    def _answer_signals(self, has_ended: bool) -> None:
+        """Have Lightning answer signals again."""
+        if self._termination is not None:
+            self._termination.close(has_ended)
+            self._termination = None
 
     def _synchronize_replicas(self) -> None:
         if self.engine is not None:
@@ -641,6 +661,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._answer_signals(has_ended=False)
         if self.engine is not None:
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
             can_ask = not self._has_failed or self.root_device.type == "cpu"

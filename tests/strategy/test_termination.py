@@ -1,0 +1,147 @@
+"""SIGTERM ends training on all ranks at one batch, and nobody waits for news of it."""
+
+import os
+import signal
+from contextlib import ExitStack
+from typing import Any, Optional
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import Small, make_trainer
+
+STEPS = 16
+SENDING = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "broadcast")
+
+
+class SignalAt(Callback):
+    """Send this process SIGTERM in a training batch, or in validation.
+
+    Args:
+        step: before which; ``None`` for never.
+        in_validation: whether in the validation that comes next.
+    """
+
+    def __init__(self, step: Optional[int], in_validation: bool = False) -> None:
+        self.step = step
+        self.in_validation = in_validation
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and not self.in_validation:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @override
+    def on_validation_batch_start(self, trainer: Any, *batch: Any) -> None:
+        if trainer.global_step == self.step and self.in_validation:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_signalled(
+    rank: int, signalled: tuple[int, ...], step: int, folder: str, in_validation: bool, arguments: dict[str, Any]
+) -> tuple[bool, int, bool, int, bool]:
+    """Fit; return whether SIGTERM ended it, after which step, what Lightning and a user's handler saw, and the rest."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    users = signal.getsignal(signal.SIGTERM)
+    watching = SignalAt(step if rank in signalled else None, in_validation)
+    saving = ModelCheckpoint(folder, filename="last", save_on_exception=True, every_n_train_steps=1000)
+    has_ended = False
+    try:
+        more = {"callbacks": [watching, saving], "enable_checkpointing": True, "val_check_interval": 4}
+        trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1, **arguments), **more)
+        try:
+            trainer.fit(Small())
+        except SIGTERMException:
+            has_ended = True
+        is_restored = signal.getsignal(signal.SIGTERM) is users
+        is_restored &= "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return has_ended, trainer.global_step, trainer.received_sigterm, len(seen), is_restored
+
+
+@pytest.mark.parametrize("signalled", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("arguments", "step", "stop"),
+    [({}, 5, 7), ({"local_steps": 4}, 5, 9), ({"local_steps": 4, "synchronous_steps": 8}, 5, 7)],
+)
+def test_all_ranks_end_and_save_after_the_same_step(
+    signalled: tuple[int, ...], arguments: dict[str, Any], step: int, stop: int, pools: dict[int, Pool], tmp_path: Any
+) -> None:
+    ends = pools[3].run(fit_signalled, signalled, step, str(tmp_path), False, arguments)
+    assert ends == [(True, stop, True, 1, True)] * 3
+    assert [path.name for path in tmp_path.glob("*.ckpt")] != []
+
+
+def test_a_signal_in_validation_is_answered_after_it(pair: Pool, tmp_path: Any) -> None:
+    assert pair.run(fit_signalled, (1,), 4, str(tmp_path), True, {}) == [(True, 5, True, 1, True)] * 2
+
+
+def test_a_signal_in_the_last_batch_is_lightnings_when_training_has_ended(pair: Pool, tmp_path: Any) -> None:
+    assert pair.run(fit_signalled, (1,), STEPS - 1, str(tmp_path), False, {}) == [(False, STEPS, True, 1, True)] * 2
+
+
+def test_without_a_signal_nothing_happens(pair: Pool, tmp_path: Any) -> None:
+    assert pair.run(fit_signalled, (), 0, str(tmp_path), False, {}) == [(False, STEPS, False, 0, True)] * 2
+
+
+class Quiet(Small):
+    """A model that logs nothing of all ranks."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+
+class Counting(Callback):
+    """Count what is sent in each batch, from its end to the end of the next."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.batches: list[list[str]] = []
+
+    @override
+    def on_train_batch_end(self, *batch: Any) -> None:
+        self.batches.append(self.sent[:])
+        self.sent.clear()
+
+
+def fit_counted(rank: int, arguments: dict[str, Any]) -> list[list[str]]:
+    """Fit; return what was sent in each batch by any thread."""
+    counting = Counting()
+    trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1, **arguments), callbacks=[counting])
+
+    def counted(name: str, call: Any) -> Any:
+        def sending(*args: Any, **named: Any) -> Any:
+            counting.sent.append(name)
+            return call(*args, **named)
+
+        return sending
+
+    with ExitStack() as stack:
+        for name in SENDING:
+            stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+        stack.enter_context(mock.patch.object(Collectives, "run", counted("exchange", Collectives.run)))
+        trainer.fit(Quiet())
+    return counting.batches
+
+
+def test_not_a_word_between_rounds(pair: Pool) -> None:
+    for batches in pair.run(fit_counted, {"local_steps": 4}):
+        assert [step for step, sent in enumerate(batches[1:], 2) if sent] == [4, 5, 8, 9, 12, 13, 16]
+        assert batches[4] == ["all_to_all_single"]  # one byte for each rank, and nobody waits for it
+
+
+def test_nobody_waits_for_rank_0_in_every_batch(pair: Pool) -> None:
+    for batches in pair.run(fit_counted, {"schedule": "single"}):
+        assert all(sorted(sent) == ["all_to_all_single", "exchange"] for sent in batches[1:])
