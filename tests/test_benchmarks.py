@@ -99,7 +99,7 @@ def test_lines_compare_within_the_run() -> None:
 def test_lines_without_their_reference_have_no_ratio() -> None:
     (line,) = results.summarise("model", {"other": [results.Measurement([0.1], 0.0, 0.0)]}, "ddp", "still")
     assert (line.to_ddp, line.to_no_communication) == (None, None)
-    assert results.as_text([line]).splitlines()[1].split()[-5:] == ["-", "-", "0.000", "0.000", "-"]
+    assert results.as_text([line]).splitlines()[1].split()[-6:] == ["-", "-", "0.000", "0.000", "-", "1.00"]
 
 
 @pytest.mark.parametrize(("values", "spread"), [([1.0, 2.0, 3.0, 4.0, 100.0], 2.0), ([7.0], 0.0)])
@@ -129,7 +129,7 @@ def test_predictions_of_all_ranks_are_pooled() -> None:
     seen = [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)]
     (line,) = results.summarise("model", {"planned": seen}, "ddp", "still")
     assert line.predicted_ms == pytest.approx(300.0)
-    assert results.as_text([line]).splitlines()[1].endswith("300.0 ms")
+    assert results.as_text([line]).splitlines()[1].endswith("300.0 ms    1.00")
 
 
 def test_the_step_that_is_drawn_is_one_of_median_length() -> None:
@@ -158,6 +158,7 @@ def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> N
         watch.on_train_batch_end(None, None)
     assert watch.seconds() == [1.5, 1.0]
     assert watch.link_bytes() == 100.0
+    assert watch.longest() == 2.0
 
 
 def test_memory_of_an_element_is_a_slope() -> None:

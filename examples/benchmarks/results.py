@@ -15,12 +15,15 @@ class Measurement(NamedTuple):
         sent_bytes: that the rank handed to collectives, for each batch.
         link_bytes: that the host's device transmitted, for each batch.
         predicted_seconds: of a batch, with the exchange as the strategy's plan foresaw it; ``None`` without a plan.
+        longest: batch of those that share a step, or a round of local steps, relative to the median batch; median over
+            steps or rounds.
     """
 
     seconds: list[float]
     sent_bytes: float
     link_bytes: float
     predicted_seconds: Optional[float] = None
+    longest: float = 1.0
 
 
 class Line(NamedTuple):
@@ -36,6 +39,7 @@ class Line(NamedTuple):
         sent_mb: megabytes (10**6) that a rank handed to collectives for each batch; the largest of all ranks.
         link_mb: megabytes that a host transmitted for each batch; mean over ranks and rounds.
         predicted_ms: what the plans foresaw, median over ranks and rounds; ``None`` without a plan.
+        longest: batch of a step or a round, relative to the median batch; median over ranks and rounds.
     """
 
     workload: str
@@ -47,6 +51,7 @@ class Line(NamedTuple):
     sent_mb: float
     link_mb: float
     predicted_ms: Optional[float] = None
+    longest: float = 1.0
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -89,6 +94,7 @@ def summarise(
             max(seen.sent_bytes for seen in some) / 1e6,
             statistics.fmean(seen.link_bytes for seen in some) / 1e6,
             _predicted_ms(some),
+            statistics.median(seen.longest for seen in some),
         )
         for row, some in measurements.items()
     ]
@@ -105,12 +111,14 @@ def as_text(lines: Sequence[Line]) -> str:
         ("sent MB", 9),
         ("link MB", 9),
         ("predicted", 9),
+        ("longest", 7),
     ]
     head = " ".join([" " * (width + 1), *(f"{title:>{columns}s}" for title, columns in titles)])
     body = [
         f"{line.row:{width}s}  {line.median_ms:6.1f} ms {line.spread_ms:6.1f} ms {_written(line.to_ddp):>7s}"
         f" {_written(line.to_no_communication):>9s} {line.sent_mb:9.3f} {line.link_mb:9.3f}"
         f" {'-' if line.predicted_ms is None else f'{line.predicted_ms:.1f} ms':>9s}"
+        f" {line.longest:7.2f}"
         for line in lines
     ]
     return "\n".join([head, *body])

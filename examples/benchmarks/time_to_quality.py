@@ -6,27 +6,36 @@ Two measurements, and their product:
    and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
 2. How long a step takes, with ``step.py``, over each network. First steps that are synchronous take as long as DDP's.
 
+A product can be held against one real training over that network, to its end (``--whole``).
+
 The ways that exist without this package are taken to need as many steps as DDP where they were not tried, which is in
 their favour. Everything is written to ``--output``, and what is there already is not measured again::
 
     python examples/benchmarks/time_to_quality.py --quality          # hours of two cores
     sudo python examples/benchmarks/time_to_quality.py --steps       # root: network namespaces; half an hour
+    sudo python examples/benchmarks/time_to_quality.py --whole --seeds 1 --networks "100 Mbit/s, 10 ms"
     python examples/benchmarks/time_to_quality.py --picture time_to_quality.png
 """
 
 import argparse
 import csv
+import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Optional
 
+from launch import run_on_all_hosts
+from network import ShapedNetwork
 from quality import Run, known_runs, train_all
 from rows import AVERAGED_EVERY, NO_COMMUNICATION
 
 _FOLDER = Path(__file__).parent
+_WHOLE_SECONDS = 3600.0  # that a whole training may take
 _BUDGETS = (1.0, 1.25, 1.5, 2.0, 3.0)  # times DDP's steps
 NETWORKS = {
     "10 Gbit/s": ("10gbit", "0"),
@@ -113,7 +122,7 @@ def measure_steps(options: argparse.Namespace) -> None:
     """Time the steps of each way over each network."""
     rows = [way.row for name, way in WAYS.items() if way.row is not None and name in options.ways]
     for name in options.networks:
-        folder = options.output / name.replace("/", "").replace(" ", "_")
+        folder = _folder(name, options)
         if (folder / "step.csv").exists():
             continue
         rate, delay = NETWORKS[name]
@@ -122,9 +131,34 @@ def measure_steps(options: argparse.Namespace) -> None:
         subprocess.run([*command, "--rows", f"{NO_COMMUNICATION}, AdamW", *rows], check=True)
 
 
+def train_whole(options: argparse.Namespace) -> None:
+    """Make one real training of each way over each network, of as many steps as it needs; write down time and loss."""
+    for network_name, name in product(options.networks, options.ways):
+        found, path = budgets_of(name, options), _whole_path(network_name, name, options)
+        if found is None or WAYS[name].quality is None or path.exists():
+            continue
+        run = run_of(WAYS[name], round(found[0] * options.ddp_steps), options.seeds[0])
+        logs = path.parent / "logs" / path.stem
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [str(_FOLDER / "whole_training.py"), "--run", json.dumps(run._asdict()), "--output", str(path)]
+        rate, delay = NETWORKS[network_name]
+        with ShapedNetwork(run.ranks, rate, delay) as network:
+            print(f"{name}, {run.steps} steps: {network.description}", flush=True)
+            run_on_all_hosts(network, command, logs, time.monotonic() + _WHOLE_SECONDS, show="whole training")
+
+
+def _whole_path(network: str, name: str, options: argparse.Namespace) -> Path:
+    return _folder(network, options) / f"whole {name}.json"
+
+
+def _folder(network: str, options: argparse.Namespace) -> Path:
+    folder: Path = options.output / network.replace("/", "").replace(" ", "_")
+    return folder
+
+
 def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
     """Return the mean seconds of a step, by way."""
-    path = options.output / network.replace("/", "").replace(" ", "_") / "step.csv"
+    path = _folder(network, options) / "step.csv"
     if not path.exists():
         return {}
     lines = csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#"))
@@ -152,13 +186,21 @@ def table(options: argparse.Namespace) -> Iterator[str]:
         for network in networks:
             seconds = step_seconds(network, options)
             steps = options.ddp_steps
-            product = "not reached"
+            relative = "not reached"
             if found is not None:
-                product = f"{elapsed(name, found[0] * steps, seconds) / elapsed('ddp', steps, seconds):.2f}"
-            cells.append(f"{1e3 * seconds[name]:.0f} ms, {product}")
+                relative = f"{elapsed(name, found[0] * steps, seconds) / elapsed('ddp', steps, seconds):.2f}"
+            cells.append(f"{1e3 * seconds[name]:.0f} ms, {relative}{_confirmation(network, name, options)}")
         assumed = " (assumed)" if WAYS[name].quality is None else ""
         budget = "not reached" if found is None else f"{found[0]:g}{assumed}"
         yield f"| {name} | {budget} | {' | '.join(cells)} |"
+
+
+def _confirmation(network: str, name: str, options: argparse.Namespace) -> str:
+    paths = [_whole_path(network, each, options) for each in (name, "ddp")]
+    if name == "ddp" or not all(path.exists() for path in paths):
+        return ""
+    ours, ddp = (json.loads(path.read_text()) for path in paths)
+    return f" (trained whole: {ours['seconds'] / ddp['seconds']:.2f}, loss {ours['score']:.4f} / {ddp['score']:.4f})"
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -194,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quality", action="store_true", help="train until DDP's loss is reached")
     parser.add_argument("--steps", action="store_true", help="time steps over the networks; root")
+    parser.add_argument("--whole", action="store_true", help="train to the end over the networks; root")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw loss against seconds")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"{list(WAYS)}")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
@@ -208,6 +251,8 @@ def main() -> None:
         search(options)
     if options.steps:
         measure_steps(options)
+    if options.whole:
+        train_whole(options)
     if options.picture is not None:
         draw(options)
     print("\n".join(table(options)))

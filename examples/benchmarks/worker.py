@@ -48,6 +48,14 @@ class StepWatch(Callback):
         ends = self._ends[self._warm_up :: self._batches_per_step]
         return [(end - start) / self._batches_per_step for start, end in pairwise(ends)]
 
+    def longest(self) -> float:
+        """Return the longest batch of a step, or of a round, relative to the median batch; median over them."""
+        batches = [end - start for start, end in pairwise(self._ends[self._warm_up :])]
+        steps = [
+            batches[start : start + self._batches_per_step] for start in range(0, len(batches), self._batches_per_step)
+        ]
+        return median(map(max, steps)) / median(batches)
+
     def link_bytes(self) -> float:
         """Return the bytes that the host's device has transmitted for each batch."""
         transmitted = self._transmitted[self._warm_up :: self._batches_per_step]
@@ -101,7 +109,8 @@ def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Me
     trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch, plan_watch])
     seconds = watch.seconds()
     sent_bytes = _sent_bytes(row, trainer, module) / batches
-    return Measurement(seconds, sent_bytes, watch.link_bytes(), plan_watch.predicted_seconds(median(seconds)))
+    predicted = plan_watch.predicted_seconds(median(seconds))
+    return Measurement(seconds, sent_bytes, watch.link_bytes(), predicted, watch.longest())
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:

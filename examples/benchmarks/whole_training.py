@@ -1,0 +1,117 @@
+"""One rank of a whole training over a network. Started by time_to_quality.py on every host; not to be called by hand.
+
+It trains what ``quality.py`` trains, the same batches on the same number of ranks, but for real: with Lightning, in a
+process of its own, over a network that takes its time.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.strategies import DDPStrategy, Strategy
+from quality import OPTIMIZERS, TASKS, Run
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from training import begin_rank
+from typing_extensions import override
+
+from lightning_sparse import SparseDDPStrategy
+
+
+class Learner(LightningModule):
+    """Learn a task of the quality benchmark.
+
+    Args:
+        run: the training.
+        rank: this rank.
+    """
+
+    def __init__(self, run: Run, rank: int) -> None:
+        super().__init__()
+        self.run, self.rank = run, rank
+        self.task = TASKS[run.task]
+        self.learnable = self.task.build(run.seed, run.ranks)
+        self.network = self.learnable.network()
+
+    @override
+    def training_step(self, step: int) -> Tensor:
+        return self.learnable.loss(self.rank, step, self.network)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.run.optimizer](self.parameters(), self.run.rate, self.task)
+        schedule = LambdaLR(optimizer, lambda step: self.task.schedule(step, self.run.steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Watch(Callback):
+    """Take the time from the first batch to the end of training."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @override
+    def on_train_start(self, *arguments: Any) -> None:
+        self.seconds = -time.perf_counter()
+
+    @override
+    def on_train_end(self, *arguments: Any) -> None:
+        self.seconds += time.perf_counter()
+
+
+def strategy_of(run: Run) -> Strategy:
+    """Return what a user would give the Trainer."""
+    if run.system == "ddp":
+        return DDPStrategy()
+    arguments: dict[str, Any] = {"compressor": run.system, "wire": run.wire, "warmup_epochs": 0}
+    if run.density is not None:
+        arguments["density"] = run.density
+    if run.local:
+        steps, rate, momentum, decay, synchronous = run.local_numbers()
+        arguments |= {"local_steps": int(steps), "outer_lr": rate, "outer_momentum": momentum}
+        arguments |= {"nesterov": momentum > 0, "residual_decay": decay, "synchronous_steps": int(synchronous)}
+    return SparseDDPStrategy(**arguments)
+
+
+def main() -> None:
+    """Train, and have rank 0 write down how long it took and how good the model is."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    run = Run(**json.loads(options.run))
+
+    begin_rank(run.ranks)
+    learner, watch = Learner(run, dist.get_rank()), Watch()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=run.ranks,
+        strategy=strategy_of(run),
+        max_steps=run.steps,
+        max_epochs=-1,
+        gradient_clip_val=learner.task.clip_norm,
+        use_distributed_sampler=False,
+        callbacks=[watch],
+        **quiet,  # type: ignore[arg-type]  # all of them are flags
+    )
+    trainer.fit(learner, DataLoader(range(run.steps), batch_size=None))  # type: ignore[arg-type]  # numbers of steps
+    if dist.get_rank() == 0:
+        learner.eval()
+        with torch.no_grad():
+            score = learner.learnable.score(learner.network)
+        options.output.write_text(json.dumps({"seconds": watch.seconds, "score": score}))
+        print(f"whole training  {watch.seconds:.0f} s, {score:.4f}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
