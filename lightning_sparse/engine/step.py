@@ -21,7 +21,7 @@ gradient of its node, the other ranks are those with the same share on the other
 shares to the whole node.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
@@ -44,7 +44,7 @@ from lightning_sparse.functional import layer_deltas, norm_of, round_to
 
 Result = TypeVar("Result")
 
-_LEARNED_TOGETHER = 16  # parameters whose mean gradients travel in one message: few messages, little memory
+_LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 
 
 class StepContext(NamedTuple):
@@ -298,8 +298,8 @@ class Pipeline:
             used = exchanged.arrival.used
             are_used = [True] * len(exchanged.group) if used is None else used.tolist()
             names = [name for name, is_used in zip(exchanged.names, are_used) if is_used and name in local]
-            for first in range(0, len(names), _LEARNED_TOGETHER):
-                some = {name: local.pop(name) for name in names[first : first + _LEARNED_TOGETHER]}
+            for together in _messages(names, local):
+                some = {name: local.pop(name) for name in together}
                 means = self._means(list(some.values()), list(some))
                 if self._node is not None:
                     some, means = self._whole(self._node, some, means)
@@ -393,3 +393,17 @@ class Pipeline:
         used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
         # Not blocking is safe: a copy from memory that is not pinned has read its source when it returns.
         return used.to(self.collectives.device, non_blocking=True)
+
+
+def _messages(names: Iterable[str], gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names whose gradients travel in one message: few messages, little memory."""
+    together: list[str] = []
+    numel = 0
+    for name in names:
+        together.append(name)
+        numel += gradients[name].numel()
+        if numel >= _LEARNED_TOGETHER:
+            yield together
+            together, numel = [], 0
+    if together:
+        yield together
