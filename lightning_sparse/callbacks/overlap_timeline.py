@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import clock_offsets, gather_objects
 from lightning_sparse.callbacks.reporting.pictures import draw_steps, figure_class
 from lightning_sparse.callbacks.reporting.tensorboard import log_picture
@@ -45,7 +45,8 @@ class OverlapTimeline(StepObserver):
 
     Raises:
         ValueError: for steps that are not distinct numbers from 0, for both ways to choose steps, for an interval or
-            a number of steps below 1, or if there is to be a picture and matplotlib is not installed.
+            a number of steps below 1, or if there is to be a picture and matplotlib is not installed; in ``setup``, with
+            local steps.
 
     Example::
 
@@ -73,6 +74,12 @@ class OverlapTimeline(StepObserver):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        local = sparse_strategy(trainer).settings.local_steps
+        if stage == "fit" and local is not None:
+            raise ValueError(
+                f"OverlapTimeline shows exchanges beside backward, and with local_steps={local.every!r} they come between"
+                " batches: leave it out; CompressionMonitor logs how long training waits for them (exposed_seconds)"
+            )
         directory = trainer.log_dir  # asks rank 0, so all ranks have to ask
         self._target = Path(directory or ".") / "overlap.json" if self.path is None else Path(self.path)
 

@@ -213,3 +213,15 @@ def test_rows_have_their_names(pair: Pool, tmp_path: Path) -> None:
     events = json.loads((tmp_path / "overlap.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 1]
     assert names == [BACKWARD, WORKER, QUEUE]
+
+
+def refused(rank: int) -> str:
+    """Ask for a timeline of rounds of local steps."""
+    with pytest.raises(ValueError, match="leave it out") as caught:
+        run_fit(rank, SparseDDPStrategy("dense", local_steps=4), callbacks=[OverlapTimeline(pictures=False)])
+    return str(caught.value)
+
+
+def test_rounds_of_local_steps_are_refused_with_the_cure(pair: Pool) -> None:
+    for message in pair.run(refused):
+        assert message.startswith("OverlapTimeline shows exchanges beside backward, and with local_steps=4 they come")
