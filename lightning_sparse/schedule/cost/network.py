@@ -31,7 +31,7 @@ class Network(NamedTuple):
     Example::
 
         >>> Network(bandwidth=1e9, latency=100e-6, workers=4).seconds("all_gather", 125_000)
-        0.0031
+        0.0032
     """
 
     bandwidth: float
@@ -57,9 +57,12 @@ class Network(NamedTuple):
         With P workers, latency a and b seconds per byte:
 
         * ``all_reduce``: ``2 (P - 1) a + 2 (P - 1) / P n b``, reduce-scatter and all-gather around a ring;
-        * ``all_gather``: ``a + (P - 1) n b`` where everything that arrives is at most 2 MiB, which is sent to all
-          workers at once; ``(P - 1) a + (P - 1) n b`` above, where everybody's bytes pass by everybody;
-        * ``all_to_all``: ``a + (P - 1) / P n b``: one message for each other worker, all at once.
+        * ``all_gather``: ``2 a + (P - 1) n b`` where everything that arrives is at most 2 MiB, which is sent to all
+          workers at once; ``2 (P - 1) a + (P - 1) n b`` above, where everybody's bytes pass by everybody;
+        * ``all_to_all``: ``2 a + (P - 1) / P n b``: one message for each other worker, all at once.
+
+        The two count a way there and back for each message, since gloo asks whom it sends to first; in an all-reduce
+        it has asked before.
 
         With several workers on each of several nodes, a ring crosses the link of a node once; messages for each worker
         of other nodes share it. On a single node all stay inside.
@@ -74,7 +77,7 @@ class Network(NamedTuple):
         if collective == "all_to_all":
             crossing = self.node_ranks * (self.workers - self.node_ranks) / self.workers
         is_direct = collective == "all_gather" and self.workers * nbytes <= DIRECT_BYTES
-        return (1 if is_direct else hops(self.workers)) * self.latency + crossing * nbytes * 8 / self.bandwidth
+        return (2 if is_direct else hops(self.workers)) * self.latency + crossing * nbytes * 8 / self.bandwidth
 
     def checked(self) -> "Network":
         """Pass through if it can be exchanged over.
@@ -160,6 +163,6 @@ _Count = Callable[[int], float]
 # Hops that each pay the latency, and how often a worker sends what it hands in.
 _COLLECTIVES: dict[str, tuple[_Count, _Count]] = {
     "all_reduce": (lambda workers: 2.0 * (workers - 1), lambda workers: 2.0 * (workers - 1) / workers),
-    "all_gather": (lambda workers: workers - 1.0, lambda workers: workers - 1.0),
-    "all_to_all": (lambda workers: 1.0, lambda workers: (workers - 1.0) / workers),
+    "all_gather": (lambda workers: 2.0 * (workers - 1), lambda workers: workers - 1.0),
+    "all_to_all": (lambda workers: 2.0, lambda workers: (workers - 1.0) / workers),
 }
