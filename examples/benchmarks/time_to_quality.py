@@ -2,8 +2,8 @@
 
 Two measurements, and their product:
 
-1. How many steps each way needs to end at the loss at which DDP ends, with ``quality.py``: trainings of 1, 1.25, 1.5, 2
-   and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
+1. How many steps each way needs to end at the loss at which DDP ends, with ``quality.py``: trainings of 1, 1.1, 1.25,
+   1.5, 2 and 3 times DDP's steps, each with the whole of its learning rate's schedule, until one gets there.
 2. How long a step takes, with ``step.py``, over each network. First steps that are synchronous take as long as DDP's.
 
 A product can be held against one real training over that network, to its end (``--whole``).
@@ -36,7 +36,7 @@ from rows import AVERAGED_EVERY, NO_COMMUNICATION
 
 _FOLDER = Path(__file__).parent
 _WHOLE_SECONDS = 3600.0  # that a whole training may take
-_BUDGETS = (1.0, 1.25, 1.5, 2.0, 3.0)  # times DDP's steps
+_BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # times DDP's steps
 NETWORKS = {
     "10 Gbit/s": ("10gbit", "0"),
     "1 Gbit/s, 100 us": ("1gbit", "100us"),
