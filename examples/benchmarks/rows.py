@@ -190,6 +190,7 @@ ROWS: dict[str, Row] = {
     "sparse_lags 0.001, AdamW": _adamw(_sparsifier("lags", 0.001, optimizer_correction=_CORRECTION)),
     "sparse_diloco, AdamW": _adamw(_rounds(20, **_DILOCO)),
     "sparse_loco, AdamW": _adamw(_rounds(30, **_LOCO)),
+    "5 local steps, topk 0.05, AdamW": _adamw(_rounds(5, compressor="topk", density=0.05, wire="bfloat16")),
     "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),

@@ -67,6 +67,9 @@ WAYS = {
     "post-local SGD": Way(None, {"system": "ddp", "local": str(AVERAGED_EVERY)}),
     "sparse_lags 0.01": Way("sparse_lags 0.01, AdamW", {"system": "lags", "density": 0.01}, True),
     "sparse_lags 0.001": Way("sparse_lags 0.001, AdamW", {"system": "lags", "density": 0.001}, True),
+    "5 local steps, a 20th sent": Way(
+        "5 local steps, topk 0.05, AdamW", {"system": "topk", "density": 0.05, "local": "5:1:0:1:0"}, True
+    ),
     "20 local steps after 100 synchronous": Way(
         "sparse_diloco, AdamW", {"system": "dense", "local": "20:1:0.2:1:100"}, True
     ),
