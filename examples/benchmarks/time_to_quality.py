@@ -160,7 +160,7 @@ def _folder(network: str, options: argparse.Namespace) -> Path:
 
 
 def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
-    """Return the mean seconds of a step, by way."""
+    """Return the median seconds of a step, or of a step as a mean over a round, by way."""
     path = _folder(network, options) / "step.csv"
     if not path.exists():
         return {}
@@ -171,10 +171,27 @@ def step_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
     return {name: averaged if way.row is None else by_row[way.row] for name, way in WAYS.items()}
 
 
+def mean_seconds(network: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the mean seconds of a step where a training was made whole, with all that it does now and then."""
+    seconds = step_seconds(network, options)
+    for name in WAYS:
+        path, found = _whole_path(network, name, options), budgets_of(name, options)
+        if path.exists() and found is not None:
+            steps = found[0] * options.ddp_steps
+            synchronous = _synchronous_steps(name, steps)
+            whole = json.loads(path.read_text())["seconds"]
+            seconds[name] = (whole - synchronous * seconds["ddp"]) / (steps - synchronous)
+    return seconds
+
+
+def _synchronous_steps(name: str, steps: float) -> float:
+    way = WAYS[name]
+    return 0.0 if way.quality is None else min(steps, run_of(way, round(steps), 1).local_numbers()[-1])
+
+
 def elapsed(name: str, steps: float, seconds: Mapping[str, float]) -> float:
     """Return the seconds of so many steps of a way, the first of which may be DDP's."""
-    way = WAYS[name]
-    synchronous = 0.0 if way.quality is None else min(steps, run_of(way, round(steps), 1).local_numbers()[-1])
+    synchronous = _synchronous_steps(name, steps)
     return synchronous * seconds["ddp"] + (steps - synchronous) * seconds[name]
 
 
@@ -213,7 +230,7 @@ def draw(options: argparse.Namespace) -> None:
     networks = [name for name in NETWORKS if step_seconds(name, options)]
     figure, axes = plt.subplots(1, len(networks), figsize=(4 * len(networks), 4), sharey=True, squeeze=False)
     for panel, network in zip(axes[0], networks):
-        seconds = step_seconds(network, options)
+        seconds = mean_seconds(network, options)
         for name, way in WAYS.items():
             found = budgets_of(name, options)
             if found is not None and (way.quality is not None or name == "ddp + bf16 hook"):
