@@ -45,8 +45,8 @@ class OverlapTimeline(StepObserver):
 
     Raises:
         ValueError: for steps that are not distinct numbers from 0, for both ways to choose steps, for an interval or
-            a number of steps below 1, or if there is to be a picture and matplotlib is not installed; in ``setup``, with
-            local steps.
+            a number of steps below 1, or if there is to be a picture and matplotlib is not installed; in ``setup``,
+            with local steps.
 
     Example::
 
@@ -77,8 +77,9 @@ class OverlapTimeline(StepObserver):
         local = sparse_strategy(trainer).settings.local_steps
         if stage == "fit" and local is not None:
             raise ValueError(
-                f"OverlapTimeline shows exchanges beside backward, and with local_steps={local.every!r} they come between"
-                " batches: leave it out; CompressionMonitor logs how long training waits for them (exposed_seconds)"
+                f"OverlapTimeline shows exchanges beside backward, and with local_steps={local.every!r} they come"
+                " between batches: leave it out; CompressionMonitor logs how long training waits for them"
+                " (exposed_seconds)"
             )
         directory = trainer.log_dir  # asks rank 0, so all ranks have to ask
         self._target = Path(directory or ".") / "overlap.json" if self.path is None else Path(self.path)
