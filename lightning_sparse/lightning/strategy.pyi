@@ -37,6 +37,10 @@ class SparseDDPStrategy(DDPStrategy):
         ...
 
     @property
+    def meetings(self) -> Optional[int]:
+        ...
+
+    @property
     def checkpoint_io(self) -> CheckpointIO:
         ...
 

@@ -335,7 +335,7 @@ def groups_asked_for(rank: int) -> list[Any]:
 
 
 def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair: Pool) -> None:
-    assert pair.run(groups_asked_for) == [[None]] * 2
+    assert pair.run(groups_asked_for) == [[None, None]] * 2  # for exchanges, and for news of signals
 
 
 def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:
