@@ -31,18 +31,16 @@ class Termination:
         self._trainer = trainer
         self._notes = Notes(trainer.strategy.root_device, meetings)
         self._is_signalled = False
-        self._replaced: Any = signal.signal(signal.SIGTERM, self._note)
+        # Elsewhere than in the main thread nobody may have a handler, and this rank hears of signals from the others.
+        self._has_handler = threading.current_thread() is threading.main_thread()
+        self._replaced: Any = signal.signal(signal.SIGTERM, self._note) if self._has_handler else None
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, trainer: Trainer, meetings: Callable[[], Optional[int]]) -> Optional["Termination"]:
-        """Return that of a training, ``None`` where it is Lightning's own matter.
-
-        That is on one process, in Lightning before 2.6, where nothing is sent, and outside the main thread, which alone
-        may have handlers.
-        """
+        """Return that of a training; ``None`` on one process, and in Lightning before 2.6, where nothing is sent."""
         sends = trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        return cls(trainer, meetings) if sends and threading.current_thread() is threading.main_thread() else None
+        return cls(trainer, meetings) if sends else None
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self._is_signalled = True
@@ -57,8 +55,9 @@ class Termination:
     def _answer(self) -> None:
         """Have Lightning's handler do its work, on all ranks at once, so that what it exchanges meets."""
         self._trainer.strategy.barrier()
-        if callable(self._replaced):
-            self._replaced(signal.SIGTERM, None)
+        lightnings = self._trainer._signal_connector._sigterm_notifier_fn  # where it could not be registered
+        handler: Any = self._replaced if callable(self._replaced) else lightnings
+        handler(signal.SIGTERM, None)
 
     def _heard(self) -> bool:
         with suppress(RuntimeError):  # a rank has died: the exchange that comes next says so, and in which group
@@ -76,6 +75,7 @@ class Termination:
             self._notes.hand_in(self._is_signalled)
             if self._heard() or is_known:
                 self._answer()
-        signal.signal(signal.SIGTERM, self._replaced)
+        if self._has_handler:
+            signal.signal(signal.SIGTERM, self._replaced)
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
         self._notes.close()

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import ExitStack
+from threading import Thread
 from typing import Any, Optional
 from unittest import mock
 
@@ -89,6 +90,31 @@ def test_a_signal_in_validation_is_answered_after_it(pair: Pool, tmp_path: Any) 
 
 def test_a_signal_in_the_last_batch_is_lightnings_when_training_has_ended(pair: Pool, tmp_path: Any) -> None:
     assert pair.run(fit_signalled, (1,), STEPS - 1, str(tmp_path), False, {}) == [(False, STEPS, True, 1, True)] * 2
+
+
+def fit_in_a_thread(rank: int) -> tuple[bool, int]:
+    """Fit, on rank 1 in another thread, until SIGTERM to rank 0; return whether its handler is back, and the step."""
+    watching, ended = SignalAt(5 if rank == 0 else None), []
+
+    def fit() -> None:
+        try:
+            trainer.fit(Small())
+        except SIGTERMException:
+            ended.append(trainer.global_step)
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1), callbacks=[watching])
+    if rank == 0:
+        fit()
+    else:
+        thread = Thread(target=fit)
+        thread.start()
+        thread.join()
+    return signal.getsignal(signal.SIGTERM) == before, ended[0]
+
+
+def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair: Pool) -> None:
+    assert pair.run(fit_in_a_thread) == [(True, 7)] * 2
 
 
 def test_without_a_signal_nothing_happens(pair: Pool, tmp_path: Any) -> None:
