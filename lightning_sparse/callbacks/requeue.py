@@ -54,7 +54,9 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signal is not None and trainer.world_size > 1:
-            self._notes = Notes(trainer.strategy.root_device, lambda: getattr(trainer.strategy, "meetings", None))
+            strategy = trainer.strategy
+            timeout = getattr(strategy, "_timeout", None)
+            self._notes = Notes(strategy.root_device, lambda: getattr(strategy, "meetings", None), timeout)
 
     @override
     def on_train_batch_end(

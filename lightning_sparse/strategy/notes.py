@@ -1,6 +1,7 @@
 """Notes: what one rank has noticed, such as a signal, told to all ranks while the next batch runs."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Optional
 
 import torch
@@ -19,11 +20,15 @@ class Notes:
         device: of the other backends.
         meetings: tells how often ranks have met, where they do not in every step (see
             :attr:`~lightning_sparse.SparseDDPStrategy.meetings`); nothing is sent until they have met again.
+        timeout: how long gloo waits for a rank that has stopped, also before the group can be given back; ``None`` for
+            the backend's default.
     """
 
-    def __init__(self, device: torch.device, meetings: Callable[[], Optional[int]]) -> None:
+    def __init__(
+        self, device: torch.device, meetings: Callable[[], Optional[int]], timeout: Optional[timedelta] = None
+    ) -> None:
         is_gloo = dist.get_backend() == "gloo"
-        self._group = dist.new_group() if is_gloo else None
+        self._group = dist.new_group(timeout=timeout) if is_gloo else None
         self._meetings = meetings
         self._met: Optional[int] = None
         self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)

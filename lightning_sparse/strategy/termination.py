@@ -29,7 +29,7 @@ class Termination:
 
     def __init__(self, trainer: Trainer, meetings: Callable[[], Optional[int]]) -> None:
         self._trainer = trainer
-        self._notes = Notes(trainer.strategy.root_device, meetings)
+        self._notes = Notes(trainer.strategy.root_device, meetings, getattr(trainer.strategy, "_timeout", None))
         self._is_signalled = False
         # Elsewhere than in the main thread nobody may have a handler, and this rank hears of signals from the others.
         self._has_handler = threading.current_thread() is threading.main_thread()
