@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from quality import OPTIMIZERS, TASKS, Run
+from rows import Row
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from training import begin_rank
+from training import begin_rank, trainer_of
 from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
@@ -89,19 +90,9 @@ def main() -> None:
 
     begin_rank(run.ranks)
     learner, watch = Learner(run, dist.get_rank()), Watch()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=run.ranks,
-        strategy=strategy_of(run),
-        max_steps=run.steps,
-        max_epochs=-1,
-        gradient_clip_val=learner.task.clip_norm,
-        use_distributed_sampler=False,
-        callbacks=[watch],
-        **quiet,  # type: ignore[arg-type]  # all of them are flags
-    )
+    row = Row(lambda hosts: {"strategy": strategy_of(run), "num_nodes": hosts})
+    clip_norm = learner.task.clip_norm
+    trainer = trainer_of(row, run.ranks, max_steps=run.steps, gradient_clip_val=clip_norm, callbacks=[watch])
     trainer.fit(learner, DataLoader(range(run.steps), batch_size=None))  # type: ignore[arg-type]  # numbers of steps
     if dist.get_rank() == 0:
         learner.eval()

@@ -54,9 +54,7 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signal is not None and trainer.world_size > 1:
-            strategy = trainer.strategy
-            timeout = getattr(strategy, "_timeout", None)
-            self._notes = Notes(strategy.root_device, lambda: getattr(strategy, "meetings", None), timeout)
+            self._notes = Notes(trainer.strategy)
 
     @override
     def on_train_batch_end(

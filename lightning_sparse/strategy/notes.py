@@ -1,11 +1,10 @@
 """Notes: what one rank has noticed, such as a signal, told to all ranks while the next batch runs."""
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import Strategy
 
 
 class Notes:
@@ -17,19 +16,16 @@ class Notes:
     would need names of hosts that do not lead to loopback, and another one of NCCL takes memory of each GPU.
 
     Args:
-        device: of the other backends.
-        meetings: tells how often ranks have met, where they do not in every step (see
-            :attr:`~lightning_sparse.SparseDDPStrategy.meetings`); nothing is sent until they have met again.
-        timeout: how long gloo waits for a rank that has stopped, also before the group can be given back; ``None`` for
-            the backend's default.
+        strategy: whose ranks. Where they do not meet in every step (see
+            :attr:`~lightning_sparse.SparseDDPStrategy.meetings`), nothing is sent until they have met again. Its
+            timeout is how long gloo waits for a rank that has stopped, also before the group can be given back.
     """
 
-    def __init__(
-        self, device: torch.device, meetings: Callable[[], Optional[int]], timeout: Optional[timedelta] = None
-    ) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         is_gloo = dist.get_backend() == "gloo"
-        self._group = dist.new_group(timeout=timeout) if is_gloo else None
-        self._meetings = meetings
+        device = strategy.root_device
+        self._group = dist.new_group(timeout=getattr(strategy, "_timeout", None)) if is_gloo else None
+        self._strategy = strategy
         self._met: Optional[int] = None
         self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)
         self._work: Any = None
@@ -39,7 +35,7 @@ class Notes:
 
     def hand_in(self, is_noted: bool) -> None:
         """Hand in what this rank has noted, unless ranks have not met since the last time; all ranks must call."""
-        met = self._meetings()
+        met = getattr(self._strategy, "meetings", None)
         if met is not None and met == self._met:
             return
         self._met = met

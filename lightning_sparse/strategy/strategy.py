@@ -356,7 +356,7 @@ class SparseDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
-        self._termination = Termination.of(trainer, lambda: self.meetings)
+        self._termination = Termination.of(trainer)
         if self._rounds is not None:
             _check_batches(gather_together(trainer.num_training_batches))
 

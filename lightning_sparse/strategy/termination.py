@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Optional
@@ -24,12 +23,11 @@ class Termination:
 
     Args:
         trainer: in whose training signals are noted, until :meth:`close`.
-        meetings: see :class:`Notes`.
     """
 
-    def __init__(self, trainer: Trainer, meetings: Callable[[], Optional[int]]) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._notes = Notes(trainer.strategy.root_device, meetings, getattr(trainer.strategy, "_timeout", None))
+        self._notes = Notes(trainer.strategy)
         self._is_signalled = False
         # Elsewhere than in the main thread nobody may have a handler, and this rank hears of signals from the others.
         self._has_handler = threading.current_thread() is threading.main_thread()
@@ -37,10 +35,10 @@ class Termination:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
     @classmethod
-    def of(cls, trainer: Trainer, meetings: Callable[[], Optional[int]]) -> Optional["Termination"]:
+    def of(cls, trainer: Trainer) -> Optional["Termination"]:
         """Return that of a training; ``None`` on one process, and in Lightning before 2.6, where nothing is sent."""
         sends = trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        return cls(trainer, meetings) if sends else None
+        return cls(trainer) if sends else None
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self._is_signalled = True
