@@ -48,7 +48,7 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
         view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         for step in range(STEPS):
             coming = view.coming_step()
-            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.steps)
+            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.settled)
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             optimizer.step()
         view.close()

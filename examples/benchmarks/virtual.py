@@ -150,7 +150,7 @@ class VirtualRank:
         corrects = settings.can_correct_adam and is_correctable(self.optimizer)
         if corrects:
             clip = NOT_CLIPPED if self._clip_norm is None else Clipping(norm=self._clip_norm)
-            settings.correct_adam(clip, total_steps)
+            settings.correct_adam(clip)
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
         dense_format = compressor.dense_wire_format or ("reduce" if corrects else None)
@@ -172,6 +172,7 @@ class VirtualRank:
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
+        self._view.expect(total_steps)
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -217,8 +218,9 @@ class VirtualRank:
             tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
+        self._view.look(lambda number: number)  # replicas are the same here to the bit
         coming = self._view.coming_step()
-        self._densities.density = settings.density_at(epoch, coming.steps)
+        self._densities.density = settings.density_at(epoch, coming.settled)
         self._pipeline.context = StepContext(None, coming.hyperparameters, coming.whole)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.

@@ -164,9 +164,12 @@ class AdamCorrection:
 
     Args:
         dense_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
-            least 2; ``None`` for a hundredth of the training, between 10 and 1000.
-        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for a tenth of
-            the training, at most 10 000.
+            least 2; ``None`` for as many as the second moment takes to be known: from 10 to 100, and no more than a
+            hundredth of a training whose length is known, if that is more than 10. It is known when its mean over a
+            parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
+            elements.
+        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for ten times
+            as many as the dense steps, and no more than a tenth of a training whose length is known.
         refresh_steps: steps between two mean gradients that the second moment learns from, at least; the interval grows
             to a tenth of the steps made. Each of them takes half of what DDP sends in a step.
 
@@ -190,41 +193,67 @@ class AdamCorrection:
             if given is not None and (not isinstance(given, int) or given < least):
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
 
-    def resolved(self, total_steps: Optional[int]) -> "AdamCorrection":
-        """Fill in what depends on the length of the training.
+    def most_dense_steps(self, total_steps: Optional[int]) -> int:
+        """Return how many steps are dense at most.
 
         Args:
             total_steps: optimizer steps of the whole training; ``None`` where that is not known.
         """
-        total = _UNKNOWN_STEPS if total_steps is None else total_steps
-        dense = min(1000, max(10, total // 100)) if self.dense_steps is None else self.dense_steps
-        fall = min(10_000, total // 10) if self.fall_steps is None else self.fall_steps
-        return AdamCorrection(dense, fall, self.refresh_steps)
+        if self.dense_steps is not None:
+            return self.dense_steps
+        known = MOST_DENSE_STEPS if total_steps is None else total_steps // 100
+        return max(LEAST_DENSE_STEPS, min(MOST_DENSE_STEPS, known))
 
-    def density_after(self, steps: int, target: float) -> float:
-        """Return the density of the coming step: 1 at first, then falling geometrically, in stairs, to its target.
-
-        Args:
-            steps: already made.
-            target: density at the end.
+    def warm_up(self, dense_steps: int, total_steps: Optional[int] = None) -> "WarmUp":
+        """Return the warm-up of a training with so many dense steps.
 
         Example::
 
-            >>> correction = AdamCorrection(dense_steps=10, fall_steps=100)
-            >>> [round(correction.density_after(steps, 0.01), 3) for steps in (0, 10, 60, 109, 110)]
-            [1.0, 1.0, 0.112, 0.012, 0.01]
+            >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=500)
+            (WarmUp(dense_steps=10, fall_steps=100), WarmUp(dense_steps=10, fall_steps=50))
         """
-        dense, fall = self.dense_steps or 0, self.fall_steps or 0
-        if steps < dense:
-            return 1.0
-        if steps >= dense + fall or target >= 1:
-            return target
-        stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
-        return same_everywhere(target ** (int((steps - dense) / fall * stairs) / stairs))
+        if self.fall_steps is not None:
+            return WarmUp(dense_steps, self.fall_steps)
+        fall = _FALL * dense_steps
+        return WarmUp(dense_steps, fall if total_steps is None else min(fall, total_steps // 10))
 
-    def is_settling(self, steps: int) -> bool:
-        """Return whether more is sent than later, in the step that comes after so many."""
-        return steps < (self.dense_steps or 0) + (self.fall_steps or 0)
+
+class WarmUp(NamedTuple):
+    """How long more is sent than later, in the first steps of a corrected Adam.
+
+    Attributes:
+        dense_steps: in which everything is sent.
+        fall_steps: after them, over which the density falls.
+    """
+
+    dense_steps: int
+    fall_steps: int
+
+    def settled(self, steps: int) -> float:
+        """Return how much of the fall lies behind after so many steps, from 0 to 1.
+
+        Example::
+
+            >>> [WarmUp(10, 100).settled(steps) for steps in (0, 10, 60, 200)]
+            [0.0, 0.0, 0.5, 1.0]
+        """
+        fallen = max(0, steps - self.dense_steps)
+        is_over = steps >= self.dense_steps and fallen >= self.fall_steps
+        return 1.0 if is_over else fallen / max(1, self.fall_steps)
+
+
+def falling_density(target: float, settled: float) -> float:
+    """Return the density where so much of the fall lies behind: from 1, geometrically, in stairs, to its target.
+
+    Example::
+
+        >>> [round(falling_density(0.01, settled), 3) for settled in (0.0, 0.5, 0.99, 1.0)]
+        [1.0, 0.112, 0.012, 0.01]
+    """
+    if settled >= 1 or target >= 1:
+        return target
+    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
+    return same_everywhere(target ** (int(settled * stairs) / stairs))
 
 
 def same_everywhere(power: float) -> float:
@@ -240,5 +269,6 @@ def same_everywhere(power: float) -> float:
     return float(f"{power:.12g}")
 
 
-_UNKNOWN_STEPS = 10_000  # a training of unknown length warms up as one of this
+LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
+_FALL = 10  # steps of the fall for each dense one
 _STAIR = 1.25  # a density that falls a little in every step would be planned for in every step

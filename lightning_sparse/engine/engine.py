@@ -256,7 +256,7 @@ class Engine:
         hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
         epoch: int = 0,
         whole: AbstractSet[str] = frozenset(),
-        steps: int = 0,
+        settled: float = 1.0,
     ) -> None:
         """Begin a step: its backward comes next.
 
@@ -265,14 +265,13 @@ class Engine:
             hyperparameters: what the optimizer does, by parameter name.
             epoch: from 0.
             whole: names of the parameters whose gradients are sent whole, whatever the compressor; as on all ranks.
-            steps: that corrected optimizers have made.
+            settled: how much of the warm-up of corrected optimizers lies behind, from 0 to 1.
         """
         self._learned = None
-        correction = self._settings.feedback.adam
         self.recorder.begin_backward()
-        self.recorder.current.marks.is_typical = correction is None or not correction.is_settling(steps)
+        self.recorder.current.marks.is_typical = settled >= 1
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
-        self.densities.density = self._settings.density_at(epoch, steps)
+        self.densities.density = self._settings.density_at(epoch, settled)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
         """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.

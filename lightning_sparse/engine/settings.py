@@ -13,6 +13,7 @@ from lightning_sparse.compressors.feedback import (
     AdamCorrection,
     Clipping,
     ErrorFeedback,
+    falling_density,
     same_everywhere,
 )
 from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
@@ -172,19 +173,15 @@ class Settings:
         """Whether the optimizers are given part of each gradient late."""
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
-    def correct_adam(self, clip: Clipping = NOT_CLIPPED, total_steps: Optional[int] = None) -> None:
-        """Have Adam's updates made before selection, in the next fit.
+    def correct_adam(self, clip: Clipping = NOT_CLIPPED) -> None:
+        """Have Adam's updates made before selection, in the next fit, of gradients that are clipped so.
 
         The compressor's own momentum is left out: Adam's first moment is in its place.
-
-        Args:
-            clip: what the user clips gradients to.
-            total_steps: optimizer steps of the whole training; ``None`` where that is not known.
         """
         asked, own = self._asked_feedback, self.optimizer_correction
         correction = own if isinstance(own, AdamCorrection) else AdamCorrection()
         self.feedback = ErrorFeedback(
-            adam=correction.resolved(total_steps),
+            adam=correction,
             follows_learning_rate=asked.follows_learning_rate,
             clip_norm=asked.clip_norm if clip.norm is None else clip.norm,
             clip_value=clip.value,
@@ -300,7 +297,7 @@ class Settings:
                 " schedule='merged'"
             )
 
-    def density_at(self, epoch: int, steps: int = 0) -> float:
+    def density_at(self, epoch: int, settled: float = 1.0) -> float:
         """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
 
         With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
@@ -308,10 +305,9 @@ class Settings:
 
         Args:
             epoch: from 0.
-            steps: that corrected optimizers have made, whose own warm-up may ask for more.
+            settled: how much of the warm-up of corrected optimizers lies behind, which may ask for more.
         """
-        correction = self.feedback.adam
-        least = 0.0 if correction is None else correction.density_after(steps, self.density)
+        least = falling_density(self.density, settled)
         if epoch >= self.warmup_epochs:
             return max(least, self.density)
         return max(least, same_everywhere(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))

@@ -301,22 +301,25 @@ class Pipeline:
             for together in _messages(names, local):
                 some = {name: local.pop(name) for name in together}
                 means = self._means(list(some.values()), list(some))
+                squared_norms = (
+                    self._squared_norms(list(some.values()), together) if self.memory.clips_gradients else None
+                )
                 if self._node is not None:
-                    some, means = self._whole(self._node, some, means)
-                self.memory.learn(some, means)
+                    means = self._whole(self._node, means, together)
+                self.memory.learn(together, means, squared_norms)
 
-    def _whole(
-        self, node: Node, local: dict[str, Tensor], means: Sequence[Tensor]
-    ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-        """Return whole gradients, of the node where they are asked for, and whole means, of this rank's shares."""
-        names = list(local)
+    def _squared_norms(self, gradients: list[Tensor], names: list[str]) -> Tensor:
+        """Return the means, over nodes, of the squared norms of gradients, of which a node's ranks have shares."""
+        squared = torch.stack(torch._foreach_norm(gradients)).float().square_()
+        with self.recorder.span("exchange"):
+            squared = self._run_collective(Payload("all_reduce", squared), names, self._everybody)
+        return squared.div_(self.collectives.ranks)
+
+    def _whole(self, node: Node, shares: Sequence[Tensor], names: list[str]) -> Sequence[Tensor]:
+        """Return whole means, of this rank's shares."""
         moments = (self.context.hyperparameters[name].adam for name in names)
         numels = [each.second.numel() for each in moments if each is not None]
-        means = self._run_in_node(node, node.whole(means, numels, torch.bfloat16), names)
-        if self.memory.clips_gradients:
-            whole = self._run_in_node(node, node.whole(list(local.values()), numels, torch.bfloat16), names)
-            local = dict(zip(names, whole))
-        return local, means
+        return self._run_in_node(node, node.whole(shares, numels, torch.bfloat16), names)
 
     def _means(self, tensors: Sequence[Tensor], names: list[str]) -> Sequence[Tensor]:
         """Return means over ranks, rounded to 16 bits on the way."""

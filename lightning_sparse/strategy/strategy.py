@@ -33,6 +33,7 @@ from lightning_sparse.engine.loop.optimizers import (
     handled,
     is_adaptive,
     takes_adam,
+    tells_warm_up,
     warning_for,
 )
 from lightning_sparse.engine.loop.summary import summary
@@ -298,7 +299,6 @@ class SparseDDPStrategy(DDPStrategy):
         if view.takes_momentum:
             self._say(TAKES_MOMENTUM)
         if corrects:
-            self._say(takes_adam(self.settings.feedback))
             self._clip_gradients = self.precision_plugin.clip_gradients
             self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
         if self.settings.is_sparse:
@@ -335,7 +335,7 @@ class SparseDDPStrategy(DDPStrategy):
             return False
         value = trainer.gradient_clip_val
         clip = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
-        settings.correct_adam(clip, _total_steps(trainer))
+        settings.correct_adam(clip)
         return True
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
@@ -357,6 +357,11 @@ class SparseDDPStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
+        if self._optimizer_view is not None and self.settings.feedback.adam is not None:
+            # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
+            total_steps = _total_steps(trainer)
+            self._optimizer_view.expect(total_steps)
+            self._say(takes_adam(self.settings.feedback, total_steps))
         if self._rounds is not None:
             _check_batches(gather_together(trainer.num_training_batches))
 
@@ -376,9 +381,19 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _wants_plain(self) -> bool:
         """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
-        if self.engine is not None and self.engine.rounds is not None:
+        if self.engine is None:
+            return False
+        if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
-        return self._choice.wants_plain if self._choice is not None and self._is_at_border else self.is_plain
+        assert self._optimizer_view is not None
+        warm_up = self._optimizer_view.look(self.engine.mean_over_ranks)
+        if warm_up is not None:
+            self._say(tells_warm_up(warm_up, self.settings.density))
+        if self._optimizer_view.is_dense:
+            return True
+        if self._choice is None:
+            return False
+        return self._choice.wants_plain if self._is_at_border else self.is_plain
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -425,7 +440,7 @@ class SparseDDPStrategy(DDPStrategy):
             continued = self._step.hold_arrived(is_exchanged) if self._holds_arrived else frozenset()
             coming = self._optimizer_view.coming_step(self.is_plain, continued)
             epoch = self.lightning_module.current_epoch
-            self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.steps)
+            self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.settled)
 
     @property
     def _tolerates_unused(self) -> bool:
@@ -687,9 +702,7 @@ class SparseDDPStrategy(DDPStrategy):
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:
-    """Return the optimizer steps of the whole training, as Lightning estimates them; ``None`` where it cannot."""
-    if trainer.max_steps > 0:
-        return trainer.max_steps
+    """Return the optimizer steps that the whole training may have; ``None`` where Lightning does not know."""
     try:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # batches are accumulated by a schedule

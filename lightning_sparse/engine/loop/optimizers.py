@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, ErrorFeedback, Hyperparameters
+from lightning_sparse.compressors.feedback import (
+    FROM_OPTIMIZER,
+    LEAST_DENSE_STEPS,
+    AdamCorrection,
+    ErrorFeedback,
+    Hyperparameters,
+    WarmUp,
+)
 from lightning_sparse.engine.loop.adam_steps import AdamSteps, ComingStep, is_correctable
 from lightning_sparse.engine.memory import AdamMemory, Memory
 from lightning_sparse.engine.settings import Settings
@@ -103,9 +110,27 @@ class OptimizerView:
         """
         found = self.hyperparameters(continued)
         if self._adam is None:
-            return ComingStep(found, frozenset(), 0)
+            return ComingStep(found)
         coming = self._adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**found, **coming.hyperparameters})
+
+    def expect(self, total_steps: Optional[int]) -> None:
+        """Know how many optimizer steps the whole training has; ``None`` where that is not known."""
+        if self._adam is not None:
+            self._adam.total_steps = total_steps
+
+    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
+        """See, between two steps, whether Adam's second moment is known; return the warm-up when that is decided.
+
+        Args:
+            agree: returns the mean over ranks of a number; called on all ranks or on none.
+        """
+        return None if self._adam is None else self._adam.look(agree)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the coming step sends everything of all parameters, for Adam's second moment to be learned."""
+        return self._adam is not None and self._adam.is_dense
 
     def without_corrected(self) -> AbstractContextManager[None]:
         """Keep out of sight the gradients of parameters whose updates were made before selection, for a while."""
@@ -194,13 +219,28 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 
 
-def takes_adam(feedback: ErrorFeedback) -> str:
-    """Say what is done to Adam."""
+def takes_adam(feedback: ErrorFeedback, total_steps: Optional[int] = None) -> str:
+    """Say what is done to Adam, in a training of so many steps."""
     assert feedback.adam is not None
-    dense, fall, refresh = feedback.adam.dense_steps, feedback.adam.fall_steps, feedback.adam.refresh_steps
+    chosen, most = feedback.adam.dense_steps, feedback.adam.most_dense_steps(total_steps)
+    is_open = chosen is None and most > LEAST_DENSE_STEPS
+    when = (
+        f"until the second moment is known, for {LEAST_DENSE_STEPS} to {most} steps" if is_open else f"for {most} steps"
+    )
+    return f"Adam's updates are made before selection: gradients are sent whole {when}, then the density falls."
+
+
+def tells_warm_up(warm_up: WarmUp, density: float) -> str:
+    """Say that the second moment is known.
+
+    Example::
+
+        >>> tells_warm_up(WarmUp(10, 100), 0.01)
+        'the second moment is known after 10 steps: the density falls to 0.01 by step 110.'
+    """
+    end = warm_up.dense_steps + warm_up.fall_steps
     return (
-        f"Adam's updates are made before selection: for the first {dense} steps gradients are sent whole, over the next"
-        f" {fall} the density falls, and the second moment learns from a mean gradient every {refresh} steps or more."
+        f"the second moment is known after {warm_up.dense_steps} steps: the density falls to {density:g} by step {end}."
     )
 
 

@@ -31,6 +31,7 @@ from lightning_sparse.engine.loop.optimizers import (
     handled,
     is_adaptive,
     takes_adam,
+    tells_warm_up,
     warning_for,
 )
 from lightning_sparse.engine.loop.summary import summary
@@ -125,8 +126,8 @@ def start(
     _check_model(ddp)
     _check_optimizers(ddp, optimizers)
     if can_correct(settings, optimizers):
-        settings.correct_adam(total_steps=total_steps)
-    return Sparsifier(ddp, optimizers, settings, scaler, timeout, say)
+        settings.correct_adam()
+    return Sparsifier(ddp, optimizers, settings, scaler, total_steps, timeout, say)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -150,6 +151,7 @@ class Sparsifier:
         optimizers: that train it.
         settings: what the user chose, checked.
         scaler: the gradient scaler; ``None`` where there is none.
+        total_steps: of the whole training; ``None`` where that is not known.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
         say: called on rank 0 with lines for the user.
 
@@ -165,6 +167,7 @@ class Sparsifier:
         optimizers: Sequence[Optimizer],
         settings: Settings,
         scaler: Optional[GradScaler],
+        total_steps: Optional[int],
         timeout: Optional[timedelta],
         say: Callable[[str], None],
     ) -> None:
@@ -191,9 +194,10 @@ class Sparsifier:
         self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
+        self._view.expect(total_steps)
         if settings.feedback.has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self._watch(parameters.values())
-        self._tell()
+        self._tell(total_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -343,11 +347,14 @@ class Sparsifier:
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
                 " warmup_epochs=0"
             )
+        warm_up = self._view.look(self.engine.mean_over_ranks)
+        if warm_up is not None:
+            self._say(tells_warm_up(warm_up, self._settings.density))
         coming, scale = self._view.coming_step(), None
         if self._scaler is not None:
             # Scaling a one gives the scale without asking the device for its value.
             scale = self._scaler.scale(torch.ones((), device=self._device))
-        self.engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.steps)
+        self.engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.settled)
         # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
         _LATER(lambda: _LATER(self._end_backward))
 
@@ -383,7 +390,7 @@ class Sparsifier:
         self._handles = [watch(parameter) for parameter in parameters if parameter.requires_grad]
         self._handles += [optimizer.register_step_post_hook(end_step) for optimizer in self.optimizers]
 
-    def _tell(self) -> None:
+    def _tell(self, total_steps: Optional[int]) -> None:
         """Say what is sent, and warn of what does not go well together."""
         settings = self._settings
         self._say(f"{summary(settings)}.")
@@ -391,7 +398,7 @@ class Sparsifier:
             self._say(TAKES_MOMENTUM)
         corrects = settings.feedback.adam is not None
         if corrects:
-            self._say(takes_adam(settings.feedback))
+            self._say(takes_adam(settings.feedback, total_steps))
         found = []
         if settings.overlaps_backward:
             found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))

@@ -36,14 +36,10 @@ def summary(settings: Settings) -> str:
 
 
 def _warm_up(settings: Settings) -> str:
-    adam = settings.feedback.adam
-    words = []
-    if settings.warmup_epochs:
-        first = settings.density ** (1 / (settings.warmup_epochs + 1))
-        words.append(f"over {settings.warmup_epochs} epochs, from {first:.2g}")
-    if adam is not None:
-        words.append(f"{adam.dense_steps} steps whole, {adam.fall_steps} falling")
-    return " and ".join(words) or "none"
+    if not settings.warmup_epochs:
+        return "none" if settings.feedback.adam is None else "until Adam's second moment is known"
+    first = settings.density ** (1 / (settings.warmup_epochs + 1))
+    return f"over {settings.warmup_epochs} epochs, from {first:.2g}"
 
 
 def _schedule(settings: Settings) -> str:

@@ -4,14 +4,14 @@ The rule, its sources and where it differs from them stand at :class:`~lightning
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters
+from lightning_sparse.compressors.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters, WarmUp
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory.base import MemoryState, in_widened
 from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
@@ -31,10 +31,16 @@ class AdamMemory(ResidualMemory):
         ranks: how many ranks the gradient is averaged over.
         refresh_steps: steps between two mean gradients that the second moment learns from, at least.
         clip: what gradients are clipped to. Each rank clips its own gradient,
-            whose norm is larger than that of the mean by a factor that is measured whenever the mean is known.
+            whose norm is larger than that of the mean by a factor, one for all ranks, that is measured whenever the
+            mean is known.
         follows_learning_rate: see :class:`ResidualMemory`.
         share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient; ``None``
             where it is given all. Moments, and what :meth:`learn` is given, are whole in any case.
+
+    Attributes:
+        warm_up: how long more is sent than later; ``None`` while the second moment is not known.
+        second_means: mean of the second moment of each parameter, and after how many steps: what it is compared with
+            to see whether it is known.
     """
 
     def __init__(
@@ -47,7 +53,9 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, follows_learning_rate)
         self.clip_to(clip)
-        self._squared_norms: dict[str, Tensor] = {}  # of this rank's gradient and of the mean
+        self.warm_up: Optional[WarmUp] = None
+        self.second_means: dict[str, tuple[float, int]] = {}
+        self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
         self._norm_ratio: Optional[Tensor] = None
         self._ranks = ranks
         self._share_of = share_of
@@ -150,7 +158,8 @@ class AdamMemory(ResidualMemory):
         self._clip_as_mean(gradients)
         continued = {name for name in moments if hyperparameters[name].continues_step}
         self._has_pieces = self._has_pieces or bool(continued)
-        self._learned = {name: learned for name, learned in self._learned.items() if name in continued}
+        for name in moments.keys() - continued:
+            self._learned.pop(name, None)
         for gradient, (name, each) in zip(gradients, moments.items()):
             if each.decay and name not in continued:
                 gradient.add_(self._shared(each.parameter), alpha=each.decay)
@@ -175,11 +184,12 @@ class AdamMemory(ResidualMemory):
         if self._clipping.norm is None:
             return
         assert self.gradient_norm is not None
-        if self._norm_ratio is None and self._squared_norms:
-            mine, mean = torch.stack(list(self._squared_norms.values())).sum(dim=0).unbind()
-            self._norm_ratio = (mine / mean).sqrt()
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        ratio = math.sqrt(self._ranks) if self._norm_ratio is None else self._norm_ratio
+        independent = self.gradient_norm.new_tensor(math.sqrt(self._ranks))
+        if self._norm_ratio is None and self._squared_norms:
+            own, mean = torch.stack(list(self._squared_norms.values())).sum(dim=0).unbind()
+            self._norm_ratio = torch.where(mean > 0, (own / mean).sqrt(), independent)
+        ratio = independent if self._norm_ratio is None else self._norm_ratio
         # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
         self._clip_factor = (self._clipping.norm * ratio / self.gradient_norm).clamp(max=1.0)
         torch._foreach_mul_(gradients, self._clip_factor)
@@ -211,9 +221,10 @@ class AdamMemory(ResidualMemory):
         return local
 
     @override
-    def learn(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
-        self._measure_norms(local, means)
-        for name, mean in zip(local, means):
+    def learn(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Optional[Tensor]) -> None:
+        if squared_norms is not None:
+            self._measure_norms(names, means, squared_norms)
+        for name, mean in zip(names, means):
             moments = self._moments[name]
             known, present = self._second_steps[name], moments.step
             mean = mean.to(moments.second.dtype)
@@ -234,13 +245,11 @@ class AdamMemory(ResidualMemory):
                 torch.maximum(moments.largest, moments.second, out=moments.largest)
             self._second_steps[name] = present
 
-    def _measure_norms(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
-        """Measure the norms of this rank's gradient and of the mean, as an average over the last times."""
-        if self._clipping.norm is None:
-            return
+    def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
+        """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
         self._norm_ratio = None
-        norms = (torch.stack(torch._foreach_norm(each)).float() for each in (list(local.values()), list(means)))
-        for name, squared in zip(local, torch.stack(list(norms), dim=1).square_().unbind()):
+        of_means = torch.stack(torch._foreach_norm(list(means))).float().square_()
+        for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
             self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
 
     @override
@@ -272,6 +281,8 @@ class AdamMemory(ResidualMemory):
             "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
             "second_moment_step": {name: torch.tensor([float(step)]) for name, step in self._second_steps.items()},
             "squared_norms": dict(self._squared_norms),
+            "second_moment_mean": {name: torch.tensor(mean) for name, mean in self.second_means.items()},
+            "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, torch.tensor(self.warm_up)),
         }
 
     @override
@@ -283,3 +294,12 @@ class AdamMemory(ResidualMemory):
         self._squared_norms = cloned(state.get("squared_norms", {}))
         self._norm_ratio = None
         self._second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
+        means = state.get("second_moment_mean", {})
+        self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
+        self.warm_up = next(
+            (WarmUp(int(dense), int(fall)) for _, (dense, fall) in _as_numbers(state.get("warm_up", {}))), None
+        )
+
+
+def _as_numbers(kept: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:
+    return ((name, tensor.tolist()) for name, tensor in kept.items())

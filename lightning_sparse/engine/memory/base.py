@@ -76,12 +76,14 @@ class Memory(ABC):
         """
         return {}
 
-    def learn(self, local: Mapping[str, Tensor], means: Sequence[Tensor]) -> None:
-        """Learn from means over ranks, of a step that is accepted.
+    def learn(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Optional[Tensor]) -> None:
+        """Learn from means over ranks, of a step that is accepted; all arguments are the same on all ranks.
 
         Args:
-            local: some of what :meth:`take_local_gradients` returned.
-            means: for each the mean over ranks, the same on all of them; rounded to 16 bits. May be changed.
+            names: some of those of :meth:`take_local_gradients`.
+            means: for each the mean over ranks, rounded to 16 bits. May be changed.
+            squared_norms: for each the mean over ranks of the squared norm, fp32 ``[len(names)]``; ``None`` where
+                gradients are not clipped.
         """
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ _VERSION_OF_ONE_LEVEL = 1  # which versions before can read
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 RATES = "learning_rate"
-NUMBERS = {RATES: 1, "second_moment_step": 1, "squared_norms": 2}
+NUMBERS = {RATES: 1, "second_moment_step": 1, "squared_norms": 2, "second_moment_mean": 2, "warm_up": 2}
 CURE = "To go on without what the ranks had kept: give the strategy resume_compression=False."
 
 
