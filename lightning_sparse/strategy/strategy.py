@@ -361,7 +361,8 @@ class SparseDDPStrategy(DDPStrategy):
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             total_steps = _total_steps(trainer)
             self._optimizer_view.expect(total_steps)
-            self._say(takes_adam(self.settings.feedback, total_steps))
+            if self._optimizer_view.is_dense:
+                self._say(takes_adam(self.settings.feedback, total_steps))
         if self._rounds is not None:
             _check_batches(gather_together(trainer.num_training_batches))
 
