@@ -35,7 +35,7 @@ from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy import SparseDDPStrategy
-from lightning_sparse.strategy.names import systems
+from lightning_sparse.strategy.names import meant_by, systems
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")
@@ -154,10 +154,10 @@ def unknown_strategy(name: str) -> str:
         >>> unknown_strategy("lags").partition(" (")[2]
         "did you mean 'sparse_lags'?)"
     """
+    near = meant_by(name)
+    if near is not None:
+        return f"trainer.strategy={name!r} is unknown (did you mean {near!r}?)"
     ours = [system.name for system in systems()]
-    like_ours = f"sparse_{name.lower().replace('-', '_').removeprefix('sparse_')}"
-    if like_ours in ours:
-        return f"trainer.strategy={name!r} is unknown (did you mean {like_ours!r}?)"
     others = [each for each in StrategyRegistry if not each.startswith("sparse_")]
     message = unknown_name("trainer.strategy", name, [*ours, "lightning_sparse.SparseDDPStrategy", *others])
     if not name.startswith("sparse_"):

@@ -52,7 +52,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
+from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.launching import ReportingLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
@@ -658,6 +658,9 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
+        if self.lightning_module is not None:
+            chosen = self.lightning_module.trainer._accelerator_connector._strategy_flag
+            advise_on_unused(exception, type(self), chosen)
         super().on_exception(exception)
 
     @override
