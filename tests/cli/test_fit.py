@@ -117,6 +117,15 @@ def test_a_name_that_nobody_knows_takes_no_arguments(
 def test_the_help_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = answer(monkeypatch, capsys, "--help")
     assert all(command in printed for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
+    assert "{fit,validate,test,predict,plan,submit} ..." in printed
+
+
+def test_an_unknown_command_is_refused_with_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fti"])
+    assert stop.value.code == 2
+    said = "command='fti' is unknown; choose one of: fit, validate, test, predict, plan, submit (did you mean 'fit'?)"
+    assert said in capsys.readouterr().err
 
 
 def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -> None:
