@@ -1,19 +1,33 @@
 """The subcommands, for the Lightning that the model is of."""
 
+import argparse
 import sys
+from typing import Any
 
 from pytorch_lightning.cli import ArgsType
+from typing_extensions import override
 
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan import plan
 from lightning_sparse.cli.submit import check_step, submit
+from lightning_sparse.registry import unknown_name
 
 _COMMANDS = {"plan": plan, "submit": submit}
 _ASK_ONLY = {"-h", "--help", "--print_config"}
+_USAGE = "%(prog)s [-h] [-c CONFIG] {fit,validate,test,predict,plan,submit} ..."
 _EPILOG = (
     "Two more subcommands: 'plan' predicts, for a model and a network, what each strategy's step would take;"
     " 'submit' sends a fit to a cluster. See 'lightning-sparse plan --help' and 'lightning-sparse submit --help'."
 )
+
+
+class _CLI(SparseCLI):
+    """Lightning's subcommands, whose help shows those beside them."""
+
+    @override
+    def setup_parser(self, *arguments: Any, **named: Any) -> None:
+        super().setup_parser(*arguments, **named)
+        self.parser.usage = _USAGE  # earlier it would come before the usage of each subcommand
 
 
 def run(args: ArgsType = None) -> None:
@@ -24,4 +38,8 @@ def run(args: ArgsType = None) -> None:
         return
     if not isinstance(words, list) or not _ASK_ONLY.intersection(words):
         check_step()
-    SparseCLI(args=args, parser_kwargs={"epilog": _EPILOG, "prog": "lightning-sparse"})
+    if isinstance(words, list) and words and not words[0].startswith("-"):
+        known = [*SparseCLI.subcommands(), *_COMMANDS]
+        if words[0] not in known:
+            argparse.ArgumentParser("lightning-sparse", _USAGE).error(unknown_name("command", words[0], known))
+    _CLI(args=args, parser_kwargs={"epilog": _EPILOG, "prog": "lightning-sparse"})

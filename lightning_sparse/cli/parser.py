@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, NoReturn, Optional
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse._typehints import ActionTypeHint
 from pytorch_lightning import Callback
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.strategies import StrategyRegistry
@@ -34,7 +35,7 @@ from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy import SparseDDPStrategy
-from lightning_sparse.strategy.names import systems
+from lightning_sparse.strategy.names import meant_by, systems
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")
@@ -46,6 +47,7 @@ _WRONG_VALUE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _SAID_OF_VALUE = re.compile(r"class_path 'lightning_sparse[\w.]*':\s+(\w+: \w+=.+)$", re.MULTILINE)
+_SAID_OF_NAME = re.compile(r"^\s*('[\w.]+' of [\w.]+ is unknown; did you mean .+\?)$", re.MULTILINE)
 _LISTED_CLASS = re.compile(r", (lightning_sparse(?:\.\w+)+)")
 _BUILT_FROM_YAML = (SparseDDPStrategy, Compressor, Schedule, Callback, Rule, AdamCorrection, ErrorFeedback, Owners)
 
@@ -75,8 +77,28 @@ class HintingParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, *cause: Any, **named_cause: Any) -> NoReturn:
-        said = wrong_value(message) or message + near_names(message, self)
+        said = wrong_value(message) or near_names(message, self) or message
         super().error(said, *cause, **named_cause)
+
+
+class _NameWithArguments(ActionTypeHint):
+    """The Trainer's strategy: arguments beside a registered name stand for those of its class."""
+
+    def _check_type_(self, value: Any, **parsing: Any) -> Any:
+        is_whole = isinstance(value, str) or (isinstance(value, dict) and "class_path" in value)
+        name = None if is_whole or not parsing.get("cfg") else parsing["cfg"].get(self.dest)
+        if isinstance(name, str) and name.lower() in StrategyRegistry:
+            row = StrategyRegistry[name.lower()]
+            kind = row["strategy"]
+            named = Namespace(
+                class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=Namespace(row["init_params"])
+            )
+            parsing["cfg"] = Namespace({self.dest: named})
+        elif name == "auto":
+            raise TypeError("trainer.strategy='auto' takes no arguments: name one first, such as sparse_lags")
+        elif isinstance(name, str) and "." not in name:
+            raise TypeError(unknown_strategy(name))
+        return super()._check_type_(value, **parsing)
 
 
 class SparseCLI(LightningCLI):
@@ -95,6 +117,11 @@ class SparseCLI(LightningCLI):
             "trainer_defaults": {"callbacks": [RequeueAtStepEnd()]},
         }
         super().__init__(**{**defaults, **kwargs})
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        next(action for action in parser._actions if action.dest == "trainer.strategy").__class__ = _NameWithArguments
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -127,10 +154,10 @@ def unknown_strategy(name: str) -> str:
         >>> unknown_strategy("lags").partition(" (")[2]
         "did you mean 'sparse_lags'?)"
     """
+    near = meant_by(name)
+    if near is not None:
+        return f"trainer.strategy={name!r} is unknown (did you mean {near!r}?)"
     ours = [system.name for system in systems()]
-    like_ours = f"sparse_{name.lower().replace('-', '_').removeprefix('sparse_')}"
-    if like_ours in ours:
-        return f"trainer.strategy={name!r} is unknown (did you mean {like_ours!r}?)"
     others = [each for each in StrategyRegistry if not each.startswith("sparse_")]
     message = unknown_name("trainer.strategy", name, [*ours, "lightning_sparse.SparseDDPStrategy", *others])
     if not name.startswith("sparse_"):
@@ -180,23 +207,37 @@ def _is_public(class_path: str) -> bool:
 
 
 def near_names(message: str, parser: ArgumentParser) -> str:
-    """Return the end of a parser's message: which known names are like the one refused; empty if none is.
+    """Return in one line which known names are like those that a parser refuses; empty if none is.
 
     Args:
         message: what the parser says.
         parser: which names the keys.
     """
+    keys = _UNKNOWN_KEY.findall(message) + _UNKNOWN_OPTION.findall(message)
     hints = [
-        *(_hint(key, _keys(parser)) for key in _UNKNOWN_KEY.findall(message) + _UNKNOWN_OPTION.findall(message)),
-        *(_hint(name, _arguments_of(path)) for path, name in _UNKNOWN_ARGUMENT.findall(message)),
-        *(_hint(name, dir(sys.modules.get(path))) for path, name in _UNKNOWN_ATTRIBUTE.findall(message)),
+        *_SAID_OF_NAME.findall(message),  # by the parser of a class inside another
+        *(_hint(key, _keys(parser)) for key in keys),
+        *(_hint(name, _arguments_of(path), path) for path, name in _UNKNOWN_ARGUMENT.findall(message)),
+        *(
+            _hint(name, _classes_of(path), path) or _hint(name, dir(sys.modules.get(path)), path)
+            for path, name in _UNKNOWN_ATTRIBUTE.findall(message)
+        ),
     ]
-    return "".join(f"\n{hint}" for hint in dict.fromkeys(hints) if hint)
+    return "; ".join(hint for hint in dict.fromkeys(hints) if hint)
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def _hint(name: str, known: Iterable[str], place: str = "") -> str:
     near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3)
-    return f"{name!r} is unknown; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    where = f" of {place}" if place else ""
+    return f"{name!r}{where} is unknown; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _classes_of(path: str) -> Iterator[str]:
+    """Yield the names of a module's classes, those included that it imports when they are asked for."""
+    module = sys.modules.get(path)
+    for name in {*getattr(module, "__all__", ()), *dir(module)}:
+        if isinstance(getattr(module, name, None), type):
+            yield name
 
 
 def _keys(parser: Any) -> Iterator[str]:

@@ -135,6 +135,25 @@ class Compressor(ABC):
             )
 
 
+def checked_density(argument: str, density: Any) -> float:
+    """Pass a density through.
+
+    Args:
+        argument: what it was given for.
+        density: to check.
+
+    Raises:
+        ValueError: if it is no number in ``(0, 1]``.
+    """
+    is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
+    if not is_number or not 0 < density <= 1:
+        raise ValueError(
+            f"{argument}={density!r} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
+            " For a compression ratio such as 100, pass its inverse."
+        )
+    return float(density)
+
+
 def element_count(numel: int, density: float) -> int:
     """Return how many of ``numel`` elements a density sends: at least one.
 

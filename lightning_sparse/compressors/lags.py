@@ -9,6 +9,7 @@ from typing import ClassVar, Optional
 
 from typing_extensions import override
 
+from lightning_sparse.compressors.base import checked_density
 from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.topk import TopK
@@ -54,11 +55,7 @@ class LAGS(TopK):
         self.adapts_density = adapts_density
         self.densities = dict(densities or {})
         for name, density in self.densities.items():
-            if not 0 < density <= 1:
-                raise ValueError(
-                    f"densities[{name!r}]={density} must be a fraction of elements with 0 < density <= 1; 0.01 sends"
-                    " one in a hundred"
-                )
+            checked_density(f"densities[{name!r}]", density)
 
     @override
     def begin(self, layout: ModelLayout) -> None:

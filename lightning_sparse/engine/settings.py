@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors.base import checked_density
 from lightning_sparse.compressors.feedback import (
     FROM_OPTIMIZER,
     NOT_CLIPPED,
@@ -432,12 +433,7 @@ def _checked_density(density: Optional[float], compressor: Compressor) -> float:
         return 1.0
     if density is None:
         return compressor.default_density
-    if not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(
-            f"density={density} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
-            " For a compression ratio such as 100, pass its inverse."
-        )
-    return float(density)
+    return checked_density("density", density)
 
 
 def _checked_warmup(epochs: Optional[int], compressor: Compressor) -> int:

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _DENSITY = "did you mean density, the fraction of elements that is sent?"
 # What people call things elsewhere, where no likeness of letters leads to our name.
 _CALLED_ELSEWHERE = {
     "compress_ratio": _DENSITY,
+    "densities": "did you mean density? Those of single parameters are given by compressor=LAGS(densities=...)",
     "compression_ratio": "did you mean density, its inverse?",
     "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
     "lr": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
@@ -55,10 +57,14 @@ def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, give
         given: the arguments, by name.
 
     Raises:
-        TypeError: for a name that neither ``DDPStrategy`` nor ``DistributedDataParallel`` knows.
+        TypeError: for a name that neither ``DDPStrategy`` nor ``DistributedDataParallel`` knows, or a timeout
+            that torch would refuse later.
         ValueError: for an argument that would be ignored, or would take something out of the strategy's hands.
     """
     theirs = _names(base) | _names(DistributedDataParallel)
+    timeout = given.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, such as timedelta(seconds=60)")
     for name, value in given.items():
         if value is not None and name in _REFUSED:
             raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
@@ -81,6 +87,22 @@ def check_device(strategy: type, device: torch.device) -> None:
         raise ValueError(
             f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
             " processes: use accelerator='cpu', or strategy='auto' for one device"
+        )
+
+
+def advise_on_unused(error: BaseException, strategy: type, chosen: Any) -> None:
+    """Give DDP's error on unused parameters our advice: Lightning's names a strategy that sends everything.
+
+    Args:
+        error: that ended training.
+        strategy: the strategy's class.
+        chosen: what the Trainer was given for it: its name, or an object.
+    """
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        name = f"strategy='{chosen}_find_unused_parameters_true' or " if str(chosen).startswith("sparse_") else ""
+        error.args = (
+            "parameters were not used in producing the loss that training_step returned. If that is intended, have them"
+            f" looked for: {name}{strategy.__name__}(..., find_unused_parameters=True)",
         )
 
 

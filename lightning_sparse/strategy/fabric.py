@@ -54,7 +54,8 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
         density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
         schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
             object; not ``"auto"``, which wraps the model anew.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or their code: ``"4bit"``,
+            ``"2bit"``.
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
             Where there are any, call :meth:`set_epoch` at the start of each.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept; ``False`` lets residuals start

@@ -1,7 +1,9 @@
 """The names that ``strategy=...`` understands: one for each compressor, and how each can be launched."""
 
+import difflib
+import warnings
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from lightning_sparse.compressors import COMPRESSORS
 
@@ -73,6 +75,34 @@ def systems() -> list[System]:
     return [*_OWN, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
 
 
+def meant_by(name: str) -> Optional[str]:
+    """Return which of our names a slip of the pen stands for; ``None`` if it is not like one of them.
+
+    Example::
+
+        >>> meant_by("sparse-lags"), meant_by("lags"), meant_by("sparse_lag_spawn"), meant_by("sparse_mine")
+        ('sparse_lags', 'sparse_lags', 'sparse_lags_spawn', None)
+    """
+    written = name.lower().replace("-", "_")
+    ours = [variant for system in systems() for variant in system.variants()]
+    if f"sparse_{written}" in ours:
+        return f"sparse_{written}"
+    near = difflib.get_close_matches(written, ours, n=1, cutoff=0.9) if written.startswith("sparse") else []
+    return next(iter(near), None)
+
+
+class _Names(list[str]):
+    """The names that Lightning finds a strategy's among; of a slip they say what was probably meant."""
+
+    def __contains__(self, name: object) -> bool:
+        is_known = super().__contains__(name)
+        near = meant_by(name) if isinstance(name, str) and not is_known else None
+        if near is not None:
+            # Lightning's error, which comes next, names none of ours.
+            warnings.warn(f"strategy={name!r} is unknown; did you mean {near!r}?", stacklevel=2)
+        return is_known
+
+
 class _Row(dict[str, Any]):
     """A row of Lightning's table, whose class is imported when somebody asks for it.
 
@@ -102,6 +132,8 @@ def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
         place: module that the class is in.
         kind: its name.
     """
+    known = strategies.available_strategies  # type: ignore[attr-defined]  # of Lightning's registry
+    strategies.available_strategies = lambda: _Names(known())  # type: ignore[attr-defined]
 
     def register(system: System) -> None:
         variants, compressor = system.variants(), system.arguments["compressor"]

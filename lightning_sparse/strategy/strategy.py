@@ -53,7 +53,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
+from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
 from lightning_sparse.strategy.launching import ReportingLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
@@ -77,9 +77,11 @@ class SparseDDPStrategy(DDPStrategy):
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
             ``None`` for the compressor's own default.
         schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"greedy"``, or an
-            object. It never changes the numbers; but ``"auto"`` does, which may send more than the density asks for.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``. What rounding drops stays in
-            the residual.
+            object. None of them changes the numbers, except where OMGS selects from what travels together. ``"auto"``
+            does: it may send more than the density asks for, or leave steps to DDP.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
+            send a fixed number of elements, their code: ``"4bit"``, ``"2bit"``. What rounding drops stays in the
+            residual.
         warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
             fast to wait. ``None`` for the compressor's own default.
         resume_compression: whether ``fit(ckpt_path=...)`` takes up what the ranks had kept; ``False`` lets residuals
@@ -674,6 +676,9 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
+        if self.lightning_module is not None:
+            chosen = self.lightning_module.trainer._accelerator_connector._strategy_flag
+            advise_on_unused(exception, type(self), chosen)
         super().on_exception(exception)
 
     @override

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy, callbacks
@@ -75,9 +76,56 @@ def test_a_strategy_is_built_from_plain_arguments(
         assert line in printed
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("strategy: sparse_lags", ["--trainer.strategy.density=0.05"]),
+        ("strategy: sparse_lags", ["--trainer.strategy.init_args.density", "0.05"]),
+        ("max_epochs: 3", ["--trainer.strategy=sparse_lags", "--trainer.strategy.density", "0.05"]),
+        ("strategy: sparse_lags", ["--config={folder}/more.yaml"]),
+    ],
+)
+def test_a_name_and_arguments_beside_it_are_a_strategy(
+    strategy: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fit.yaml").write_text(f"trainer: {{{strategy}}}\n")
+    (tmp_path / "more.yaml").write_text("trainer: {strategy: {init_args: {density: 0.05}}}\n")
+    words = [f"--config={tmp_path}/fit.yaml", *(word.format(folder=tmp_path) for word in more)]
+    words += ["--trainer.strategy.wire=bfloat16", "--print_config"]
+    printed = yaml.safe_load(answer(monkeypatch, capsys, "fit", MODEL, *words))["trainer"]["strategy"]
+    arguments = {"compressor": "lags", "density": 0.05, "wire": "bfloat16", "start_method": "popen"}
+    assert printed["class_path"].endswith(".SparseDDPStrategy")
+    assert arguments.items() <= printed["init_args"].items()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "trainer.strategy='auto' takes no arguments: name one first, such as sparse_lags"),
+    ],
+)
+def test_a_name_that_nobody_knows_takes_no_arguments(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
+    with pytest.raises(SystemExit):
+        main(["fit", MODEL, *words, "--trainer.strategy.density=0.05"])
+    assert message in capsys.readouterr().err
+
+
 def test_the_help_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = answer(monkeypatch, capsys, "--help")
     assert all(command in printed for command in ("fit", "validate", "test", "predict", "'plan'", "'submit'"))
+    assert "{fit,validate,test,predict,plan,submit} ..." in printed
+
+
+def test_an_unknown_command_is_refused_with_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fti"])
+    assert stop.value.code == 2
+    said = "command='fti' is unknown; choose one of: fit, validate, test, predict, plan, submit (did you mean 'fit'?)"
+    assert said in capsys.readouterr().err
 
 
 def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -> None:
@@ -98,9 +146,24 @@ def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -
     [
         (["--trainer.max_epoks=3"], "'trainer.max_epoks' is unknown; did you mean 'trainer.max_epochs'"),
         (["--config={folder}/key.yaml"], "'trainer.max_epoch' is unknown; did you mean 'trainer.max_epochs'"),
-        (["--config={folder}/argument.yaml"], "'wyre' is unknown; did you mean 'wire'?"),
-        (["--config={folder}/inner.yaml"], "'error_fedback' is unknown; did you mean 'error_feedback'?"),
-        (["--model=tests.helpers.trainers.Smal"], "'Smal' is unknown; did you mean 'Small'"),
+        (
+            ["--config={folder}/argument.yaml"],
+            "'wyre' of lightning_sparse.SparseDDPStrategy is unknown; did you mean 'wire'?",
+        ),
+        (
+            ["--config={folder}/inner.yaml"],
+            "'error_fedback' of lightning_sparse.compressors.LAGS is unknown; did you mean 'error_feedback'?",
+        ),
+        (["--model=tests.helpers.trainers.Smal"], "'Smal' of tests.helpers.trainers is unknown; did you mean 'Small'"),
+        (
+            ["--config={folder}/class.yaml"],
+            "'AdaptivDensity' of lightning_sparse.callbacks is unknown; did you mean 'AdaptiveDensity'?",
+        ),
+        (["--config={folder}/module.yaml"], "'callback' of lightning_sparse is unknown; did you mean 'callbacks'?"),
+        (
+            ["--config={folder}/rule.yaml"],
+            "'lenth' of lightning_sparse.compressors.density.Warmup is unknown; did you mean 'length'?",
+        ),
         (["--trainer.strategy=sparse_lag"], "trainer.strategy='sparse_lag' is unknown"),
         (["--trainer.strategy=sparse_lag"], "(did you mean 'sparse_lags'?)"),
         (["--trainer.strategy=lags"], "trainer.strategy='lags' is unknown (did you mean 'sparse_lags'?)"),
@@ -123,11 +186,22 @@ def test_an_unknown_name_is_refused_with_one_that_is_near(
     (tmp_path / "argument.yaml").write_text(f"{strategy}      wyre: float16\n")
     compressor = "{class_path: lightning_sparse.compressors.LAGS, init_args: {error_fedback: update}}"
     (tmp_path / "inner.yaml").write_text(f"{strategy}      compressor: {compressor}\n")
+    callback = "trainer: {{callbacks: [{{class_path: lightning_sparse.{}, init_args: {{rules: [{}]}}}}, {}]}}\n"
+    rule = "{{class_path: lightning_sparse.compressors.density.Warmup, init_args: {{{}: 3}}}}"
+    other = "{class_path: pytorch_lightning.callbacks.EarlyStopping, init_args: {monitor: val_loss}}"
+    for name, path, argument in (
+        ("class", "callbacks.AdaptivDensity", "length"),
+        ("module", "callback.AdaptiveDensity", "length"),
+        ("rule", "callbacks.AdaptiveDensity", "lenth"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(callback.format(path, rule.format(argument), other))
     monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
     with pytest.raises(SystemExit) as stop:
         main(["fit", MODEL, *(word.format(folder=tmp_path) for word in arguments)])
     assert stop.value.code == 2
-    assert near in capsys.readouterr().err
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert near in error
 
 
 @pytest.mark.parametrize(
@@ -139,7 +213,7 @@ def test_an_unknown_name_is_refused_with_one_that_is_near(
         ),
         (
             "density: 1%",
-            "SparseDDPStrategy: density=1% must be a fraction of elements with 0 < density <= 1; 0.01 sends",
+            "SparseDDPStrategy: density='1%' must be a fraction of elements with 0 < density <= 1; 0.01 sends",
         ),
         ("compressor: blockmax", "such as mymodule.MyCompressor, a yaml file finds it without"),
         ("warmup_epochs: few", "SparseDDPStrategy: warmup_epochs='few' must be a whole number of epochs"),

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_fabric import Fabric
+from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import Tensor
 
@@ -83,6 +85,19 @@ def test_a_name_that_is_taken_is_refused_and_leaves_nothing(name: str, message: 
     with pytest.raises(ValueError, match=message):
         register_compressor(name, Mine)
     assert (StrategyRegistry.available_strategies(), COMPRESSORS.descriptions()) == before
+
+
+@pytest.mark.parametrize("name", ["sparse-lags", "Sparse_Lag", "lags", "sparse_lag_find_unused_parameters_true"])
+@pytest.mark.parametrize("door", [Trainer, Fabric])
+def test_of_a_slip_in_a_name_it_is_said_what_was_meant(door: Any, name: str) -> None:
+    hint, refusal = "is unknown; did you mean 'sparse_lags", "invalid strategy name"
+    with pytest.warns(UserWarning, match=hint), pytest.raises(ValueError, match=refusal):
+        door(strategy=name, accelerator="cpu")
+
+
+@pytest.mark.parametrize("name", ["sparse_mine", "ddpp"])
+def test_of_a_name_like_none_of_ours_nothing_is_said(name: str) -> None:
+    assert name not in StrategyRegistry.available_strategies()
 
 
 def test_what_is_no_compressor_is_refused() -> None:

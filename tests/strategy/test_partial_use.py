@@ -25,7 +25,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
 from tests.helpers.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import run_fit, weights
 
 Tensors = dict[str, Tensor]
 FROZEN = range(4, 8)  # of twelve batches
@@ -508,6 +508,32 @@ def thaw_with_densities(rank: int) -> Any:
     """Fit with a density for a parameter that is frozen when training starts."""
     compressor = LAGS(densities={"backbone.weight": 0.5})
     return watch(rank, partial(Thawing, thaws_at=4), {"compressor": compressor, "density": 0.05})
+
+
+class Unused(Parts):
+    """One of its layers has no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(2, 2)
+
+
+def advice(rank: int, strategy: Any, arguments: dict[str, Any]) -> str:
+    """Return what is said of a layer without gradients."""
+    with pytest.raises(RuntimeError) as said:
+        run_fit(rank, SparseDDPStrategy(**arguments) if strategy is None else strategy, Unused())
+    return str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"), [("sparse_topk", "strategy='sparse_topk_find_unused_parameters_true' or "), (None, "")]
+)
+def test_the_advice_on_unused_parameters_stays_with_the_strategy(
+    pair: Pool, strategy: Optional[str], named: str
+) -> None:
+    for said in pair.run(advice, strategy, {"compressor": "lags"}):
+        assert said.endswith(f"have them looked for: {named}SparseDDPStrategy(..., find_unused_parameters=True)")
+        assert "'ddp" not in said
 
 
 def test_a_parameter_that_is_replaced_is_another_one() -> None:

@@ -220,7 +220,7 @@ def test_a_nonzero_costs_four_bytes_with_sixteen_bit_values(pair: Pool) -> None:
 REFUSALS = {
     "density zero": ({"density": 0}, ValueError, r"density=0 must be .* 0 < density <= 1"),
     "density above one": ({"density": 100}, ValueError, r"density=100 .* pass its inverse"),
-    "density not a number": ({"density": "0.1"}, ValueError, r"density=0.1 must be a fraction"),
+    "density not a number": ({"density": "0.1"}, ValueError, r"density='0.1' must be a fraction"),
     "density without need": ({"compressor": "dense", "density": 0.1}, ValueError, r"Dense, which has no density"),
     "compressor": ({"compressor": "topp"}, ValueError, r"compressor='topp' is unknown.*dense, .*topk.*mean 'topk'"),
     "warm-up": ({"warmup_epochs": -1}, ValueError, r"warmup_epochs=-1 must be a whole number of epochs, at least 0"),
@@ -246,6 +246,13 @@ REFUSALS = {
     "sparsity": ({"sparsity": 0.99}, TypeError, r"sparsity=0.99 .*did you mean density, which is 1 - sparsity"),
     "warm-up in steps": ({"warmup_steps": 9}, TypeError, r"warmup_epochs, which counts epochs.*AdaptiveDensity"),
     "learning rate": ({"lr": 0.1}, TypeError, r"lr=0.1 .*is the optimizer's: give it in configure_optimizers"),
+    "truth for a number": ({"density": True}, ValueError, r"density=True must be a fraction of elements"),
+    "densities": ({"densities": {}}, TypeError, r"did you mean density\? .*by compressor=LAGS\(densities=...\)"),
+    "seconds": (
+        {"timeout": 60},
+        TypeError,
+        r"timeout=60 must be a datetime.timedelta, such as timedelta\(seconds=60\)",
+    ),
     "compressor's": ({"compressor": "lags", "densities": {}}, TypeError, r"give compressor=LAGS\(densities=...\)"),
     "nothing near": ({"xyz": 1}, TypeError, r"leave it out. It takes .*density.* and the arguments of DDPStrategy and"),
 }

@@ -1,7 +1,7 @@
 """The ways to train that are compared: DDP, DDP with 16-bit gradients, and every system of the table of names."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Optional
@@ -247,16 +247,22 @@ def measure_candidates(
         BucketedDDP("ddp", profile.element_bytes, profile.element_bytes),
         BucketedDDP("ddp + bf16 hook", profile.element_bytes, min(2, profile.element_bytes), _cast_cost(device)),
     ]
+    costs: dict[Hashable, SelectionCost] = {}
     for name, settings_of in _systems(densities):
-        candidates.append(
-            EngineSystem(
-                name,
-                settings_of,
-                measure_selection(Rehearsal(settings_of, device), profile.sizes, fitted_sizes(device)),
-                profile.has_adam,
-            )
-        )
+        work = _work_of(settings_of)
+        if work not in costs:
+            costs[work] = measure_selection(Rehearsal(settings_of, device), profile.sizes, fitted_sizes(device))
+        candidates.append(EngineSystem(name, settings_of, costs[work], profile.has_adam))
     return candidates
+
+
+def _work_of(settings_of: SettingsOf) -> Hashable:
+    """Return what two systems have in common that do the same to the bit, such as LAGS and top-k."""
+    compressor = settings_of.build().compressor
+    kind = type(compressor)
+    is_stateless = kind.finish_step is Compressor.finish_step
+    selects = (kind.select, compressor.selects_across_group, compressor.feedback)
+    return settings_of._replace(compressor=""), selects if is_stateless else settings_of.compressor
 
 
 def _complexity(compressor: Compressor) -> int:

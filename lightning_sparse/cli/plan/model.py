@@ -26,6 +26,9 @@ _KEPT_TRAINER_ARGUMENTS = (
     "gradient_clip_val",
     "precision",
 )
+# Steps and epochs of a training whose configuration does not say: schedules of the learning rate ask for a number.
+_ASSUMED_LENGTH = 100_000
+_LEAST_LENGTH = 100  # more than are profiled
 _EXPECTED_WARNINGS = (
     "LightningCLI's args parameter is intended",  # they are those of the command line, less this command's own
     ".*does not have many workers",  # how data comes is not measured
@@ -53,7 +56,8 @@ class _ModelCLI(SparseCLI):
             devices=1,
             plugins=[LightningEnvironment()],  # alone, even inside a job
             callbacks=[self.profiler],
-            max_epochs=-1,
+            max_epochs=_length(chosen["max_epochs"]),
+            max_steps=_length(chosen["max_steps"]),
             limit_val_batches=0,
             logger=False,
             enable_checkpointing=False,
@@ -82,6 +86,10 @@ def profile_model(args: Sequence[str]) -> BackwardProfile:
             _load_weights(cli.model, path)
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return cli.profiler.profile()
+
+
+def _length(chosen: Optional[int]) -> int:
+    return _ASSUMED_LENGTH if chosen is None or chosen < 0 else max(chosen, _LEAST_LENGTH)
 
 
 def _with_model(args: Sequence[str]) -> list[str]:

@@ -64,6 +64,9 @@ def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candid
     right.set(xlabel="bandwidth, Gbit/s", title=f"{network.workers} workers")
     figure.suptitle(f"{profile.elements / 1e6:.3g} M elements, {network.latency * 1e6:.4g} us latency")
     left.yaxis.set_major_formatter("{x:g}")
+    low, high = left.get_ylim()
+    if high < 10 * low:  # where matplotlib labels what lies between powers of ten, too
+        left.yaxis.set_minor_formatter("{x:.3g}")
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=120)

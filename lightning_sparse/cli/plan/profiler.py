@@ -72,6 +72,9 @@ class BackwardProfiler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization:
+            # They change no time, and one of them may wait for what a validation logs.
+            trainer.strategy.lr_scheduler_configs = []
         self._clock = Clock(pl_module.device)
         self._has_adam = any(map(is_correctable, trainer.optimizers))
         self._parameters = {name: tensor for name, tensor in pl_module.named_parameters() if tensor.requires_grad}

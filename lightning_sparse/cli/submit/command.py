@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sparse.cli.submit.job import Job
+from lightning_sparse.cli.submit.job import Job, Training
 from lightning_sparse.cli.submit.kubernetes import job_set
 from lightning_sparse.cli.submit.nodes import with_share_of_a_node
 from lightning_sparse.cli.submit.script import job_script
@@ -21,12 +21,20 @@ with its configuration, write the job's script or manifest, submit it.
 A job of SLURM that runs out of time saves, goes back into the queue and continues where it was."""
 _EPILOG = """\
 --model, --data, --trainer, --config, --ckpt_path and all else of "lightning-sparse fit" say what to train. Nodes,
-devices and accelerator need not be among them; where they are, they must agree. Examples:
+devices and accelerator need not be among them; where they are, they must agree. A script with a Trainer of its own
+comes last, after "--"; it is run as it is. Examples:
 
   lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 --config fit.yaml --dry-run
   lightning-sparse submit --nodes 4 --tasks-per-node 1 --cpus-per-task 8 --time 1-0 --interface ib0 --config fit.yaml
   lightning-sparse submit --to torchrun --nodes 2 --gpus-per-node 8 --config fit.yaml
-  lightning-sparse submit --to kubernetes --nodes 2 --gpus-per-node 8 --container-image mine:1 --config fit.yaml"""
+  lightning-sparse submit --to kubernetes --nodes 2 --gpus-per-node 8 --container-image mine:1 --config fit.yaml
+  lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 -- python train.py --lr 0.1"""
+# Options of sbatch that people write as if they were ours.
+_OF_SBATCH = {
+    *("--begin", "--comment", "--constraint", "--dependency", "--error", "--exclude", "--exclusive", "--export"),
+    *("--gres", "--licenses", "--mail-type", "--mail-user", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--nice"),
+    *("--nodelist", "--output", "--reservation", "--tmp"),
+}
 # What only some of them have a use for; nothing that is asked for is left out without a word.
 _FOR_SLURM = {"partition", "account", "qos", "sbatch", "signal_seconds"}
 _WITHOUT_USE = {
@@ -51,10 +59,12 @@ def submit(args: Sequence[str]) -> None:
             refuses.
     """
     parser = _parser()
-    options, fit_args = parser.parse_known_args(args)
+    ends = args.index("--") if "--" in args else len(args)
+    options, fit_args = parser.parse_known_args(_joined(args[:ends]))
     try:
         _check_use(parser, options)
-        _submit(options, fit_args)
+        _check_words(fit_args)
+        _submit(options, fit_args, tuple(args[ends + 1 :]))
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -62,6 +72,7 @@ def submit(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sparse submit",
+        usage="%(prog)s --nodes N --gpus-per-node N --time LIMIT [OPTION ...] (--config FILE ... | -- COMMAND ...)",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -104,7 +115,34 @@ def _check_use(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             raise ValueError(f"--{name.replace('_', '-')} has no use with --to {options.to}: leave it out")
 
 
-def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
+def _joined(args: Sequence[str]) -> list[str]:
+    """Join ``--sbatch`` and the option that follows it, which argparse would take for one of its own."""
+    joined: list[str] = []
+    for word in args:
+        if joined and joined[-1] == "--sbatch":
+            joined[-1] = f"--sbatch={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _check_words(fit_args: Sequence[str]) -> None:
+    for word, following in zip(fit_args, [*fit_args[1:], "-"]):
+        name, has_value, value = word.partition("=")
+        if name in _OF_SBATCH:
+            value = value if has_value or following.startswith("-") else following
+            raise ValueError(f"{name} is an option of sbatch: write --sbatch={name}{value and f'={value}'}")
+
+
+def _training(job: Job, fit_args: list[str], command: tuple[str, ...]) -> Training:
+    if not command:
+        return fit_training(fit_args, job)
+    if fit_args:
+        raise ValueError(f"{' '.join(fit_args)} cannot go together with a command after --: give the command alone")
+    return Training(command, is_own=True)
+
+
+def _submit(options: argparse.Namespace, fit_args: list[str], command: tuple[str, ...]) -> None:
     job = _job(options)
     if options.to == "slurm":
         job = with_share_of_a_node(job)
@@ -113,7 +151,10 @@ def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
         "torchrun": (torchrun_script, "sh", []),
         "kubernetes": (job_set, "yaml", ["kubectl", "create", "-f"]),
     }[options.to]
-    text = compose(job, fit_training(fit_args, job))
+    text = compose(job, _training(job, fit_args, command))
+    if options.to == "slurm" or not options.dry_run:
+        # SLURM makes no folder for the log, and runs nothing where it cannot write one.
+        job.directory.mkdir(parents=True, exist_ok=True)
     if options.dry_run:
         print(text, end="")
         return
@@ -122,7 +163,6 @@ def _submit(options: argparse.Namespace, fit_args: list[str]) -> None:
             f"{client[0]} is not to be found: run this where the cluster's commands are, or print what would be"
             " submitted by --dry-run"
         )
-    job.directory.mkdir(parents=True, exist_ok=True)
     path = job.directory / f"{job.name}.{ending}"
     path.write_text(text)
     if not client:

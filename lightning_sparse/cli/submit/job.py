@@ -21,14 +21,16 @@ class Training(NamedTuple):
     """A training that fits its job.
 
     Attributes:
-        words: of Lightning's command line after ``fit``, less the root.
+        words: of Lightning's command line after ``fit``, less the root; or the user's own command.
         root: ``default_root_dir`` that the user has chosen; ``None`` gives each job its own.
         has_checkpoint: whether the words name a checkpoint to start from.
+        is_own: whether the words are a command, to which nothing is added.
     """
 
     words: tuple[str, ...]
-    root: Optional[str]
-    has_checkpoint: bool
+    root: Optional[str] = None
+    has_checkpoint: bool = False
+    is_own: bool = False
 
 
 class Job(NamedTuple):
@@ -88,6 +90,24 @@ class Job(NamedTuple):
     def python(self) -> str:
         """The interpreter that trains."""
         return "python" if self.has_own_python or self.container_image is not None else sys.executable
+
+    @property
+    def image_file(self) -> Optional[Path]:
+        """The file that an image with an address is pulled into; ``None`` where Apptainer is not given one.
+
+        Example::
+
+            >>> Job(1, 1, True, "1", "train", Path(), Path("jobs"), container_image="docker://nvcr.io/torch:2").image_file
+            PosixPath('jobs/nvcr.io-torch-2.sif')
+        """
+        _, address, place = (self.container_image or "").partition("://")
+        return self.directory / (re.sub(r"[^\w.]+", "-", place) + ".sif") if address else None
+
+    @property
+    def threads(self) -> Optional[int]:
+        """Threads that a process computes with: on processors one less than it has, which selects and exchanges."""
+        spare = 0 if self.on_gpus else 1
+        return None if self.cpus_per_task is None else max(1, self.cpus_per_task - spare)
 
     @property
     def interface_lines(self) -> list[str]:

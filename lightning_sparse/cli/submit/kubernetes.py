@@ -107,7 +107,7 @@ def _script(job: Job, training: Training) -> str:
         root = f"{'jobs' if job.volume_claim is None else _PLACE}/{job.name}"
     lines = ["set -eo pipefail", *job.interface_lines]
     if job.cpus_per_task is not None:
-        lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}")
+        lines.append(f"export OMP_NUM_THREADS={job.threads}")
     first = f"{job.name}-nodes-0-0.{job.name}"
     command = torchrun_command(job, training, '"$JOB_COMPLETION_INDEX"', first, str(PORT), root)
     return "\n".join([*lines, *job.setup, command])

@@ -19,6 +19,8 @@ def job_script(job: Job, training: Training) -> str:
         parts.append("\n".join(job.setup))
     if training.has_checkpoint:
         parts.append(_RESUME)
+    if job.image_file is not None:
+        parts.append(_PULL.format(file=shlex.quote(str(job.image_file)), image=shlex.quote(str(job.container_image))))
     if job.container_image is not None:
         parts.append(_REQUEUE)
     parts.append(_command(job, training))
@@ -37,11 +39,25 @@ def _check_limit(job: Job) -> None:
         )
 
 
+_GIVEN = """\
+# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]
+export JOB_ROOT="$root\""""
+
+
 _RESUME = """\
 # The checkpoint that the command names would win over the one that this job has saved when it was put back.
 resume=()
 if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
     resume=(--ckpt_path=hpc)
+fi"""
+
+
+_PULL = """\
+# Once for all tasks, and for all jobs: each of them would pull and convert it for itself.
+image={file}
+if [ ! -e "$image" ]; then
+    apptainer pull "$image.$SLURM_JOB_ID" {image}
+    mv "$image.$SLURM_JOB_ID" "$image"
 fi"""
 
 
@@ -92,6 +108,7 @@ def _environment(job: Job, training: Training) -> str:
         "set -eo pipefail",
         "# Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.",
         f"root={root}",
+        *([_GIVEN] if training.is_own else []),
         "# Lightning would read names such as r[1-2]n[1-4] wrongly.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "export MASTER_ADDR",
@@ -99,17 +116,19 @@ def _environment(job: Job, training: Training) -> str:
     lines += job.interface_lines
     if job.cpus_per_task is not None:
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
-        lines.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"')
+        lines.append(f'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS={job.threads}')
     return "\n".join(lines)
 
 
 def _command(job: Job, training: Training) -> str:
-    words = " ".join(map(shlex.quote, [job.python, "-u", "-m", "lightning_sparse", "fit", *training.words]))
     resume = ' "${resume[@]}"' if training.has_checkpoint else ""
+    own = [] if training.is_own else [job.python, "-u", "-m", "lightning_sparse", "fit"]
+    words = " ".join(map(shlex.quote, [*own, *training.words]))
+    root = "" if training.is_own else ' --trainer.default_root_dir="$root"'
     on_srun, before = _container(job)
     return (
         "# Where one task fails, the others would wait for it until they time out.\n"
-        f'srun --kill-on-bad-exit=1 {on_srun}{before}{words} --trainer.default_root_dir="$root"{resume}'
+        f"srun --kill-on-bad-exit=1 {on_srun}{before}{words}{root}{resume}"
     )
 
 
@@ -121,6 +140,7 @@ def _container(job: Job) -> tuple[str, str]:
     places = list(dict.fromkeys([str(job.start), str(job.directory)]))
     if job.uses_apptainer:
         gpus = "--nv " if job.on_gpus else ""
-        return "", f"apptainer exec {gpus}--bind {shlex.quote(','.join(places))} --pwd {start} {image} "
+        file = image if job.image_file is None else '"$image"'
+        return "", f"apptainer exec {gpus}--bind {shlex.quote(','.join(places))} --pwd {start} {file} "
     mounts = shlex.quote(",".join(f"{place}:{place}" for place in places))
     return f"--container-image={image} --container-mounts={mounts} --container-workdir={start} ", ""

@@ -28,7 +28,7 @@ def torchrun_script(job: Job, training: Training) -> str:
     ]
     if job.cpus_per_task is not None:
         lines.append("# Otherwise torchrun gives each process one thread, where there are several.")
-        lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}")
+        lines.append(f"export OMP_NUM_THREADS={job.threads}")
     lines += [*job.setup, torchrun_command(job, training, '"$rank"', '"$first"', f'"${{MASTER_PORT:-{PORT}}}"', root)]
     return "\n".join(lines) + "\n"
 
@@ -44,8 +44,8 @@ def torchrun_command(job: Job, training: Training, rank: str, first: str, port: 
         port: at which all meet there, as the shell reads it.
         root: ``default_root_dir`` if the training has none of its own.
     """
-    words = ["-m", "lightning_sparse", "fit", *training.words]
-    if root is not None:
+    words = [*(["--no-python"] if training.is_own else ["-m", "lightning_sparse", "fit"]), *training.words]
+    if root is not None and not training.is_own:
         words.append(f"--trainer.default_root_dir={root}")
     return (
         f"exec {shlex.quote(job.python)} -m torch.distributed.run --nnodes {job.nodes}"

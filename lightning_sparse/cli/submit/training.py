@@ -25,6 +25,7 @@ class _FitReader(SparseCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self._parser("fit").prog = parser.prog  # the word is this module's, and not the user's
         super().parse_arguments(parser, args)
         assert isinstance(args, list)
         given: Namespace = parser.parse_args(args, defaults=False)

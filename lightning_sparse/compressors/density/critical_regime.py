@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Optional
 
 from typing_extensions import override
 
+from lightning_sparse.compressors.base import checked_density
 from lightning_sparse.compressors.density.rule import Measurement, Moment, Rule
 
 
@@ -32,13 +33,11 @@ class CriticalRegime(Rule):
     measures: ClassVar[bool] = True
 
     def __init__(self, density: float = 0.1, threshold: float = 0.5, every_n_epochs: int = 1) -> None:
-        if not 0 < density <= 1:
-            raise ValueError(f"density={density} must be a fraction of elements with 0 < density <= 1")
         if not threshold > 0:
             raise ValueError(f"threshold={threshold} must be a positive relative change; 0.5 is a change by half")
         if not isinstance(every_n_epochs, int) or isinstance(every_n_epochs, bool) or every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs!r} must be a whole number of epochs, at least 1")
-        self.density = density
+        self.density = checked_density("density", density)
         self.threshold = threshold
         self.every_n_epochs = every_n_epochs
         self.begin()

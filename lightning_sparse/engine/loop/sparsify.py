@@ -72,7 +72,8 @@ def sparsify(
         density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
         schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
             object; not ``"auto"``, which wraps the model anew.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or their code: ``"4bit"``,
+            ``"2bit"``.
         warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
             Where there are any, call :meth:`Sparsifier.set_epoch` at the start of each.
         optimizer_correction: as of ``SparseDDPStrategy``: ``"auto"`` makes the updates of AdamW and Adam before

@@ -38,6 +38,27 @@ class WithData(Plain):
         return DataLoader(Rows(8), batch_size=4)
 
 
+class Scheduled(WithData):
+    """Has a schedule of its learning rate, as long as training, or one that waits for a validation."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD and its schedule."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.schedule == "plateau":
+            scheduler = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+        elif self.schedule == "one cycle":
+            total = self.trainer.estimated_stepping_batches
+            scheduler = {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total), "interval": "step"}
+        else:
+            total = int(self.trainer.estimated_stepping_batches) // self.trainer.max_epochs
+            scheduler = {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
 class Empty(WithData):
     """Has nothing to train on."""
 

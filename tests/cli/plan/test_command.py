@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.cli.plan import BackwardProfile
+from lightning_sparse.cli.plan import BackwardProfile, BucketedDDP, Network, draw
 from lightning_sparse.strategy.names import systems
 from tests.helpers.commands import COMMAND, Interpreter
 
@@ -78,6 +78,14 @@ def test_the_command_of_the_pages_draws_a_picture(saved: str, monkeypatch: pytes
     picture = profile.parent / "plan.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_of_small_differences_has_plain_numbers(tmp_path: Path) -> None:
+    profile = BackwardProfile(("only",), (1_000_000,), (1.0,), 0.1)
+    candidates = [BucketedDDP("ddp", 4, 4), BucketedDDP("half", 4, 2)]
+    drawn = draw(profile, Network(1e10, 1e-4, 4), candidates, tmp_path / "plan.svg").read_text()
+    assert "<!-- 1.1" in drawn
+    assert "times" not in drawn
 
 
 def test_a_picture_without_matplotlib_is_refused_at_once(saved: str, capsys: pytest.CaptureFixture[str]) -> None:

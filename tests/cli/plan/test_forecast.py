@@ -201,6 +201,9 @@ def test_all_systems_are_measured() -> None:
         "ddp + bf16 hook",
         *(system.name for system in systems() if system.name != "sparse_auto"),
     ]
+    costs = {candidate.name: candidate.cost for candidate in candidates}
+    assert costs["sparse_lags"] == costs["sparse_topk"], "what is the same to the bit is measured once"
+    assert costs["sparse_dgc"] != costs["sparse_topk"] != costs["sparse_omgs"]
     for row in predict_systems(profile, NETWORK, candidates):
         assert row.step_seconds > 0.2
         assert row.sent_bytes > 0

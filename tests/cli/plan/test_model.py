@@ -82,6 +82,15 @@ def test_several_backward_passes_by_hand_are_added_up() -> None:
     assert sum(profiled.backward_seconds[:4]) > 0
 
 
+@pytest.mark.parametrize("schedule", ["one cycle", "cosine", "plateau"])
+@pytest.mark.parametrize(
+    "length", [(), ("--trainer.max_steps=2",), ("--trainer.max_epochs=1",), ("--trainer.max_epochs=-1",)]
+)
+def test_a_schedule_of_the_learning_rate_is_told_how_long_training_is(schedule: str, length: tuple[str, ...]) -> None:
+    profiled = profile("Scheduled", f"--model.schedule={schedule}", *length)
+    assert sum(profiled.backward_seconds) > 0
+
+
 def test_nothing_to_exchange_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient.*unfreeze"):
         profile("Frozen")

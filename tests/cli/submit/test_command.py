@@ -29,7 +29,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def script_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """Return the script that would be submitted."""
-    main(["submit", *args, "--dry-run"])
+    at = args.index("--") if "--" in args else len(args)
+    main(["submit", *args[:at], "--dry-run", *args[at:]])
     script = capsys.readouterr().out
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
     return script
@@ -86,7 +87,7 @@ def test_the_script_asks_for_what_lightning_needs(capsys: pytest.CaptureFixture[
     assert words[:2] == ["srun", "--kill-on-bad-exit=1"]
     assert words[-4:-1] == ["--trainer.num_nodes=2", "--trainer.devices=4", "--trainer.accelerator=gpu"]
     assert f'root={tmp_path}/jobs/"$SLURM_JOB_ID"' in script
-    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+    assert list(tmp_path.iterdir()) == [tmp_path / "jobs"], "a dry run makes the folder of the log, and no file"
 
 
 def test_on_processors_and_with_more_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +130,7 @@ def test_modules_and_conda_come_first_and_bring_the_interpreter(capsys: pytest.C
         ("torch.sif", "apptainer exec --nv --bind {here},{jobs} --pwd {here} torch.sif python -u"),
         (
             "docker://pytorch/pytorch",
-            "apptainer exec --nv --bind {here},{jobs} --pwd {here} docker://pytorch/pytorch python",
+            "apptainer exec --nv --bind {here},{jobs} --pwd {here} $image python -u",
         ),
     ],
     ids=["pyxis", "apptainer", "apptainer by address"],
@@ -156,6 +157,41 @@ def test_a_job_in_a_container_is_put_back_from_outside(capsys: pytest.CaptureFix
     path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", ask], check=True, cwd=tmp_path, env=path, timeout=60)
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+def test_an_image_with_an_address_is_pulled_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = script_of(capsys, *BASE, *FIT, "--container-image=docker://nvcr.io/nvidia/pytorch:25.01-py3")
+    start, end = script.index("image="), script.index("# Within the image")
+    commands(tmp_path, apptainer='echo "$@" >> asked; touch "$2"')
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for _ in range(2):
+        subprocess.run(["bash", "-ec", script[start:end]], check=True, cwd=tmp_path, env=path, timeout=60)
+    file = tmp_path / "jobs" / "nvcr.io-nvidia-pytorch-25.01-py3.sif"
+    assert file.exists()
+    assert (tmp_path / "asked").read_text() == f"pull {file}.7 docker://nvcr.io/nvidia/pytorch:25.01-py3\n"
+
+
+def test_a_command_of_ones_own_is_run_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["python", "train.py", "--lr", "0.1", "two words"]
+    script = script_of(capsys, *BASE, "--", *command)
+    assert trained_words(script) == ["srun", "--kill-on-bad-exit=1", *command]
+    assert 'export JOB_ROOT="$root"\n' in script
+    main(["submit", "--to=torchrun", "--tasks-per-node=2", "--dry-run", "--", *command])
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.endswith("--no-python python train.py --lr 0.1 'two words'")
+    assert "cannot go together with a command after --" in refusal(capsys, *BASE, *FIT, "--", *command)
+
+
+def test_an_option_of_sbatch_may_follow_as_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "#SBATCH --constraint=a100\n" in script_of(capsys, *BASE, *FIT, "--sbatch", "--constraint=a100")
+
+
+def test_an_error_is_no_longer_than_it_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--time=2"], ["--trainer.max_epoks=3"]):
+        usage, *_, error = refusal(capsys, *BASE, *FIT, "--cpus-per-task=2", *words).splitlines()
+        assert usage.startswith("usage: lightning-sparse submit ")
+        assert "submit fit" not in usage
+        assert error.startswith(("lightning-sparse submit: error: --time", "error: 'trainer.max_epoks'"))
 
 
 def commands(folder: Path, **scripts: str) -> None:
@@ -186,11 +222,15 @@ def test_a_process_has_its_share_of_the_smallest_node(
 ) -> None:
     commands(tmp_path, sinfo=f"[ \"$3\" = --partition=long ] && printf '{said}\\n'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    script = script_of(capsys, "--time=60", devices, "--partition=long", *FIT)
+    main(["submit", "--time=60", devices, "--partition=long", *FIT, "--dry-run"])
+    script, notice = capsys.readouterr()
+    assert ("Give --cpus-per-task, such as 8" in notice) == (share is None)
     asked = [line for line in script.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
     assert asked == ([] if share is None else [f"#SBATCH --cpus-per-task={share}"])
     chosen = script_of(capsys, "--time=60", devices, "--partition=long", "--cpus-per-task=5", *FIT)
     assert "#SBATCH --cpus-per-task=5\n" in chosen
+    # On processors one of them is left to select and exchange.
+    assert f"OMP_NUM_THREADS={5 if 'gpus' in devices else 4}\n" in chosen
 
 
 def test_the_script_of_torchrun_starts_the_training_on_each_machine(
@@ -218,7 +258,7 @@ def test_the_script_of_torchrun_starts_the_training_on_each_machine(
     words = ["fit", *FIT, "--trainer.num_nodes=2", "--trainer.devices=2", "--trainer.accelerator=cpu"]
     words.append(f"--trainer.default_root_dir={tmp_path}/jobs/train")
     assert [sorted(lines) for lines in said] == [
-        [f"{[str(rank), '4', '2', '127.0.0.1', '3', 'a  b']} {words} {tmp_path}" for rank in ranks]
+        [f"{[str(rank), '4', '2', '127.0.0.1', '2', 'a  b']} {words} {tmp_path}" for rank in ranks]
         for ranks in ((0, 1), (2, 3))
     ]
     alone = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
@@ -323,6 +363,8 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
         (["--sbatch=-a1-4"], "Submit each training as a job of its own"),
         (["--sbatch=--cpus-per-task=4"], "is for this command to write: use --cpus-per-task"),
         (["--partition=gpu; rm"], "--partition 'gpu; rm' must be a name that the cluster knows as partition"),
+        (["--mem", "64G"], "--mem is an option of sbatch: write --sbatch=--mem=64G"),
+        (["--exclusive"], "--exclusive is an option of sbatch: write --sbatch=--exclusive"),
         (["--account="], "--account '' must be a name that the cluster knows as account"),
         (["--container-image=a b"], "--container-image 'a b' must be an image: a file such as torch.sif (Apptainer)"),
         (["--volume-claim=mine"], "--volume-claim has no use with --to slurm: leave it out"),
