@@ -46,8 +46,8 @@ class CompressionMonitor(StepObserver):
     Args:
         progress_bar: also show the compression ratio and the exposed milliseconds in the progress bar.
         by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>``, ``density``, ``union_density``,
-            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, of the
-            logged step.
+            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or
+            ``update_error`` where updates of Adam wait, of the logged step.
         histograms: also show, in TensorBoard, the magnitudes of what is sent and kept, over their decimal logarithm
             and added up over ranks: ``sparse/sent_magnitude``, ``sparse/kept_magnitude``; with ``by_parameter`` of
             each parameter, too, as ``sparse_parameters/<name>/<parameter name>``. Zeros are left out.

@@ -1,6 +1,7 @@
 """Adam's updates made before selection: against a slow reference, against DDP, and in a Trainer."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -648,7 +649,9 @@ def fit_logging(rank: int, folder: str) -> list[dict[str, float]]:
     """Fit with a monitor; return what was logged."""
     logger = NotingLogger(folder)
     model = Logging()
-    fit_numbered(rank, build(), model, logger=logger, callbacks=[CompressionMonitor()], log_every_n_steps=1)
+    fit_numbered(
+        rank, build(), model, logger=logger, callbacks=[CompressionMonitor(by_parameter=True)], log_every_n_steps=1
+    )
     return [told for told in logger.told if "sparse/wire_bytes" in told]
 
 
@@ -657,6 +660,14 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_
     assert len(told) == 12
     assert "sparse/update_error" not in told[1]
     assert all(0 < each["sparse/update_error"] < 100 for each in told[4:])
+    by_parameter = [{tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)} for each in told]
+    names = [name for name, _ in Logging().named_parameters()]
+    assert by_parameter[1] == {f"sparse_parameters/residual_to_gradient/{name}" for name in names}
+    for each, tags in zip(told[4:], by_parameter[4:]):
+        assert tags == {f"sparse_parameters/update_error/{name}" for name in names}
+        # Of a mean over ranks and parameters.
+        assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
+        assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
     assert [each["sparse/second_moment_age"] for each in told[2:]] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     bytes_sent = [each["sparse/wire_bytes"] for each in told]
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[5::2], bytes_sent[6::2])), bytes_sent

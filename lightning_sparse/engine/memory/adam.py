@@ -244,6 +244,10 @@ class AdamMemory(ResidualMemory):
             self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
 
     @override
+    def update_norms(self) -> dict[str, Tensor]:
+        return {name: self._update_norms[name] for name in self._moments if name in self._update_norms}
+
+    @override
     def statistics(self) -> dict[str, Tensor]:
         """Return also ``update_error`` and ``second_moment_age``, where updates are accumulated.
 
@@ -251,7 +255,7 @@ class AdamMemory(ResidualMemory):
         many steps ago the second moment was learned, at most.
         """
         statistics = super().statistics()
-        norms = [self._update_norms[name] for name in self._moments if name in self._update_norms]
+        norms = list(self.update_norms().values())
         if not norms:
             return statistics
         waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])
