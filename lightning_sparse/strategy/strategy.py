@@ -298,7 +298,7 @@ class SparseDDPStrategy(DDPStrategy):
         if view.takes_momentum:
             self._say(TAKES_MOMENTUM)
         if corrects:
-            self._say(takes_adam(self.settings.feedback))
+            self._say(takes_adam(self.settings, self.optimizers))
             self._clip_gradients = self.precision_plugin.clip_gradients
             self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
         if self.settings.is_sparse:

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.feedback import AdamMoments, ErrorFeedback, Hyperparameters
 from lightning_sparse.engine.loop.optimizers import OptimizerView
+from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
@@ -671,6 +672,14 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_
     assert [each["sparse/second_moment_age"] for each in told[2:]] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     bytes_sent = [each["sparse/wire_bytes"] for each in told]
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[5::2], bytes_sent[6::2])), bytes_sent
+
+
+def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
+    first, second, weight, gradient = torch.ones(4, 1000).unbind()
+    moments = AdamMoments(5, 0.9, 0.999, 1e-8, 0.0, first, second, None, weight)
+    memory = AdamMemory(ranks=2, refresh_steps=1)
+    memory.compensate(["weight"], [gradient], {"weight": Hyperparameters(0.1, adam=moments)})
+    assert memory.take_local_gradients()["weight"].nbytes == 2 * 1000
 
 
 class InHalves(LightningModule):

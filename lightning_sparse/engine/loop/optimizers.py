@@ -194,13 +194,15 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 
 
-def takes_adam(feedback: ErrorFeedback) -> str:
-    """Say what is done to Adam."""
-    assert feedback.adam is not None
-    dense, fall, refresh = feedback.adam.dense_steps, feedback.adam.fall_steps, feedback.adam.refresh_steps
+def takes_adam(settings: Settings, optimizers: Sequence[Optimizer]) -> str:
+    """Say what is done to those of some optimizers that are Adam, by their own names."""
+    adam = settings.feedback.adam
+    assert adam is not None
+    names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
     return (
-        f"Adam's updates are made before selection: for the first {dense} steps gradients are sent whole, over the next"
-        f" {fall} the density falls, and the second moment learns from a mean gradient every {refresh} steps or more."
+        f"{names}: for the first {adam.dense_steps} optimizer steps gradients are sent whole, over the next"
+        f" {adam.fall_steps} the density falls from 1 to {settings.density:g}. Updates are then made before selection,"
+        f" and the second moment learns from a mean gradient every {adam.refresh_steps} steps or more."
     )
 
 

@@ -155,7 +155,8 @@ class AdamMemory(ResidualMemory):
             if each.decay and name not in continued:
                 gradient.add_(self._shared(each.parameter), alpha=each.decay)
         wanted = [name for name in moments if name in self._learned or self._is_due(name)]
-        self._local.update((name, inputs[name].clone()) for name in wanted)
+        # As they travel: for a moment they are the most that a training holds beside the residual.
+        self._local.update((name, inputs[name].to(torch.bfloat16)) for name in wanted)
         waiting = self._waiting(list(moments), gradients, hyperparameters)
         accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
@@ -239,7 +240,8 @@ class AdamMemory(ResidualMemory):
         if self._clipping.norm is None:
             return
         self._norm_ratio = None
-        norms = (torch.stack(torch._foreach_norm(each)).float() for each in (list(local.values()), list(means)))
+        both = (list(local.values()), list(means))
+        norms = (torch.stack(torch._foreach_norm(each, dtype=torch.float32)) for each in both)
         for name, squared in zip(local, torch.stack(list(norms), dim=1).square_().unbind()):
             self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
 
