@@ -91,7 +91,9 @@ def assert_compressed(strategy: str, outcome: Outcome, sent_whole: float, is_cor
     # What is sent whole goes to its owner and comes back: with two ranks one and a half times.
     assert 0 < sparse[-1]["wire_bytes"] <= (expected.bytes + 1.5 * sent_whole) * sparse[-1]["dense_bytes"]
     has_time = outcome.batches[-1].step >= STEPS_TO_CHANGE_HANDS
-    assert any(batch.is_plain for batch in outcome.batches) == (is_corrected or (strategy == "sparse_auto" and has_time))
+    assert any(batch.is_plain for batch in outcome.batches) == (
+        is_corrected or (strategy == "sparse_auto" and has_time)
+    )
 
 
 def fit_with_a_rate(rank: int, strategy: str, searches: bool, folder: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -120,10 +120,10 @@ def test_the_first_paragraph_promises_what_was_measured() -> None:
     times = {way: measured for way, _, *measured in rows(benchmarks, "### Time to the same loss")}
     sparse, local = ("`sparse_lags` 0.01", "5 local steps, then a 20th in bfloat16")
     whole = {way: [re.sub(r"\*|,.*", "", times[way][column]) for column in (3, 5)] for way in (sparse, local)}
-    assert "{} of DDP's time at 100 Mbit/s and {} at 20 Mbit/s".format(*whole[sparse]) in promise
-    assert "local steps](docs/local-steps.md) after {} and {}".format(*whole[local]) in promise
+    assert "in {} of DDP's time at 100 Mbit/s, and in {} of it at 20 Mbit/s".format(*whole[sparse]) in promise
+    assert "local steps](docs/local-steps.md) reach it in {} and {} of that time".format(*whole[local]) in promise
     assert min(float(times[way][1]) for way in (sparse, local)) > 1
-    assert "(this one at 1 Gbit/s), DDP stays ahead" in promise
+    assert "(this GPT at 1 Gbit/s), DDP stays ahead" in promise
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -193,6 +193,9 @@ ROWS: dict[str, Row] = {
     "5 local steps, topk 0.05, AdamW": _adamw(_rounds(5, compressor="topk", density=0.05, wire="bfloat16")),
     "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
+    "sparse_topk 0.001, AdamW, learning": _adamw(
+        _top_k(0.001, optimizer_correction=AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=5))
+    ),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
     "sparse_diloco": _rounds(50, **_DILOCO),
     "sparse_diloco, late": _rounds(50, **_DILOCO, overlap_steps=20, fragments=2),

@@ -26,6 +26,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"
+_NEWS = 2.0  # times: a rule that steers a density changes it a little after every measurement
 
 
 class AdaptiveDensity(StepObserver):
@@ -35,9 +36,9 @@ class AdaptiveDensity(StepObserver):
     the strategy's own warm-up and plan can give it more. Rules decide between two steps of the optimizer, alike on all
     ranks: what they measure is averaged over ranks first. Checkpoints hold what they have learned.
 
-    When a density has changed by a quarter, rank 0 says which and why, all loggers get
-    ``sparse_parameters/density/<parameter name>`` (unless a :class:`CompressionMonitor` logs it by parameter), and
-    TensorBoard a table with the reasons.
+    When a density has changed by a quarter, all loggers get ``sparse_parameters/density/<parameter name>`` (unless a
+    :class:`CompressionMonitor` logs it by parameter). When another rule decides, or has doubled or halved a density,
+    rank 0 says which and why, and TensorBoard gets a table with the reasons; a warm-up is told when it begins and ends.
 
     Args:
         rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
@@ -70,7 +71,9 @@ class AdaptiveDensity(StepObserver):
         self._asked: dict[str, float] = {}
         self._decided_at: Optional[tuple[int, int]] = None
         self._has_measured = False
-        self._reported: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._told_of: set[str] = set()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -111,6 +114,7 @@ class AdaptiveDensity(StepObserver):
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         engine.recorder.ask_for_samples(counts=False)
+        engine.memory.is_watched = engine.memory.is_watched or engine.corrects_adam
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -129,17 +133,17 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        samples = engine_of(strategy).recorder.last_samples
-        assert samples is not None
+        engine = engine_of(strategy)
+        samples, engine.memory.is_watched = engine.recorder.last_samples, False
+        if samples is None or strategy.is_plain:
+            return  # the step was left to plain DDP: nothing waits
         norms = samples.norms_by_parameter()
         names = [name for name in self._asked if name in norms]
         rows = gather_rows(strategy, [norm**2 for name in names for norm in norms[name]])
-        means = iter([math.sqrt(sum(column) / len(column)) for column in zip(*rows)])
-        averaged = {name: (next(means), next(means)) for name in names}
-        measurement = Measurement(
-            {name: gradient_norm for name, (gradient_norm, _) in averaged.items()},
-            {name: residual_norm for name, (_, residual_norm) in averaged.items()},
-        )
+        means = [math.sqrt(sum(column) / len(column)) for column in zip(*rows)]
+        gradients, residuals, added = (dict(zip(names, means[kind::3])) for kind in range(3))
+        updates = {name: norm for name, norm in added.items() if name in samples.update_norms}
+        measurement = Measurement(gradients, residuals, updates)
         for rule in self.rules:
             if rule.measures:
                 rule.observe(measurement, self._moment(trainer))
@@ -161,20 +165,30 @@ class AdaptiveDensity(StepObserver):
         densities = engine_of(sparse_strategy(trainer)).densities
         densities.ceiling = self.max_density
         densities.wish(RULES, wishes)
-        self._report(trainer, winners, moment)
+        present = engine_of(sparse_strategy(trainer)).present_densities()
+        # Of a warm-up of the strategy, or of its plan, more may be sent.
+        deciding = {name: winners[name] for name in present if wishes.get(name, 0.0) >= present[name]}
+        self._report(trainer, deciding, moment)
 
     def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
         present = engine_of(sparse_strategy(trainer)).present_densities()
-        before = self._reported or self._asked
-        if not any(is_other_density(before.get(name, self._asked[name]), density) for name, density in present.items()):
+        logged = {**self._asked, **self._logged}
+        if not any(is_other_density(logged[name], density) for name, density in present.items()):
             return
-        self._reported = present
-        reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
-        say(self, f"step {moment.step}: {_summary(present, reasons)}")
+        self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
             log_scalars(
                 trainer, {parameter_tag("density", name): value for name, value in present.items()}, moment.step
             )
+        reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
+        raised = [name for name, density in present.items() if is_other_density(self._asked[name], density)]
+        deciders = {_decider(reasons[name]) for name in raised}
+        told = {**self._asked, **self._told}
+        steered = [name for name, rule in winners.items() if not rule.follows_steps]
+        if deciders == self._told_of and all(_NEWS > present[name] / told[name] > 1 / _NEWS for name in steered):
+            return
+        self._told, self._told_of = present, deciders
+        say(self, f"step {moment.step}: {_summary(present, reasons)}")
         rows = [f"| {name} | {density:.4g} | {reasons[name]} |" for name, density in present.items()]
         log_text(
             trainer, "sparse/densities", "\n".join(["| parameter | density | why |", "|-|-|-|", *rows]), moment.step
@@ -202,12 +216,17 @@ def _summary(densities: Mapping[str, float], reasons: Mapping[str, str]) -> str:
     """Say in one line how many parameters have which densities because of whom."""
     by_rule: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        by_rule.setdefault(reason.partition(":")[0], []).append(name)
+        by_rule.setdefault(_decider(reason), []).append(name)
     parts = []
     for rule, names in by_rule.items():
         most = max(names, key=densities.__getitem__)
         lowest, highest = min(densities[name] for name in names), densities[most]
         extent = f"{highest:.2g}" if lowest == highest else f"{lowest:.2g} to {highest:.2g}"
-        detail = reasons[most].partition(": ")[2]
-        parts.append(f"{len(names)} parameters at {extent} ({rule}{f', {most}: {detail}' if detail else ''})")
+        is_one = len({reasons[name] for name in names}) == 1
+        why = reasons[most] if is_one else f"{rule}, {most}: {reasons[most].partition(': ')[2]}"
+        parts.append(f"{len(names)} parameter{'s' if len(names) > 1 else ''} at {extent} ({why})")
     return "; ".join(parts)
+
+
+def _decider(reason: str) -> str:
+    return reason.partition(":")[0]

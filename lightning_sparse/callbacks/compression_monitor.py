@@ -16,6 +16,7 @@ from lightning_sparse.callbacks.reporting.plan_page import plan_page
 from lightning_sparse.callbacks.reporting.statistics import over_ranks, parameters_over_ranks, step_statistics
 from lightning_sparse.callbacks.reporting.tensorboard import (
     log_layout,
+    log_logarithms,
     log_magnitudes,
     log_picture,
     log_text,
@@ -38,7 +39,8 @@ class CompressionMonitor(StepObserver):
     ``exposed_seconds`` is that of the slowest rank, ``samples_per_second`` counts those of all ranks. What is sent and
     what it takes are also means over the steps since the last logged one, the last 256 at most, because a method may
     send more in one step than in the next; norms, and ``union_density`` where it takes a sort, are those of the logged
-    step. TensorBoard also gets a page with the plan in force, and a layout for its tab "Custom Scalars".
+    step. TensorBoard also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which
+    densities are decimal logarithms.
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
     step. Of other steps notes are taken on the host.
@@ -46,11 +48,12 @@ class CompressionMonitor(StepObserver):
     Args:
         progress_bar: also show the compression ratio and the exposed milliseconds in the progress bar.
         by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>``, ``density``, ``union_density``,
-            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, of the
-            logged step.
+            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or
+            ``update_error`` where updates of Adam wait, of the logged step.
         histograms: also show, in TensorBoard, the magnitudes of what is sent and kept, over their decimal logarithm
-            and added up over ranks: ``sparse/sent_magnitude``, ``sparse/kept_magnitude``; with ``by_parameter`` of
-            each parameter, too, as ``sparse_parameters/<name>/<parameter name>``. Zeros are left out.
+            and added up over ranks: ``sparse/log10_sent_magnitude``, ``sparse/log10_kept_magnitude``; with
+            ``by_parameter`` of each parameter, too, as ``sparse_parameters/<name>/<parameter name>``. Zeros are left
+            out. With Adam and AdamW they are gradients while everything is sent, and updates from then on.
         pictures: also show, at the end of each epoch, the density of every parameter over time and where the time of
             a step goes; in TensorBoard, and in loggers with a method ``log_image``.
 
@@ -146,6 +149,7 @@ class CompressionMonitor(StepObserver):
             for name, facts in by_parameter.items():
                 scalars |= {parameter_tag(statistic, name): value for statistic, value in facts.items()}
         log_scalars(trainer, scalars, step)
+        log_logarithms(trainer, stats, step)
         if self.histograms:
             self._log_magnitudes(trainer, strategy, samples, step)
         if self._figure_class is not None:
@@ -191,10 +195,10 @@ class CompressionMonitor(StepObserver):
             if not names:
                 continue  # nothing is kept by a method without a residual
             counts = sum_over_ranks(strategy, counts if self.by_parameter else counts.sum(dim=0, keepdim=True))
-            log_magnitudes(trainer, f"sparse/{kind}_magnitude", counts.sum(dim=0).tolist(), step)
+            log_magnitudes(trainer, f"sparse/log10_{kind}_magnitude", counts.sum(dim=0).tolist(), step)
             if self.by_parameter:
                 for name, row in zip(names, counts.tolist()):
-                    log_magnitudes(trainer, parameter_tag(f"{kind}_magnitude", name), row, step)
+                    log_magnitudes(trainer, parameter_tag(f"log10_{kind}_magnitude", name), row, step)
 
     def _log_plan(self, trainer: Trainer, engine: Engine, shown: list[str], step: int) -> None:
         plan = engine.plan

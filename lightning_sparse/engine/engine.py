@@ -153,7 +153,8 @@ class Engine:
         """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
         self.pipeline.commit(step)
         marks = self.recorder.end_step().marks
-        self.recorder.close_samples(self.memory.state_dict)  # now, so that it does not count as time of the step
+        # Now, so that it does not count as time of the step.
+        self.recorder.close_samples(self.memory.state_dict, self.memory.update_norms)
         if self._planner is not None:
             self._planner.end_step(marks)
 

@@ -4,6 +4,7 @@ Nothing is added to a step but marks in time. They are read, and numbers travel,
 trials, and now and then later, to see whether the plan still does what it did. What rank 0 plans, all ranks follow.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate, chain
@@ -35,6 +36,7 @@ _MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming
 
 Samples = dict[Way, list[StepSample]]
 Course = Generator[None, StepMarks, None]
+Watch = Generator[None, StepMarks, str]
 
 
 class StepPlanner:
@@ -125,10 +127,10 @@ class StepPlanner:
     def _run(self) -> Course:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
-        patience = 1
+        patience, why = 1, "" if self.plan is None else "measured anew: "
         if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
             self._go_on_with(self._remembered)
-            yield from self._watch(patience)
+            why = yield from self._watch(patience)
         while True:
             counts = self._counts()
             seen = yield from self._try(first_ways(elements), _ROUNDS)
@@ -145,9 +147,9 @@ class StepPlanner:
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
             seen |= {way: [*seen.get(way, ()), *steps] for way, steps in contest.items()}
             choices = seen if self._schedule.keeps_fastest else ways
-            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in choices}), seen, profile)
+            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in choices}), seen, profile, why)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
-            yield from self._watch(patience)
+            why = yield from self._watch(patience)
 
     def _go_on_with(self, plan: Plan) -> None:
         """Follow a plan of a run before; if something else was to be sent then, with other groups."""
@@ -188,9 +190,13 @@ class StepPlanner:
         densities = [min(density, self._densities.ceiling) for density in densities]
         return Way(tuple(stops), tuple(densities))
 
-    def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile]) -> bool:
-        """Follow a plan from now on; return whether it is the one that was followed before."""
+    def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile], why: str) -> bool:
+        """Follow a plan from now on, and say why there is one; return whether it was followed before."""
         known, steps = self.plan, seen[way]
+        fastest: dict[int, float] = {}
+        for tried, samples in seen.items():
+            groups = len(tried.stops)
+            fastest[groups] = min(_seconds(samples), fastest.get(groups, math.inf))
         self._remembered = None
         self._follow(way)
         self.plan = Plan(
@@ -199,14 +205,14 @@ class StepPlanner:
             None if profile is None else profile.predict(way.stops),
             _seconds(steps),
             median(sample.exposed_seconds for sample in steps),
-            tuple(sorted((len(tried.stops), _seconds(samples)) for tried, samples in seen.items())),
+            tuple(sorted(fastest.items())),
             profile,
         )
-        self._say(str(self.plan))
+        self._say(f"{why}{self.plan}")
         return known is not None and known.groups == self.plan.groups
 
-    def _watch(self, patience: int) -> Course:
-        """Follow the plan until it no longer does what it did."""
+    def _watch(self, patience: int) -> Watch:
+        """Follow the plan until it no longer does what it did; return what it does now."""
         assert self.plan is not None
         while True:
             window = deque[StepMarks](maxlen=_CHECKED_STEPS)
@@ -219,7 +225,8 @@ class StepPlanner:
             exposed = median(sample.exposed_seconds for sample in samples)
             change = abs(exposed - self.plan.exposed_seconds)
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
-                return
+                before = 1e3 * self.plan.exposed_seconds
+                return f"measured anew, as {1e3 * exposed:.1f} ms came after backward, not {before:.1f} as before: "
 
     def _plan_for_density(self) -> None:
         """Plan for what the density asks for now, with the costs that are known."""

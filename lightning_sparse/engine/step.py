@@ -310,7 +310,7 @@ class Pipeline:
 
     def _squared_norms(self, gradients: list[Tensor], names: list[str]) -> Tensor:
         """Return the means, over nodes, of the squared norms of gradients, of which a node's ranks have shares."""
-        squared = torch.stack(torch._foreach_norm(gradients)).float().square_()
+        squared = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square_()
         with self.recorder.span("exchange"):
             squared = self._run_collective(Payload("all_reduce", squared), names, self._everybody)
         return squared.div_(self.collectives.ranks)

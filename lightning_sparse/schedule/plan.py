@@ -27,7 +27,7 @@ class Plan(NamedTuple):
         predicted: a step under it; ``None`` where sizes were too alike to fit costs to them.
         seconds: from the start of backward until all gradients could be used, as measured when the plan was adopted.
         exposed_seconds: of these, after the end of backward.
-        tried: number of groups and seconds of each way that was timed.
+        tried: number of groups, and seconds of the fastest way with so many that was timed.
         profile: what the prediction stands on.
     """
 
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         return (
             f"gradients travel in {groups}{self._densities()}; backward and exchange take"
             f" {1e3 * self.seconds:.1f} ms{expected}, {1e3 * self.exposed_seconds:.1f} ms of it after backward."
-            f" Tried, by number of groups: {tried}"
+            f" Tried, the fastest by number of groups, ms: {tried}"
         )
 
     def _densities(self) -> str:

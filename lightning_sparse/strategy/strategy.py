@@ -364,7 +364,7 @@ class SparseDDPStrategy(DDPStrategy):
             total_steps = _total_steps(trainer)
             self._optimizer_view.expect(total_steps)
             if self._optimizer_view.is_dense:
-                self._say(takes_adam(self.settings.feedback, total_steps))
+                self._say(takes_adam(self.settings, self.optimizers, total_steps))
         if self._rounds is not None:
             _check_batches(gather_together(trainer.num_training_batches))
 

@@ -1,6 +1,7 @@
 """AdaptiveDensity: rules at work in real processes, what is logged, and what is refused."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
     CompressionMonitor,
@@ -28,6 +29,17 @@ from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import Small, accelerator, make_trainer, run_fit, weights
 
 WEIGHT = "network.0.weight"
+
+
+class WithAdamW(Small):
+    """A model trained by AdamW."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+SOON = AdamCorrection(dense_steps=4, fall_steps=8)
 
 
 class ByEpoch(Rule):
@@ -68,15 +80,20 @@ class Densities(Callback):
         """Take note of the error of one layer."""
         samples = trainer.strategy.engine.recorder.last_samples
         if samples is not None:
-            gradient, residual = samples.norms_by_parameter()[WEIGHT]
+            gradient, residual, _ = samples.norms_by_parameter()[WEIGHT]
             self.errors.append(residual / gradient)
 
 
 def fit(
-    rank: int, rules: list[Rule], settings: dict[str, Any], adaptive: dict[str, Any], arguments: dict[str, Any]
+    rank: int,
+    rules: list[Rule],
+    settings: dict[str, Any],
+    adaptive: dict[str, Any],
+    arguments: dict[str, Any],
+    module: type[Small] = Small,
 ) -> tuple[Densities, dict[str, Tensor]]:
     """Fit with rules; return what was seen, and the weights."""
-    seen, model = Densities(), Small()
+    seen, model = Densities(), module()
     callbacks = [seen, *([AdaptiveDensity(rules, **adaptive)] if rules else [])]
     strategy = SparseDDPStrategy(**{"density": 0.02, "compressor": "topk", **settings})
     make_trainer(rank, strategy, callbacks=callbacks, **arguments).fit(model)
@@ -113,11 +130,63 @@ def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair: Pool) -> None
     assert all(torch.equal(our_weights[name], other_weights[name]) for name in our_weights)
 
 
-def test_a_gradient_that_settles_is_no_longer_critical(pair: Pool) -> None:
+class UpdateErrors(Callback):
+    """Measure, in every step and from outside, how many updates of a step wait of each parameter on this rank."""
+
+    def __init__(self) -> None:
+        self.densities: list[dict[str, float]] = []
+        self.errors: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        """Take note of what waits before the step."""
+        engine = trainer.strategy.engine
+        self.before = {name: kept.clone() for name, kept in engine.memory.state_dict()["update"].items()}
+
+    def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
+        """Take note of densities, and of errors where what waits is what was added."""
+        engine = trainer.strategy.engine
+        self.densities.append(engine.present_densities())
+        for name, kept in engine.memory.state_dict()["update"].items():
+            if name in self.before:
+                stayed = kept != 0  # of what was sent nothing stays
+                added = (kept - self.before[name])[stayed].norm() / stayed.float().mean().sqrt()
+                self.errors[name] = float(kept.norm() / added)
+
+
+def fit_adam(rank: int, rules: list[Rule]) -> tuple[UpdateErrors, dict[str, float]]:
+    """Fit with AdamW and rules; return what was seen, and statistics."""
+    seen = UpdateErrors()
+    callbacks = [seen, *([AdaptiveDensity(rules, every_n_steps=2)] if rules else [])]
+    strategy = SparseDDPStrategy(density=0.02, schedule="single", optimizer_correction=SOON)
+    make_trainer(rank, strategy, callbacks=callbacks, max_epochs=8).fit(WithAdamW())
+    return seen, strategy.compression_stats()
+
+
+def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair: Pool) -> None:
+    slow = "network.0.bias"
+    (free, without), _ = pair.run(fit_adam, [], timeout=120)
+    assert free.errors[slow] > 12
+    assert max(error for name, error in free.errors.items() if name != slow) < 8
+    (loose, _), _ = pair.run(fit_adam, [ErrorBudget(25.0)], timeout=120)
+    assert loose.densities == free.densities  # in the dense steps, while the density falls, and after
+    (tight, raised), (other, _) = pair.run(fit_adam, [ErrorBudget(8.0)], timeout=120)
+    assert tight.densities == other.densities
+    assert tight.densities[:16] == free.densities[:16]
+    assert 0.02 < tight.densities[-1].pop(slow) < 0.2
+    assert set(tight.densities[-1].values()) == {0.02}
+    assert tight.errors[slow] < 1.2 * 8
+    assert raised["total_wire_bytes"] < 1.05 * without["total_wire_bytes"]
+
+
+@pytest.mark.parametrize(("module", "settings"), [(Small, {}), (WithAdamW, {"optimizer_correction": SOON})])
+def test_a_gradient_that_settles_is_no_longer_critical(
+    pair: Pool, module: type[Small], settings: dict[str, Any]
+) -> None:
     rules = [CriticalRegime(density=0.3, threshold=0.5)]
-    for seen, _ in pair.run(fit, rules, {}, {"every_n_steps": 1}, {"max_epochs": 4}):
+    for seen, _ in pair.run(fit, rules, settings, {"every_n_steps": 1}, {"max_epochs": 4}, module):
         densities = [density[WEIGHT] for density in seen.densities]
-        assert densities[:32] == [0.3] * 32  # nothing to compare in two epochs
+        assert densities[10:32] == [0.3] * 22  # nothing to compare in two epochs
+        assert min(densities[:10]) == 0.3  # a warm-up of AdamW sends more
         assert densities[-1] == 0.02
 
 
@@ -186,6 +255,39 @@ def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
     texts = [page.tensor_proto.string_val[0].decode() for page in pages]
     assert f"| {WEIGHT} | 0.5 | ByEpoch: one of 1 |" in texts[0]
     assert f"| {WEIGHT} | 0.02 | as asked for |" in texts[1]
+
+
+def lines_of(rank: int, rules: list[Rule], module: type[Small], correction: Any) -> list[str]:
+    """Fit with rules; return what rank 0 says of densities."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.callbacks.adaptive_density.say", lambda callback, line: lines.append(line))
+        strategy = SparseDDPStrategy(density=0.02, schedule="single", optimizer_correction=correction)
+        run_fit(rank, strategy, module(), callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=8)
+    return lines
+
+
+def test_a_warm_up_is_told_when_it_begins_and_ends(pair: Pool) -> None:
+    (first, last), _ = pair.run(lines_of, [Warmup(30, unit="step")], Small, None)
+    assert first == "step 0: 4 parameters at 0.88 (Warmup: step 1 of 30)"
+    assert re.fullmatch(r"step \d+: 4 parameters at 0.02\d* \(.*\)", last)
+    (first, last), _ = pair.run(lines_of, [ErrorBudget(25.0)], WithAdamW, SOON)
+    assert first == "step 0: 4 parameters at 1 (the strategy's warm-up or plan)"
+    assert re.fullmatch(r"step 1\d: 4 parameters at 0.02 \(as asked for\)", last)
+
+
+def test_a_rule_that_steers_is_told_of_what_it_doubles_or_halves(pair: Pool) -> None:
+    lines, _ = pair.run(lines_of, [ErrorBudget(1.0)], WithAdamW, SOON, timeout=120)
+    steering = lines[1:]
+    assert 2 <= len(steering) < 20, lines
+    numbers = r"[\d.]+( to [\d.]+)?"
+    reason = r"its error of [\d.]+ is (above the budget of 1|within the budget of 1(, so its density falls)?)"
+    for line in steering:
+        for part in line.partition(": ")[2].split("; "):
+            why = rf"(ErrorBudget, network\.\d\.\w+: {reason}|as asked for|the strategy's warm-up or plan)"
+            assert re.fullmatch(rf"(1 parameter|[2-4] parameters) at {numbers} \({why}\)", part), line
+        for error, place in re.findall(r"error of ([\d.]+) is (\w+)", line):
+            assert (float(error) > 1) == (place == "above")
 
 
 def resume(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:

@@ -24,7 +24,9 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.reporting.gathering import gather_rows
 from lightning_sparse.callbacks.reporting.history import History
+from lightning_sparse.callbacks.reporting.pictures import draw_density, draw_steps, draw_time, figure_class
 from lightning_sparse.callbacks.reporting.throughput import batch_size
+from lightning_sparse.engine.observe.timeline import BACKWARD, RecordedStep, Slice
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 from tests.helpers.statistics import MEASURED, STATS
@@ -186,15 +188,17 @@ def test_histograms_count_what_both_ranks_send_and_keep(pair: Pool, tmp_path: Pa
     events = read_events(tmp_path)
     elements = sum(parameter.numel() for parameter in Small().parameters())
     for kind, most in (("sent", 0.02 * elements), ("kept", 2 * elements)):
-        whole = events.Histograms(f"sparse/{kind}_magnitude")
+        whole = events.Histograms(f"sparse/log10_{kind}_magnitude")
         assert [each.step for each in whole] == STEPS
         counted = sum(whole[-1].histogram_value.bucket)
         # Zeros are left out: what was sent has left the residual.
         assert 0.9 * most <= counted <= 1.05 * most
-        parts = [events.Histograms(f"sparse_parameters/{kind}_magnitude/{name}")[-1].histogram_value for name in NAMES]
+        parts = [
+            events.Histograms(f"sparse_parameters/log10_{kind}_magnitude/{name}")[-1].histogram_value for name in NAMES
+        ]
         assert sum(sum(part.bucket) for part in parts) == counted
         assert all(-10 < part.min < part.max < 2 for part in parts)
-    sent, kept = (events.Histograms(f"sparse/{kind}_magnitude")[-1].histogram_value for kind in ("sent", "kept"))
+    sent, kept = (events.Histograms(f"sparse/log10_{kind}_magnitude")[-1].histogram_value for kind in ("sent", "kept"))
     assert sent.sum / sent.num > kept.sum / kept.num
 
 
@@ -205,6 +209,10 @@ def test_the_page_opens_sorted_and_says_what_is_planned(pair: Pool, tmp_path: Pa
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
     assert charts["Exposed exchange, seconds"] == ["sparse/exposed_seconds$"]
+    assert charts["Density, log10 of the fraction of elements"] == ["sparse/log10_density$"]
+    for name in ("density", "union_density"):
+        logarithms = [math.log10(event.value) for event in events.Scalars(f"sparse/{name}")]
+        assert [event.value for event in events.Scalars(f"sparse/log10_{name}")] == pytest.approx(logarithms, rel=1e-4)
     # With several runs, a chart of several statistics is unreadable: its lines have the colours of runs, and no names.
     assert all(len(patterns) == 1 for patterns in charts.values())
     tags = events.Tags()["scalars"]
@@ -215,6 +223,7 @@ def test_the_page_opens_sorted_and_says_what_is_planned(pair: Pool, tmp_path: Pa
     text = later[-1].tensor_proto.string_val[0].decode()  # the trials have ended
     assert "compressor: TopK" in text
     assert "backward and exchange, measured:" in text
+    assert "| ready at |" not in text or "Times of groups count from the start of backward." in text
     assert "`network." in text
 
 
@@ -363,6 +372,21 @@ def fit_with_pictures(rank: int, directory: str) -> Any:
         Small()
     )
     return getattr(logger, "shown", [])
+
+
+def test_pictures_tell_what_their_colours_are() -> None:
+    pytest.importorskip("matplotlib")
+    new = figure_class(None)
+    for density, told in ((0.0, True), (0.1, False)):
+        figure = new()
+        draw_density(figure, [3, 7], {"weight": [0.5, density]})
+        assert ("white: nothing is sent" in figure.axes[0].get_title()) == told
+    stages = ("backward", "exposed", "step", "select", "exchange", "commit")
+    over_time, by_rank = new(), new()
+    draw_time(over_time, [3], [{f"{stage}_seconds": 0.1 for stage in stages}])
+    draw_steps(by_rank, {"": RecordedStep(3, [[Slice(BACKWARD, "gradient", "weight", 0.0, 0.1, {})]], [0.0])})
+    words = [{text.get_text() for text in figure.legends[0].get_texts()} for figure in (over_time, by_rank)]
+    assert "exposed: optimizer waits" in words[0] & words[1]
 
 
 def test_pictures_reach_loggers_that_can_show_them(pair: Pool, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The planner at work, in real processes over a network whose costs the tests decide."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
@@ -100,7 +101,7 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
 @pytest.mark.parametrize("schedule", ["merged", "greedy"])
 def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair: Pool, schedule: str) -> None:
     (single, *_), _ = pair.run(train, "single", None, STEPS)
-    (first, groups, lines, _), (second, other_groups, other_lines, _) = pair.run(train, schedule, None, STEPS)
+    (first, groups, lines, plan), (second, other_groups, other_lines, _) = pair.run(train, schedule, None, STEPS)
     for name, parameter in single.items():
         assert torch.equal(first[name], parameter)
         assert torch.equal(second[name], parameter)
@@ -109,6 +110,8 @@ def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair: Pool,
     assert sorted(name for group in groups[-1] for name in group) == sorted(single)
     assert lines
     assert not other_lines
+    counts = [count for count, _ in plan.tried]
+    assert counts == sorted(set(counts))
 
 
 @pytest.mark.clock
@@ -121,9 +124,13 @@ def test_the_plan_suits_the_network(pair: Pool, network: Network, is_single: boo
 
 @pytest.mark.clock
 def test_a_network_that_changes_gets_a_new_plan(pair: Pool) -> None:
-    for _, groups, _, _ in pair.run(train, "merged", message_gets_costly, STEPS + 160):
+    answers = pair.run(train, "merged", message_gets_costly, STEPS + 160)
+    for _, groups, _, _ in answers:
         assert len(groups[STEPS]) > 1
         assert len(groups[-1]) == 1
+    _, _, lines, _ = answers[0]
+    assert not lines[0].startswith("measured anew")
+    assert re.match(r"measured anew, as [\d.]+ ms came after backward, not [\d.]+ as before: gradients", lines[-1])
 
 
 def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str, Tensor], Any, dict[str, float]]:
@@ -224,4 +231,4 @@ def test_a_plan_tells_what_it_found(groups: tuple[tuple[str, ...], ...], words: 
     tried = ((1, 0.0105), (2, 0.0124))
     told = str(Plan(groups, (), None, seconds=0.0105, exposed_seconds=0.002, tried=tried, profile=None))
     assert f"gradients travel {words} backward and exchange take 10.5 ms, 2.0 ms of it after backward" in told
-    assert told.endswith("Tried, by number of groups: 1: 10.5, 2: 12.4")
+    assert told.endswith("Tried, the fastest by number of groups, ms: 1: 10.5, 2: 12.4")

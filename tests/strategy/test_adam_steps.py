@@ -1,6 +1,7 @@
 """Adam's updates made before selection: against a slow reference, against DDP, and in a Trainer."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -17,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.compressors.feedback import AdamMoments, ErrorFeedback, Hyperparameters
 from lightning_sparse.engine.loop.optimizers import OptimizerView
+from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
@@ -648,7 +650,9 @@ def fit_logging(rank: int, folder: str) -> list[dict[str, float]]:
     """Fit with a monitor; return what was logged."""
     logger = NotingLogger(folder)
     model = Logging()
-    fit_numbered(rank, build(), model, logger=logger, callbacks=[CompressionMonitor()], log_every_n_steps=1)
+    fit_numbered(
+        rank, build(), model, logger=logger, callbacks=[CompressionMonitor(by_parameter=True)], log_every_n_steps=1
+    )
     return [told for told in logger.told if "sparse/wire_bytes" in told]
 
 
@@ -656,9 +660,24 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_
     told, _ = pair.run(fit_logging, str(tmp_path))
     assert len(told) == 10  # the first two steps are DDP's
     assert all(0 < each["sparse/update_error"] < 100 for each in told[2:])
+    by_parameter = [{tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)} for each in told]
+    names = [name for name, _ in Logging().named_parameters()]
+    for each, tags in zip(told[2:], by_parameter[2:]):
+        assert tags == {f"sparse_parameters/update_error/{name}" for name in names}
+        # Of a mean over ranks and parameters.
+        assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
+        assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
     assert [each["sparse/second_moment_age"] for each in told] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     bytes_sent = [each["sparse/wire_bytes"] for each in told]
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[3::2], bytes_sent[4::2])), bytes_sent
+
+
+def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
+    first, second, weight, gradient = torch.ones(4, 1000).unbind()
+    moments = AdamMoments(5, 0.9, 0.999, 1e-8, 0.0, first, second, None, weight)
+    memory = AdamMemory(ranks=2, refresh_steps=1)
+    memory.compensate(["weight"], [gradient], {"weight": Hyperparameters(0.1, adam=moments)})
+    assert memory.take_local_gradients()["weight"].nbytes == 2 * 1000
 
 
 class InHalves(LightningModule):

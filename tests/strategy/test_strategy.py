@@ -456,19 +456,25 @@ def messages_of_a_fit(
                 "exchange": "gather",
             },
             Small,
-            "TopK sends 0.001 of each gradient; warm-up: over 4 epochs, from 0.25; schedule: FixedSize(100); "
+            "TopK sends 0.001 of each gradient; warm-up: over 4 epochs, from 0.25 to 0.001; schedule: FixedSize(100); "
             "exchange: gather; wire: bfloat16; correction: none.",
         ),
         ({"compressor": "dgc"}, Small, "correction: momentum before selection (the optimizer's)."),
         (
             {},
             WithAdam,
-            "warm-up: 10 steps whole, ",
+            "TopK sends 0.01 of each gradient; warm-up: that of the correction; schedule: merged; "
+            "exchange: auto; wire: float32; correction: updates before selection.",
+        ),
+        (
+            {"compressor": "sdagc"},
+            WithAdam,
+            "warm-up: over 4 epochs, from 0.4 to 0.01, or where it sends more, that of the correction; ",
         ),
         ({"compressor": "dense"}, Small, "Dense sends each gradient whole; warm-up: none; schedule: merged; wire:"),
         ({"compressor": "qsgd"}, Small, "QSGD sends each gradient in a code of its own; warm-up: none;"),
     ],
-    ids=["lags", "chosen", "dgc", "adam", "dense", "qsgd"],
+    ids=["lags", "chosen", "dgc", "adam", "sdagc", "dense", "qsgd"],
 )
 def test_the_start_of_a_fit_says_what_is_sent(
     forked: dict[int, Pool], settings: dict[str, Any], module: Any, said: str

@@ -22,6 +22,7 @@ _COLOURS = {
     "exchange": "#2186eb",
     "commit": "#3f9142",
 }
+_LABELS = {"gradient": "backward", "wait": "exposed: optimizer waits"}
 _MAX_RANKS = 8
 _MAX_LABELS = 12
 _MAX_LETTERS = 18
@@ -85,14 +86,14 @@ def draw_density(figure: Any, steps: Sequence[int], densities: Mapping[str, Sequ
         columns = range(0, len(steps), -(-len(steps) // _MAX_TICKS))
         axes.set_xticks(columns, [str(steps[column]) for column in columns])
         axes.set_xlabel("step")
-        axes.set_title("density, mean over ranks")
+        sends_nothing = any(density == 0 for row in densities.values() for density in row)
+        axes.set_title("density, mean over ranks" + (" (white: nothing is sent)" if sends_nothing else ""))
         figure.colorbar(image, ax=axes)
 
 
 def draw_time(figure: Any, steps: Sequence[int], rows: Sequence[Mapping[str, float]]) -> None:
     """Draw, for each logged step, what it waits for and what the exchange worker does meanwhile."""
     steps, rows = steps[-_MAX_BARS:], rows[-_MAX_BARS:]
-    labels = {"gradient": "backward", "wait": "exposed"}
     with _legible(figure, 6.4, 4.8):
         axes = figure.subplots()
         for offset, parts in ((-0.2, _main_parts(rows)), (0.2, _worker_parts(rows))):
@@ -101,7 +102,7 @@ def draw_time(figure: Any, steps: Sequence[int], rows: Sequence[Mapping[str, flo
                 places = [position + offset for position in range(len(rows))]
                 colour = _COLOURS.get(stage, "#dfe3e8")
                 heights = [1e3 * each for each in seconds]
-                axes.bar(places, heights, 0.38, bottom, color=colour, label=labels.get(stage, stage))
+                axes.bar(places, heights, 0.38, bottom, color=colour, label=_LABELS.get(stage, stage))
                 bottom = [below + height for below, height in zip(bottom, heights)]
         columns = range(0, len(steps), -(-len(steps) // _MAX_TICKS))
         axes.set_xticks(columns, [str(steps[column]) for column in columns])
@@ -171,8 +172,7 @@ def _summary(ranks: Sequence[Sequence[Slice]]) -> str:
 def _legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
-    labels = {"gradient": "backward", "wait": "optimizer waits"}
-    handles = [Patch(color=colour, label=labels.get(stage, stage)) for stage, colour in _COLOURS.items()]
+    handles = [Patch(color=colour, label=_LABELS.get(stage, stage)) for stage, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 
 

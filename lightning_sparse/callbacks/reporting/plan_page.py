@@ -29,15 +29,18 @@ def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
     if plan.predicted is not None:
         facts["backward and exchange, predicted"] = _milliseconds(plan.predicted.total)
         facts["after backward, predicted"] = _milliseconds(plan.predicted.exposed_seconds)
-    facts["tried, by number of groups"] = ", ".join(f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried)
-    return f"{as_list(facts)}\n\n{_groups(plan)}"
+    facts["tried, the fastest by number of groups"] = ", ".join(
+        f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried
+    )
+    origin = "" if plan.predicted is None else "Times of groups count from the start of backward.\n\n"
+    return f"{as_list(facts)}\n\n{origin}{_groups(plan)}"
 
 
 def _groups(plan: Plan) -> str:
     columns = ["group", "parameters"]
     rows: list[list[object]] = [[position, _names(names)] for position, names in enumerate(plan.groups)]
     if plan.predicted is not None:
-        columns = [*columns, "ready", "selected from", "exchanged from", "ends (predicted)"]
+        columns = [*columns, "ready at", "selected from", "exchanged from", "ends at (all predicted)"]
         rows = [[*row, *map(_milliseconds, times)] for row, times in zip(rows, plan.predicted.groups)]
     return as_table(columns, rows)
 

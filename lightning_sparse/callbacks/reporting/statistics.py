@@ -72,19 +72,21 @@ def parameters_over_ranks(strategy: SparseDDPStrategy, samples: ParameterSamples
     mine = [
         number
         for fact in map(facts.__getitem__, names)
-        for number in (fact.sent, fact.union, fact.gradient_norm**2, fact.residual_norm**2)
+        for number in (fact.sent, fact.union, fact.gradient_norm**2, fact.residual_norm**2, fact.added_norm**2)
     ]
     means = iter([sum(column) / len(column) for column in zip(*gather_rows(strategy, mine))])
-    rows = zip(names, means, means, means, means)
+    rows = zip(names, *[means] * 5)
     return {
         name: {
             "density": sent / facts[name].numel,
             "union_density": union / facts[name].numel,
             "gradient_norm": math.sqrt(gradient_square),
             "residual_norm": math.sqrt(residual_square),
-            "residual_to_gradient": _norm_ratio(residual_square, gradient_square),
+            "update_error" if name in samples.update_norms else "residual_to_gradient": _norm_ratio(
+                residual_square, added_square
+            ),
         }
-        for name, sent, union, gradient_square, residual_square in rows
+        for name, sent, union, gradient_square, residual_square, added_square in rows
     }
 
 

@@ -1,5 +1,6 @@
 """Output of loggers beyond scalars: TensorBoard shows everything, others pictures if they have a way for them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ _SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples
 # explains; lines of one run have one colour, and no legend.
 _CHARTS = {
     "sparse: how much is sent": {
-        "Density, fraction of elements": "density",
-        "Density of all ranks together, fraction": "union_density",
+        "Density, log10 of the fraction of elements": "log10_density",
+        "Density of all ranks together, log10 of the fraction": "log10_union_density",
         "Sent by a rank in a step, bytes": "wire_bytes",
         "Of it to other nodes, bytes": "link_bytes",
         "Sent by a rank since the start, bytes": "total_wire_bytes",
@@ -48,8 +49,8 @@ def board_layout(shown: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
 
     Example::
 
-        >>> board_layout(["density"])
-        {'sparse: how much is sent': {'Density, fraction of elements': ['Multiline', ['sparse/density$']]}}
+        >>> board_layout(["wire_bytes"])
+        {'sparse: how much is sent': {'Sent by a rank in a step, bytes': ['Multiline', ['sparse/wire_bytes$']]}}
     """
     layout = {
         # Tags are regular expressions; without an end, those that begin alike would be drawn, too.
@@ -60,9 +61,18 @@ def board_layout(shown: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
 
 
 def log_layout(trainer: Trainer, shown: Sequence[str]) -> None:
-    """Have TensorBoard's tab "Custom Scalars" open sorted."""
+    """Have TensorBoard's tab "Custom Scalars" open sorted, with logarithms of densities, see :func:`log_logarithms`."""
+    logarithms = [f"log10_{name}" for name in shown]
     for logger in _boards(trainer):
-        logger.experiment.add_custom_scalars(board_layout(shown))
+        logger.experiment.add_custom_scalars(board_layout([*shown, *logarithms]))
+
+
+def log_logarithms(trainer: Trainer, stats: Mapping[str, float], step: int) -> None:
+    """Give TensorBoard the logarithms of densities, which fall from 1 to a thousandth: its charts have even axes."""
+    for name in ("density", "union_density"):
+        if stats.get(name, 0.0) > 0:
+            for logger in _boards(trainer):
+                logger.experiment.add_scalar(f"sparse/log10_{name}", math.log10(stats[name]), step)
 
 
 def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:

@@ -16,13 +16,17 @@ _FALLING = 0.9  # times what was measured before: a raise is still at work
 class ErrorBudget(Rule):
     """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
 
+    With Adam and AdamW updates wait, not gradients, and the error is the norm of the waiting ones over that of one
+    step's.
+
     A closed loop: after each measurement, the density of a layer whose error is above the budget is raised, by as much
     as the error exceeds it but at most twice, unless the error is falling already; and lowered, more slowly, where the
     error is below 0.7 of the budget. It takes some ``1 / density`` steps until an error has settled. A layer whose
     gradient is zero or not finite stays as it is.
 
     Args:
-        budget: largest ratio; what it is without a rule, ``CompressionMonitor`` shows as ``residual_to_gradient``.
+        budget: largest ratio. ``CompressionMonitor`` shows what it is without a rule: as ``update_error`` with Adam and
+            AdamW, as ``residual_to_gradient`` with others.
 
     Raises:
         ValueError: if the budget is not positive.
@@ -53,9 +57,10 @@ class ErrorBudget(Rule):
     def observe(self, measurement: Measurement, moment: Moment) -> None:
         for name, gradient_norm in measurement.gradient_norms.items():
             residual_norm = measurement.residual_norms[name]
-            is_known = gradient_norm > 0 and math.isfinite(gradient_norm) and math.isfinite(residual_norm)
+            added_norm = measurement.update_norms.get(name, gradient_norm)
+            is_known = added_norm > 0 and math.isfinite(added_norm) and math.isfinite(residual_norm)
             if is_known and name in moment.asked:
-                error = residual_norm / gradient_norm
+                error = residual_norm / added_norm
                 density = self._adjusted(name, error, moment)
                 self._densities[name] = min(max(density, moment.asked[name]), moment.ceiling)
                 self._errors[name] = error
@@ -78,7 +83,10 @@ class ErrorBudget(Rule):
 
     @override
     def reason(self, name: str) -> str:
-        return f"{self._errors.get(name, 0.0):.3g} gradients wait, the budget is {self.budget:g}"
+        error = self._errors.get(name, 0.0)
+        place = "above" if error > self.budget else "within"
+        end = ", so its density falls" if error < _SLACK * self.budget else ""
+        return f"its error of {error:.3g} is {place} the budget of {self.budget:g}{end}"
 
     @override
     def state_dict(self) -> dict[str, Any]:

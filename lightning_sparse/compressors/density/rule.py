@@ -29,10 +29,12 @@ class Measurement(NamedTuple):
     Attributes:
         gradient_norms: of the ranks' own gradients, before anything was added to them.
         residual_norms: of what they keep after the step.
+        update_norms: of the ranks' own updates, of those parameters of which Adam's updates are kept, not gradients.
     """
 
     gradient_norms: Mapping[str, float]
     residual_norms: Mapping[str, float]
+    update_norms: Mapping[str, float] = {}
 
 
 class Rule(ABC):

@@ -219,15 +219,20 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 
 
-def takes_adam(feedback: ErrorFeedback, total_steps: Optional[int] = None) -> str:
-    """Say what is done to Adam, in a training of so many steps."""
-    assert feedback.adam is not None
-    chosen, most = feedback.adam.dense_steps, feedback.adam.most_dense_steps(total_steps)
-    is_open = chosen is None and most > LEAST_DENSE_STEPS
-    when = (
-        f"until the second moment is known, for {LEAST_DENSE_STEPS} to {most} steps" if is_open else f"for {most} steps"
+def takes_adam(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
+    """Say what is done to those of some optimizers that are Adam, by their own names."""
+    adam = settings.feedback.adam
+    assert adam is not None
+    names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
+    most = adam.most_dense_steps(total_steps)
+    is_open = adam.dense_steps is None and most > LEAST_DENSE_STEPS
+    first, until = (f"{LEAST_DENSE_STEPS} to ", ", until the second moment is known") if is_open else ("", "")
+    fall = "" if adam.fall_steps == 0 else f"; then the density falls from 1 to {settings.density:g}"
+    return (
+        f"{names}: gradients are sent whole for the first {first}{most} optimizer steps{until}{fall}. Updates are then"
+        f" made before selection, and the second moment learns from a mean gradient every {adam.refresh_steps} steps or"
+        " more."
     )
-    return f"Adam's updates are made before selection: gradients are sent whole {when}, then the density falls."
 
 
 def tells_warm_up(warm_up: WarmUp, density: float) -> str:
@@ -238,10 +243,8 @@ def tells_warm_up(warm_up: WarmUp, density: float) -> str:
         >>> tells_warm_up(WarmUp(10, 100), 0.01)
         'the second moment is known after 10 steps: the density falls to 0.01 by step 110.'
     """
-    end = warm_up.dense_steps + warm_up.fall_steps
-    return (
-        f"the second moment is known after {warm_up.dense_steps} steps: the density falls to {density:g} by step {end}."
-    )
+    dense, fall = warm_up
+    return f"the second moment is known after {dense} steps: the density falls to {density:g} by step {dense + fall}."
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:

@@ -399,7 +399,7 @@ class Sparsifier:
             self._say(TAKES_MOMENTUM)
         corrects = settings.feedback.adam is not None
         if corrects:
-            self._say(takes_adam(settings.feedback, total_steps))
+            self._say(takes_adam(settings, self.optimizers, total_steps))
         found = []
         if settings.overlaps_backward:
             found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))

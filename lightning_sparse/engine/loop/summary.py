@@ -36,10 +36,13 @@ def summary(settings: Settings) -> str:
 
 
 def _warm_up(settings: Settings) -> str:
-    if not settings.warmup_epochs:
-        return "none" if settings.feedback.adam is None else "until Adam's second moment is known"
-    first = settings.density ** (1 / (settings.warmup_epochs + 1))
-    return f"over {settings.warmup_epochs} epochs, from {first:.2g}"
+    words = []
+    if settings.warmup_epochs:
+        first = settings.density ** (1 / (settings.warmup_epochs + 1))
+        words.append(f"over {settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
+    if settings.feedback.adam is not None:
+        words.append("that of the correction")
+    return ", or where it sends more, ".join(words) or "none"
 
 
 def _schedule(settings: Settings) -> str:
@@ -51,7 +54,7 @@ def _schedule(settings: Settings) -> str:
 def _correction(settings: Settings) -> str:
     feedback = settings.feedback
     if feedback.adam is not None:
-        return "Adam's updates are made before selection"
+        return "updates before selection"
     if feedback.momentum is not None:
         whose = "the optimizer's" if feedback.momentum == FROM_OPTIMIZER else f"{feedback.momentum}"
         return f"momentum before selection ({whose})"

@@ -164,7 +164,8 @@ class AdamMemory(ResidualMemory):
             if each.decay and name not in continued:
                 gradient.add_(self._shared(each.parameter), alpha=each.decay)
         wanted = [name for name in moments if name in self._learned or self._is_due(name)]
-        self._local.update((name, inputs[name].clone()) for name in wanted)
+        # As they travel: for a moment they are the most that a training holds beside the residual.
+        self._local.update((name, inputs[name].to(torch.bfloat16)) for name in wanted)
         waiting = self._waiting(list(moments), gradients, hyperparameters)
         accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
@@ -248,9 +249,13 @@ class AdamMemory(ResidualMemory):
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
         self._norm_ratio = None
-        of_means = torch.stack(torch._foreach_norm(list(means))).float().square_()
+        of_means = torch.stack(torch._foreach_norm(list(means), dtype=torch.float32)).square_()
         for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
             self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
+
+    @override
+    def update_norms(self) -> dict[str, Tensor]:
+        return {name: self._update_norms[name] for name in self._moments if name in self._update_norms}
 
     @override
     def statistics(self) -> dict[str, Tensor]:
@@ -260,7 +265,7 @@ class AdamMemory(ResidualMemory):
         many steps ago the second moment was learned, at most.
         """
         statistics = super().statistics()
-        norms = [self._update_norms[name] for name in self._moments if name in self._update_norms]
+        norms = list(self.update_norms().values())
         if not norms:
             return statistics
         waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])

@@ -91,6 +91,13 @@ class Memory(ABC):
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
         return {}
 
+    def update_norms(self) -> dict[str, Tensor]:
+        """Return, where updates wait and not gradients, the norm of those that the last step added, if it was watched.
+
+        By parameter name; of gradients the norms are known without the memory.
+        """
+        return {}
+
     @abstractmethod
     def state_dict(self) -> MemoryState:
         """Return what is kept, as ``{kind: {parameter name: flat tensor}}`` (not copied).

@@ -108,12 +108,21 @@ class Recorder:
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
         self.samples = ParameterSamples(counts, histograms)
 
-    def close_samples(self, kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]]) -> None:
-        """Close the samples of a step, if somebody asked for them, with what the memory keeps after it."""
+    def close_samples(
+        self,
+        kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]],
+        update_norms: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        """Close the samples of a step, if somebody asked for them, with what the memory keeps after it.
+
+        Args:
+            kept_after: returns what is kept.
+            update_norms: returns the norms of the updates that the step added to it, where gradients do not wait.
+        """
         if self.samples is None:
             return
         kept = kept_after()
-        self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})})
+        self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, update_norms())
         self.last_samples, self.samples = self.samples, None
 
 

@@ -22,6 +22,7 @@ class ParameterFacts(NamedTuple):
         union: elements that any rank sent.
         gradient_norm: of this rank's gradient, before anything was added to it, without the loss scale.
         residual_norm: of what is kept after the step; 0 where nothing is.
+        added_norm: of what the step added to what waits: the gradient, or the update where updates wait.
     """
 
     numel: int
@@ -29,6 +30,7 @@ class ParameterFacts(NamedTuple):
     union: float
     gradient_norm: float
     residual_norm: float
+    added_norm: float
 
 
 class ParameterSamples:
@@ -42,6 +44,7 @@ class ParameterSamples:
         sent_magnitudes: by parameter name, int64 ``[256]``: how many of the values that this rank sent lie in
             ``[2 ** (k - 127), 2 ** (k - 126))``; the first place holds zeros, the last what is not finite.
         kept_magnitudes: the same of what is kept after the step.
+        update_norms: by name of the parameters of which updates wait, the norm of those that the step added.
     """
 
     def __init__(self, has_counts: bool = True, has_histograms: bool = False) -> None:
@@ -49,6 +52,7 @@ class ParameterSamples:
         self.has_histograms = has_histograms
         self.sent_magnitudes: dict[str, Tensor] = {}
         self.kept_magnitudes: dict[str, Tensor] = {}
+        self.update_norms: dict[str, Tensor] = {}
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
         self._residual_norms: dict[str, Tensor] = {}
@@ -70,8 +74,9 @@ class ParameterSamples:
             if self.has_histograms:
                 self.sent_magnitudes[name] = _powers_of_two(_sent_values(selection))
 
-    def add_kept(self, residuals: Mapping[str, Tensor]) -> None:
-        """Record what is kept of the parameters whose gradients were seen."""
+    def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
+        """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
+        self.update_norms.update((name, norm.float()) for name, norm in update_norms.items())
         names = [name for name in self._gradient_norms if name in residuals]
         if not names:
             return
@@ -88,14 +93,17 @@ class ParameterSamples:
         )
         return float(gradient), float(residual)
 
-    def norms_by_parameter(self) -> dict[str, tuple[float, float]]:
-        """Return the norms of each gradient of this rank, and of what it keeps of it; on a device this waits."""
-        norms = zip(self._gradient_norms.items(), map(self._residual_norms.get, self._gradient_norms))
-        facts = [
-            fact for (_, gradient), residual in norms for fact in (gradient, 0.0 if residual is None else residual)
-        ]
-        numbers = iter(_numbers(facts))
-        return dict(zip(self._gradient_norms, zip(numbers, numbers)))
+    def norms_by_parameter(self) -> dict[str, tuple[float, float, float]]:
+        """Return three norms of each parameter on this rank; on a device this waits.
+
+        They are those of its gradient, of what is kept, and of what the step added to that.
+        """
+        numbers = iter(_numbers([norm for name in self._gradient_norms for norm in self._norms(name)]))
+        return dict(zip(self._gradient_norms, zip(numbers, numbers, numbers)))
+
+    def _norms(self, name: str) -> tuple[Tensor, Union[Tensor, float], Tensor]:
+        gradient = self._gradient_norms[name]
+        return gradient, self._residual_norms.get(name, 0.0), self.update_norms.get(name, gradient)
 
     @staticmethod
     def stacked(magnitudes: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
@@ -108,9 +116,9 @@ class ParameterSamples:
         facts: list[Union[int, float, Tensor]] = []
         for name, arrived in self._arrived.items():
             union = self._arrived[name] = union_count(arrived) if isinstance(arrived, Selection) else arrived
-            facts.extend((self._sent[name], union, self._gradient_norms[name], self._residual_norms.get(name, 0.0)))
+            facts.extend((self._sent[name], union, *self._norms(name)))
         numbers = iter(_numbers(facts))
-        rows = zip(numbers, numbers, numbers, numbers)
+        rows = zip(*[numbers] * 5)
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._arrived, rows)}
 
 
