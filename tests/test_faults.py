@@ -168,6 +168,5 @@ def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, 
     ) as job:
         _, errors = job.communicate(timeout=100)  # which ends when every process that could write has ended
         assert job.returncode != 0
-        # Rank 1 may hear of it first in what Lightning logs over ranks; of rank 1, it is Lightning that ends rank 0.
-        assert re.search("waited in vain|Connection", errors) or victim == 1
+        assert "waited in vain" in errors or victim == 1  # of whose death Lightning hears, and ends rank 0
         assert processes_of_session(job.pid) == []

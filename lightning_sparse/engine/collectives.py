@@ -1,8 +1,11 @@
 """HOW payloads travel: torch.distributed calls, in the order they are asked for, on a process group of their own."""
 
 import json
+import re
+import threading
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -19,7 +22,19 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class ExchangeError(RuntimeError):
-    """An exchange did not end: a peer died, is too slow, or cannot be reached."""
+    """A rank waited in vain for another one, which has died, is too slow, cannot be reached, or has finished."""
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> "ExchangeError":
+        """Return what a backend's error means, from wherever it was raised."""
+        return cls(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {where}: {_UNKNOWN_CAUSE} To go on,"
+            f" start the job again from its last checkpoint (ckpt_path=...). The backend said: {error}"
+        )
+
+    def because(self, cause: str) -> "ExchangeError":
+        """Return the same with a cause that is known, as sentences."""
+        return type(self)(str(self).replace(_UNKNOWN_CAUSE, cause))
 
 
 class Collectives:
@@ -71,15 +86,10 @@ class Collectives:
         """
         try:
             yield
-        except _ERRORS_OF_THIS_RANK:
-            raise
         except RuntimeError as error:
-            raise ExchangeError(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} waited in vain in {name} of {subject}: another rank"
-                " has died, or did not get there before the process group's timeout. Look at the other ranks' output"
-                " for the first error; give SparseDDPStrategy a longer timeout=... if they are only slow. To go on,"
-                f" start the job again from its last checkpoint (ckpt_path=...). The backend said: {error}"
-            ) from error
+            if _is_of_this_rank(error):
+                raise
+            raise ExchangeError.of(error, f"{name} of {subject}") from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``.
@@ -186,7 +196,7 @@ def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     Raises:
         RuntimeError: if not every rank calls this within the timeout.
     """
-    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
     # One for each time that this rank has called; as on the others.
     place = f"lightning_sparse/gathered/{store.add(f'lightning_sparse/gatherings/{rank}', 1)}"
@@ -200,6 +210,63 @@ def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     return gathered
 
 
+def leave_word(word: str) -> None:
+    """Leave a word about this rank in that store, in place of the last one, for those that wait for it in vain."""
+    if dist.is_initialized():
+        with suppress(Exception):  # what has to be told anyway is not to be hidden by this
+            _store().set(_PLACE_OF_WORDS.format(dist.get_rank()), word)
+
+
+def words() -> dict[int, str]:
+    """Return what other ranks have left last, by rank; nothing where the store has gone with the rank that held it."""
+    found: dict[int, str] = {}
+
+    def ask() -> None:
+        with suppress(Exception):
+            for rank in set(range(dist.get_world_size())) - {dist.get_rank()}:
+                if _store().check([place := _PLACE_OF_WORDS.format(rank)]):
+                    found[rank] = _store().get(place).decode()
+
+    # The store's own calls wait for ever where it is held by a rank that has stopped.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_WITH_STORE)
+    return dict(found)
+
+
+def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
+    """Return what an error means that may come from any call: ``None`` unless a backend has waited for other ranks.
+
+    Of gloo's errors, which have no type of their own, those are taken that begin with a line of its source. Where ranks
+    differ in what they exchange, gloo begins with a failed check instead, and nobody is to look for the dead.
+    """
+    if isinstance(error, ExchangeError):
+        return error
+    is_backends = isinstance(error, dist.DistError) or re.match(_NAMELESS, str(error))
+    if not dist.is_initialized() or not isinstance(error, RuntimeError) or not is_backends or _is_of_this_rank(error):
+        return None
+    return ExchangeError.of(error, traceback.extract_tb(error.__traceback__)[-1].name)
+
+
+def _is_of_this_rank(error: RuntimeError) -> bool:
+    return isinstance(error, _ERRORS_OF_THIS_RANK) or re.search(_NCCL_OF_THIS_RANK, str(error)) is not None
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+_UNKNOWN_CAUSE = (
+    "another rank has died, did not get there before the process group's timeout, or has finished, where ranks have"
+    " different numbers of batches. Look at the other ranks' output for the first error; give SparseDDPStrategy a"
+    " longer timeout=... if they are only slow."
+)
+_PLACE_OF_WORDS = "lightning_sparse/words/{}"
+_PATIENCE_WITH_STORE = 3.0  # seconds
+_NAMELESS = (  # of gloo, and of a store in a file
+    r"(Gloo connectFullMesh failed with )?\[\S*gloo/\S*\] |Application timeout caused pair closure|Wait timeout$"
+)
+_NCCL_OF_THIS_RANK = "ncclUnhandledCudaError|ncclInvalid"
 _ONE_HOP = 2  # ranks, whose ring is one
 _NUMBERS_AT_ONCE = 1 << 20  # of all ranks together, 8 MiB
 _ERRORS_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))

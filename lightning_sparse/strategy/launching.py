@@ -1,12 +1,14 @@
-"""Forked and spawned processes: what their strategy has to tell comes back to the process that called fit."""
+"""Launchers, through which all goes that a Trainer does: errors on their way out, and what processes bring back."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
 
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_sparse.schedule.plain import plain, plan_from
+from lightning_sparse.strategy.whereabouts import told
 
 if TYPE_CHECKING:
     from lightning_sparse.strategy.strategy import SparseDDPStrategy
@@ -14,8 +16,16 @@ if TYPE_CHECKING:
 _KEY = "lightning_sparse"
 
 
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, which also has each rank say why it waited in vain for another one."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
+
+
 class ReportingLauncher(_MultiProcessingLauncher):
-    """Bring statistics and plan back, beside the metrics that Lightning brings.
+    """Bring statistics and plan back from forked and spawned processes, beside the metrics that Lightning brings.
 
     Args:
         strategy: of the Trainer; rank 0's tells, and that of the calling process hears.
@@ -23,6 +33,10 @@ class ReportingLauncher(_MultiProcessingLauncher):
     """
 
     _strategy: "SparseDDPStrategy"
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:

@@ -55,11 +55,12 @@ from lightning_sparse.strategy.checkpoints import (
 )
 from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
-from lightning_sparse.strategy.launching import ReportingLauncher
+from lightning_sparse.strategy.launching import ReportingLauncher, ScriptLauncher
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.termination import Termination
 from lightning_sparse.strategy.trained import listed
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
+from lightning_sparse.strategy.whereabouts import leave_end_of_epoch, leave_end_of_training, leave_nothing, telling
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -251,14 +252,17 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method != "popen":
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
             self._launcher = ReportingLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
         check_device(type(self), self.root_device)
         super().setup_environment()
+        leave_nothing()
 
     @override
     def _setup_model(self, model: Module, **changes: Any) -> DistributedDataParallel:
@@ -353,6 +357,7 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        leave_nothing()  # a search for a learning rate has come to an end of its own
         self._step.put_back(self.optimizers)
         self._note_use()
         assert self.lightning_module is not None
@@ -400,6 +405,9 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.is_last_batch:
+            leave_end_of_epoch(self.lightning_module.trainer)
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
         is_plain = self._wants_plain()
         trained = self._wrapping.trained
@@ -522,6 +530,8 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        leave_end_of_training(self.lightning_module.trainer)
         self._synchronize_replicas()
         self._answer_signals(has_ended=True)
         super().on_train_end()
@@ -606,7 +616,9 @@ class SparseDDPStrategy(DDPStrategy):
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._kept() if "optimizer_states" in checkpoint else None
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
+        assert self.lightning_module is not None
+        with telling(self.lightning_module.trainer):  # callbacks save after an error, too, which goes another way
+            self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""

@@ -1,5 +1,6 @@
 """Collectives give what torch's own give, whichever way the bytes go."""
 
+import re
 from unittest.mock import patch
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.engine.collectives import Collectives, _all_gather_into
+from lightning_sparse.engine.collectives import Collectives, ExchangeError, _all_gather_into, waited_in_vain
 from lightning_sparse.schedule.cost.network import DIRECT_BYTES
 from lightning_sparse.testing.pool import Pool
 
@@ -88,3 +89,53 @@ def added_up_sparse(rank: int) -> Tensor:
 
 def test_a_sparse_layout_is_added_up_too(pools: dict[int, Pool]) -> None:
     assert [each.tolist() for each in pools[3].run(added_up_sparse)] == [[1.0, 2.0, 3.0, 0.0]] * 3
+
+
+GLOO = (
+    "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:1: Connection reset by peer"
+)
+OF_OTHERS = [
+    RuntimeError(GLOO),
+    RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv operation"
+    ),
+    RuntimeError(f"Gloo connectFullMesh failed with {GLOO}"),
+    dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    dist.DistStoreError("wait timeout after 5000ms, keys: /default_pg/0//2//cpu//0/1"),
+    dist.DistBackendError("NCCL error, ncclRemoteError: A call failed possibly due to a remote process exiting"),
+]
+OF_THIS_RANK = [
+    RuntimeError("Connection reset by peer"),
+    RuntimeError("DataLoader timed out after 5 seconds"),
+    RuntimeError(f"Caught RuntimeError in DataLoader worker process 0. {GLOO}"),
+    RuntimeError("[enforce fail at /gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."),
+    ConnectionResetError(GLOO),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    dist.DistBackendError("NCCL error, ncclUnhandledCudaError: Call to CUDA function failed. 'out of memory'"),
+    dist.DistBackendError("NCCL error, ncclInvalidUsage: Duplicate GPU detected"),
+]
+
+
+def meanings(rank: int, errors: list[Exception]) -> list[str]:
+    """Raise errors; return what each of them means, by name of its type and its message."""
+    found = []
+    for error in errors:
+        try:
+            raise error
+        except Exception as raised:
+            meaning = waited_in_vain(raised)
+        found.append(f"{type(meaning).__name__}: {meaning}")
+    return found
+
+
+def test_what_other_ranks_cause_is_told_from_what_is_this_ranks_own(pair: Pool) -> None:
+    for meant in pair.run(meanings, OF_OTHERS)[0]:
+        assert re.search(
+            r"ExchangeError: rank 0 of 2 waited in vain in meanings: another rank has died, .* said: ", meant
+        )
+    assert set(pair.run(meanings, OF_THIS_RANK)[1]) == {"NoneType: None"}
+
+
+def test_what_is_told_already_is_not_told_twice() -> None:
+    told = ExchangeError("rank 0 of 2 waited in vain")
+    assert waited_in_vain(told) is told

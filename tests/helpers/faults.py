@@ -50,6 +50,7 @@ class Point(NamedTuple):
 
 
 _NUMBERS = r"waited in vain in all_gather of \d+ numbers on which ranks agree: .*longer timeout=.*ckpt_path"
+_ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*ckpt_path"
 _SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
 POINTS = {
     "forward": Point(Numbered, "training_step"),
@@ -59,12 +60,10 @@ POINTS = {
         Collectives, "run", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
     ),
     # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
-    "commit": Point(Pipeline, "commit", message=r"waited in vain|Connection|timed? ?out"),
+    "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
-    # The others are in a step of plain DDP by then, whose error is DDP's own.
-    "changing wrappers": Point(
-        SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, r"waited in vain|Connection|timed? ?out"
-    ),
+    # The others are in a step of plain DDP by then.
+    "changing wrappers": Point(SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}

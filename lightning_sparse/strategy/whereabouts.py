@@ -1,0 +1,86 @@
+"""How far each rank got, or why it ended: left behind for those that wait for it in vain, and told in their error."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from textwrap import shorten
+from typing import Any
+
+from pytorch_lightning import Trainer
+
+from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
+
+_MOST = 3  # ranks that a message names
+_LONGEST = 300  # characters of another rank's error
+_UNEQUAL = (
+    "ranks have different numbers of batches, or one of them stopped by itself. Give Trainer(limit_train_batches=...)"
+    " as many as the shortest has, or use a DistributedSampler."
+)
+
+
+def leave_end_of_epoch(trainer: Trainer) -> None:
+    """Leave behind that this rank is in the last batch of an epoch."""
+    batches, epoch = _begun(trainer), trainer.current_epoch
+    _leave(epoch, batches, f"has had all batches of epoch {epoch}, {batches} since the start")
+
+
+def leave_end_of_training(trainer: Trainer) -> None:
+    """Leave behind that this rank has trained to the end."""
+    batches = _begun(trainer)
+    _leave(math.inf, batches, f"has finished its training, after {batches} batches")
+
+
+def leave_nothing() -> None:
+    """Take back what this rank has left behind."""
+    leave_word("")
+
+
+@contextmanager
+def telling(trainer: Trainer) -> Iterator[None]:
+    """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one.
+
+    Raises:
+        ExchangeError: in place of the backend's error, or of the exchange's where more is known of other ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        in_vain = waited_in_vain(error)
+        if in_vain is None:
+            _leave(math.inf, _FAILED, shorten(f"has failed with {type(error).__name__}: {error}", _LONGEST).rstrip("."))
+            raise
+        if known := _known_of_others(trainer):
+            in_vain = in_vain.because(known)
+        if in_vain is error:
+            raise
+        raise in_vain from error
+
+
+def told(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function inside of :func:`telling`."""
+    with telling(trainer):
+        return function(*args, **kwargs)
+
+
+def _leave(epoch: float, batches: int, line: str) -> None:
+    """Leave a line behind that explains why others wait that are past these batches and not past the epoch."""
+    leave_word(json.dumps([epoch, batches, line]))
+
+
+def _known_of_others(trainer: Trainer) -> str:
+    begun = _begun(trainer)
+    left = [(rank, *json.loads(word)) for rank, word in sorted(words().items()) if word]
+    known = [each for each in left if each[1] >= trainer.current_epoch and each[2] < begun][:_MOST]
+    sentences = [f"rank {rank} {line}." for rank, _, _, line in known]
+    if any(batches != _FAILED for _, _, batches, _ in known):
+        sentences.append(f"This rank is in its batch {begun}: {_UNEQUAL}")
+    return " ".join(sentences)
+
+
+def _begun(trainer: Trainer) -> int:
+    """Return how many batches this rank has begun."""
+    return trainer.fit_loop.total_batch_idx + 1
+
+
+_FAILED = -1  # in place of a number of batches

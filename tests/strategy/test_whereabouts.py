@@ -1,0 +1,210 @@
+"""A rank that waits in vain says so in our words wherever it waits, and says what is known of the others."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import pytest
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.strategy.notes import Notes
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.faults import strike
+from tests.helpers.trainers import Rows, Small, make_trainer
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
+BUFFERS = "_distributed_broadcast_coalesced"
+ADVICE = ("Look at the other ranks' output for the first error", "longer timeout=...", "ckpt_path=...", "gloo")
+
+
+class Busy(Small):
+    """A model whose ranks meet in all that Lightning and DDP exchange: buffers, metrics, barriers, validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.insert(1, nn.BatchNorm1d(64))
+
+    @override
+    def on_train_batch_end(self, *batch: Any) -> None:
+        self.trainer.strategy.barrier()
+
+
+class Quiet(Small):
+    """A model whose ranks meet in exchanges of gradients only."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+
+class Arming(Callback):
+    """Arm a fault at a batch, counted from the start; ``None`` for before the first."""
+
+    def __init__(self, batch: Optional[int]) -> None:
+        self.batch = batch
+
+    @override
+    def on_train_batch_start(self, trainer: Any, *batch: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            self.batch = None
+
+
+def saving(folder: str) -> ModelCheckpoint:
+    """Save at the end of an epoch, and after an error."""
+    return ModelCheckpoint(folder, filename="last", save_on_exception=True)
+
+
+def end_of(trainer: Any, model: Small, *loaders: Any) -> tuple[str, str]:
+    """Fit; return kind and message of what it raised."""
+    try:
+        trainer.fit(model, *loaders)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def fit_struck(
+    rank: int,
+    owner: Any,
+    name: str,
+    victim: int,
+    how: str,
+    arguments: dict[str, Any],
+    batch: Optional[int] = 3,
+    model: type[Small] = Busy,
+    folder: Optional[str] = None,
+) -> tuple[str, str]:
+    """Fit, with a fault before a rank's call of a function in a batch; return what was raised."""
+    arming, original = Arming(batch), getattr(owner, name)
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        if arming.batch is None and rank == victim:
+            if how == "raises":
+                raise RuntimeError("Connection reset by peer")
+            strike(how)
+        return original(*args, **kwargs)
+
+    strategy = SparseDDPStrategy("topk", 0.1, **arguments)
+    callbacks = [arming, *([] if folder is None else [saving(folder)])]
+    more = {"callbacks": callbacks, "enable_checkpointing": folder is not None, "val_check_interval": 4}
+    trainer = make_trainer(rank, strategy, **more)
+    with mock.patch.object(owner, name, struck):
+        return end_of(trainer, model())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "victim", "arguments", "where"),
+    [
+        (DistributedDataParallel, "_sync_buffers", 0, {}, BUFFERS),
+        (DistributedDataParallel, "_sync_buffers", 1, {}, f"{BUFFERS}|all_gather of the group of"),
+        (Busy, "log", 1, {}, "barrier"),
+        (Busy, "validation_step", 1, {}, "barrier"),
+        (SparseDDPStrategy, "barrier", 1, {}, "barrier"),
+        (Notes, "hand_in", 0, {}, f"{BUFFERS}|barrier|all_to_all_single"),
+        (SparseDDPStrategy, "pre_backward", 1, {"local_steps": 4, "synchronous_steps": 8}, "_engine_run_backward"),
+    ],
+)
+def test_a_rank_that_dies_is_told_of_wherever_others_wait(
+    forked: dict[int, Pool], owner: Any, name: str, victim: int, arguments: dict[str, Any], where: str
+) -> None:
+    answers = forked[2].answers(fit_struck, owner, name, victim, "dies", arguments)
+    _, (kind, message) = answers[1 - victim]
+    assert kind == "ExchangeError", message
+    assert re.search(rf"rank {1 - victim} of 2 waited in vain in ({where}).*: another rank has died", message), message
+    assert [each for each in ADVICE if each not in message] == []
+
+
+def test_it_is_told_at_the_start_of_training(forked: dict[int, Pool]) -> None:
+    (_, (kind, message)), _ = forked[2].answers(
+        fit_struck, SparseDDPStrategy, "on_train_start", 1, "dies", {"timeout": timedelta(seconds=4)}, None
+    )
+    assert kind == "ExchangeError", message
+    assert "rank 0 of 2 waited in vain in " in message
+
+
+def test_it_is_told_by_a_callback_that_saves_after_the_error(forked: dict[int, Pool], tmp_path: Any) -> None:
+    more = ({}, 3, Busy, str(tmp_path))
+    (_, (kind, message)), _ = forked[2].answers(fit_struck, SparseDDPStrategy, "barrier", 1, "dies", *more)
+    assert kind == "ExchangeError", message
+    assert "rank 0 of 2 waited in vain in broadcast" in message
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_ranks_own_error_stays_what_it_is_and_is_told_to_the_others(forked: dict[int, Pool], victim: int) -> None:
+    ends = forked[2].run(fit_struck, Quiet, "training_step", victim, "raises", {}, 3, Quiet)
+    forked[2].stop()
+    assert ends[victim] == ("RuntimeError", "Connection reset by peer")
+    kind, message = ends[1 - victim]
+    assert kind == "ExchangeError", message
+    assert f": rank {victim} has failed with RuntimeError: Connection reset by peer. To go on, start" in message
+    assert "another rank has died" not in message
+
+
+class Stream(IterableDataset[Tensor]):
+    """So many batches of four rows."""
+
+    def __init__(self, batches: int) -> None:
+        self.rows = Rows(4 * batches)
+
+    def __iter__(self) -> Any:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def fit_uneven(rank: int, batches: tuple[int, int], folder: Optional[str] = None) -> tuple[str, str]:
+    """Fit two epochs of a stream, of another length on each rank; return what was raised.
+
+    With a folder they are saved, and rank 1 writes there instead what it raised, and ends its process.
+    """
+    strategy = SparseDDPStrategy("topk", 0.1, timeout=timedelta(seconds=4))
+    more = {} if folder is None else {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True}
+    trainer = make_trainer(rank, strategy, max_epochs=2, limit_val_batches=0, **more)
+    end = end_of(trainer, Quiet(), DataLoader(Stream(batches[rank]), 4))
+    if folder is not None and rank == 1:
+        Path(folder, "raised").write_text(": ".join(end))
+        strike("dies")
+    return end
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_rank_that_has_finished_is_told_from_one_that_died(forked: dict[int, Pool], shorter: int) -> None:
+    batches = (10, 15) if shorter == 0 else (15, 10)
+    ends = forked[2].run(fit_uneven, batches)
+    forked[2].stop()
+    assert ends[shorter] == ("nothing", "")
+    kind, message = ends[1 - shorter]
+    assert kind == "ExchangeError", message
+    assert f"rank {shorter} has finished its training, after 20 batches. This rank is in its batch 21: ranks" in message
+    assert "limit_train_batches" in message
+    assert "has died" not in message
+
+
+def test_a_rank_that_waits_at_the_end_of_its_epoch_is_told_from_one_that_died(
+    forked: dict[int, Pool], tmp_path: Any
+) -> None:
+    (_, (kind, message)), _ = forked[2].answers(fit_uneven, (3, 5), str(tmp_path))
+    assert kind == "ExchangeError", message
+    assert "or has finished, where ranks have different numbers of batches" in message
+    raised = (tmp_path / "raised").read_text()
+    assert raised.startswith("ExchangeError: rank 1 of 2 waited in vain in all_gather of the group of")
+    assert "rank 0 has had all batches of epoch 0, 3 since the start. This rank is in its batch 4: ranks" in raised
+
+
+def fit_after_another(rank: int) -> tuple[str, str]:
+    """Fit to the end, and then longer, until rank 1 dies; return what was raised."""
+    make_trainer(rank, SparseDDPStrategy("topk", 0.1), limit_train_batches=2).fit(Small())
+    return fit_struck(rank, Busy, "training_step", 1, "dies", {})
+
+
+def test_the_end_of_another_training_is_not_told(forked: dict[int, Pool]) -> None:
+    (_, (kind, message)), _ = forked[2].answers(fit_after_another)
+    assert kind == "ExchangeError", message
+    assert "another rank has died" in message
+    assert "has finished its training" not in message
