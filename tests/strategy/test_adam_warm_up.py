@@ -36,6 +36,7 @@ class Watched(Numbered):
         super().__init__(save_after, path)
         self.growth, self.stop_after = growth, stop_after
         self.densities: list[float] = []
+        self.seen = 0
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """Reconstruct the rows, times a factor."""
@@ -46,7 +47,8 @@ class Watched(Numbered):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if isinstance(self.trainer.strategy, SparseDDPStrategy):
             self.densities.append(self.trainer.strategy.compression_stats()["density"])
-        self.trainer.should_stop = self.trainer.global_step == self.stop_after
+        self.seen += 1
+        self.trainer.should_stop = self.seen == self.stop_after
 
     def configure_optimizers(self) -> Any:
         """Return AdamW."""
