@@ -4,6 +4,7 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Optional
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.engine.arrived import ArrivedGradients
 from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline
@@ -23,6 +25,7 @@ from lightning_sparse.schedule import Schedule
 _LARGEST_BUCKET_MB = 1.0
 _BUCKETS = 16
 _BYTES_OF_MB = 1 << 20
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 
 
 def bucket_cap_mb(module: torch.nn.Module) -> float:
@@ -62,6 +65,8 @@ class GradientStream:
         overlaps_backward: whether groups are exchanged while backward goes on. If not, they are submitted after all
             that backward itself exchanges, which is then in one order with them on all ranks.
         begin: called before the first bucket of a step is taken.
+        arrived: what earlier exchanges of a step have brought, which is then kept out of the next; ``None`` where that
+            is a gradient like any other.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class GradientStream:
         end_step: Callable[[Sequence[Exchanged]], None],
         overlaps_backward: bool = True,
         begin: Optional[Callable[[], None]] = None,
+        arrived: Optional[ArrivedGradients] = None,
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
@@ -82,6 +88,9 @@ class GradientStream:
         self._finish_step = end_step
         self._overlaps_backward = overlaps_backward
         self._begin = begin
+        self._arrived = arrived
+        self._taken: list[tuple[Tensor, Tensor]] = []  # out of gradients, until they have been exchanged
+        self._received: list[Tensor] = []
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._is_static = ddp.static_graph
         ignored = ddp.parameters_to_ignore
@@ -98,10 +107,19 @@ class GradientStream:
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._known: dict[int, _KnownBucket] = {}
         self._keeps_buckets = False
+        if arrived is not None:
+            arrived.watch(self._names)
         ddp.register_comm_hook(self, exchange_hook)
+
+    @property
+    def used(self) -> Optional[AbstractSet[torch.nn.Parameter]]:
+        """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
+        return None if self._usage is None else self._usage.used
 
     def close(self) -> None:
         """Take back what was registered on the parameters."""
+        if self._arrived is not None:
+            self._arrived.unwatch()
         if self._usage is not None:
             self._usage.close()
 
@@ -143,6 +161,9 @@ class GradientStream:
         known = self._known.get(bucket.index())
         if known is None or known.buffer is not buffer:
             known = self._known[bucket.index()] = self._read(bucket, buffer)
+        if self._arrived is not None:
+            self._received += known.parameters
+            self._taken += self._arrived.take_out(known.parameters, [local.gradient for local in known.gradients])
         if self._usage is None:
             return known.gradients
         used = self._usage.used
@@ -194,12 +215,21 @@ class GradientStream:
     def _end_backward(self) -> None:
         self._submit_group()
         self._recorder.end_backward()
+        if self._arrived is not None:
+            # DDP gives gradients back in a callback of its own, which comes after this one and before one of this one.
+            _LATER(lambda: _LATER(self._note_arrived))
         # The first step of a static graph hands over all buckets when backward, with all that it exchanges, is over.
         if self._overlaps_backward or (self._is_static and not self._keeps_buckets):
             self._end_step()
         else:
             # DDP is about to reduce which parameters were used, and then waits for us, in a callback after this one.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+            _LATER(self._end_step)
+
+    def _note_arrived(self) -> None:
+        assert self._arrived is not None
+        received, self._received = self._received, []
+        self._arrived.note(received)
+        self._taken = []  # only now: the caller's stream has waited for that on which it was added
 
     def _end_step(self) -> None:
         self._release_held()
@@ -210,7 +240,14 @@ class GradientStream:
         if not self._keeps_buckets:
             self._keeps_buckets = True
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
-        self._worker.submit(lambda: self._finish_step(exchanged), settle=lambda: _complete(futures))
+        taken = self._taken
+
+        def finish() -> None:
+            self._finish_step(exchanged)
+            if taken:
+                torch._foreach_add_([gradient for gradient, _ in taken], [arrived for _, arrived in taken])
+
+        self._worker.submit(finish, settle=lambda: _complete(futures))
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:

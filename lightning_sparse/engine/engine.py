@@ -9,12 +9,14 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.density.table import Densities
 from lightning_sparse.compressors.feedback import Clipping, Hyperparameters
 from lightning_sparse.compressors.layout import ModelLayout, layout_of
+from lightning_sparse.engine.arrived import ArrivedGradients
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.engine.memory import AdamMemory
@@ -51,6 +53,7 @@ class Engine:
             :meth:`begin_backward` before backward begins.
 
     Attributes:
+        arrived: what exchanges have brought of gradients whose step is not over.
         densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
         memory: what is kept.
         pipeline: what every group goes through.
@@ -72,8 +75,8 @@ class Engine:
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
-        self._settings = settings
-        self._begin = begin
+        self._settings, self._begin = settings, begin
+        self.arrived = ArrivedGradients()
         self.recorder = Recorder(device, node_ranks)
         everybody = dist.get_process_group_ranks(ddp.process_group)
         self._collectives = Collectives(everybody, device, timeout)
@@ -140,7 +143,16 @@ class Engine:
     def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
         schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
         worker, recorder = self._worker, self.recorder
-        return GradientStream(ddp, self.pipeline, schedule, worker, recorder, self._end_step, overlaps, self._begin)
+        holds = self._settings.feedback.has_moments or ddp.find_unused_parameters or ddp.static_graph
+        arrived = self.arrived if holds else None
+        return GradientStream(
+            ddp, self.pipeline, schedule, worker, recorder, self._end_step, overlaps, self._begin, arrived
+        )
+
+    @property
+    def used_parameters(self) -> Optional[AbstractSet[Parameter]]:
+        """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
+        return None if self._stream is None else self._stream.used
 
     def _rounds_of(self, ddp: DistributedDataParallel, say: Callable[[str], None]) -> Optional[Rounds]:
         local, schedule = self._settings.local_steps, self._settings.schedule
@@ -197,6 +209,7 @@ class Engine:
 
     def leave_optimizers(self) -> None:
         """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
+        self.arrived.clear()
         if isinstance(self.memory, AdamMemory):
             self._worker.run(self.memory.leave)
 

@@ -1,10 +1,10 @@
 """The DDP wrapper: built for the engine or for plain DDP, and anew when other parameters are trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -123,9 +123,9 @@ class DDPWrapping:
         self.is_plain = False
 
 
-def note_use(ddp: DistributedDataParallel) -> None:
+def note_use(ddp: DistributedDataParallel, used: Iterable[Parameter]) -> None:
     """Tell a new wrapper what the step in progress has used so far: DDP drops the mean of what seems unused."""
-    used = {each: each.grad for each in ddp.parameters() if each.requires_grad and each.grad is not None}
-    if used:
+    gradients = {each: each.grad for each in used if each.requires_grad and each.grad is not None}
+    if gradients:
         with ddp.no_sync():
-            torch.autograd.backward(list(used), [torch.zeros_like(gradient) for gradient in used.values()])
+            torch.autograd.backward(list(gradients), [torch.zeros_like(gradient) for gradient in gradients.values()])

@@ -1,7 +1,7 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional, Union
 
@@ -14,7 +14,7 @@ from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -358,8 +358,7 @@ class SparseDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_nothing()  # a search for a learning rate has come to an end of its own
-        self._step.put_back(self.optimizers)
-        self._note_use()
+        self._note_use(self._step.put_back(self.optimizers))
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
@@ -447,26 +446,13 @@ class SparseDDPStrategy(DDPStrategy):
         if self.engine is not None and self.settings.local_steps is None:
             assert self._optimizer_view is not None
             assert isinstance(self.model, DistributedDataParallel)
-            is_exchanged = self.model.require_backward_grad_sync
-            continued = self._step.hold_arrived(is_exchanged) if self._holds_arrived else frozenset()
-            coming = self._optimizer_view.coming_step(self.is_plain, continued)
+            coming = self._optimizer_view.coming_step(self.is_plain, self.engine.arrived.state().keys())
             epoch = self.lightning_module.current_epoch
             self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.settled)
 
     @property
     def _tolerates_unused(self) -> bool:
         return any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-
-    @property
-    def _holds_arrived(self) -> bool:
-        """Whether an exchange must not be given what another one of the same step has brought.
-
-        It would be taken for a gradient: by momentum and Adam's moments, which are of gradients; and of a parameter
-        that no rank used this time, where nothing is to change.
-        """
-        if self.is_plain or self._rounds is not None:
-            return False
-        return self.settings.feedback.has_moments or self._tolerates_unused
 
     @property
     def _scaler(self) -> Optional[Any]:
@@ -482,9 +468,6 @@ class SparseDDPStrategy(DDPStrategy):
         super().post_backward(closure_loss)
         if self.engine is not None:
             self.engine.raise_error()
-            assert isinstance(self.model, DistributedDataParallel)
-            if self._holds_arrived and self.model.require_backward_grad_sync:
-                self._step.give_arrived(self.optimizers)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -495,6 +478,7 @@ class SparseDDPStrategy(DDPStrategy):
             self._choice.end_step()
         if self.engine is not None:
             assert self.lightning_module is not None
+            self.engine.arrived.forget(handled(optimizer))
             number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
             self.engine.end_step(number, self.lightning_module.current_epoch, self._agreed_rates())
         return output
@@ -570,6 +554,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
         assert isinstance(self.model, DistributedDataParallel)
         module, synchronizes = self.model.module, self.model.require_backward_grad_sync
+        used = self._used_parameters()
         if self.engine is not None and not self.is_plain:
             if is_plain:
                 self.engine.leave_optimizers()
@@ -582,12 +567,20 @@ class SparseDDPStrategy(DDPStrategy):
         self.model.require_backward_grad_sync = synchronizes
         if self.engine is not None and not is_plain:
             self.engine.attach(self.model)
-        self._note_use()
+        self._note_use(used)
 
-    def _note_use(self) -> None:
-        if self._step.is_begun and self._ddp_kwargs.get("find_unused_parameters"):
+    def _used_parameters(self) -> Iterable[Parameter]:
+        """Return those that the step in progress has used since the last exchange."""
+        known = None if self.engine is None or self.is_plain else self.engine.used_parameters
+        if known is not None:
+            return known
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.parameters() if self._step.is_begun else ()
+
+    def _note_use(self, used: Iterable[Parameter]) -> None:
+        if self._ddp_kwargs.get("find_unused_parameters"):
             assert isinstance(self.model, DistributedDataParallel)
-            note_use(self.model)
+            note_use(self.model, used)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -629,7 +622,10 @@ class SparseDDPStrategy(DDPStrategy):
         if engine_state is None:
             return None
         assert self.lightning_module is not None
-        kept: dict[str, Any] = {"engine": engine_state, **self._step.state(self.lightning_module, self.optimizers)}
+        kept: dict[str, Any] = {
+            "engine": engine_state,
+            **self._step.state(self.lightning_module, self.optimizers, self.engine),
+        }
         kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
@@ -672,8 +668,12 @@ class SparseDDPStrategy(DDPStrategy):
         unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
+        # Older files name the optimizers for which all has been exchanged that they say nothing else of.
         exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
-        self._step.restore(gradients, is_begun, arrived, exchanged)
+        done = {parameter for optimizer in exchanged for parameter in handled(optimizer)}
+        self.engine.arrived.restore({**{each: gradients[each] for each in gradients if each in done}, **arrived})
+        used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
+        self._step.restore(gradients, is_begun, [trained[name] for name in used if name in trained])
         if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

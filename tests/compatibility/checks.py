@@ -66,6 +66,11 @@ def two_steps_a_batch(first: Outcome, second: Outcome) -> None:
     assert steps(first) == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
+def two_steps_in_two_batches(first: Outcome, second: Outcome) -> None:
+    """Ask for two steps in every second of eight batches."""
+    assert steps(first) == [0, 2, 2, 4, 4, 6, 6, 8]
+
+
 def fit_noting_the_wrapper(trainer: Trainer, module: Plain) -> dict[str, Any]:
     """Fit, and note whether the wrapper of each batch took the graph to be static."""
     are_static = []

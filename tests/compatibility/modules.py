@@ -93,6 +93,23 @@ class Adversaries(ByHand):
         return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.network, self.critic)]
 
 
+class PatientAdversaries(Adversaries):
+    """The same, with gradients of two batches for a step."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Train one, then the other, and exchange and step in every second batch."""
+        is_last = batch_index % 2 == 1
+        for number, optimizer in enumerate(self.optimizers()):
+            with optimizer.toggle_model(sync_grad=is_last):
+                made = self.network(batch)
+                fooled = (self.critic(made if number == 0 else made.detach()) - 1 + number).square().mean()
+                self.manual_backward(fooled + number * (self.critic(batch) - 1).square().mean())
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 class Silent(Plain):
     """A training step that logs nothing: what Lightning's ``log`` does cannot be compiled."""
 

@@ -46,6 +46,13 @@ ROWS = (
         strategy={"find_unused_parameters": True},
     ),
     Feature(
+        "the same, batches accumulated by `toggle_model(sync_grad=...)`",
+        "both step in every second batch",
+        checks.two_steps_in_two_batches,
+        module=modules.PatientAdversaries,
+        strategy={"find_unused_parameters": True},
+    ),
+    Feature(
         "`find_unused_parameters=True`",
         "a layer that no rank uses stays, one that a single rank uses now and then is trained",
         checks.one_step_a_batch,

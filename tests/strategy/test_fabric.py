@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -110,6 +111,48 @@ def test_density_one_equals_ddp(
     for ours, twin in pair.run(train_both, optimizer, precision, is_joint, clip):
         for name in twin:
             torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+class Adversaries(nn.Module):
+    """Two networks, each of which has a loss that needs both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, rows: Tensor, number: int) -> Tensor:
+        """Return the loss of one of them."""
+        made = self.maker(rows)
+        return (self.critic(made) - (1 - number)).square().mean() + number * (self.critic(rows) - 1).square().mean()
+
+
+def train_adversaries(rank: int, kind: str, strategy: Any) -> Tensors:
+    """Accumulate over two batches, with a backward for each network, before both optimizers step."""
+    with launched(rank, strategy() if callable(strategy) else strategy) as fabric:
+        torch.manual_seed(0)
+        module = Adversaries()
+        optimizers = [OPTIMIZERS[kind](part.parameters()) for part in (module.maker, module.critic)]
+        model, *optimizers = fabric.setup(module, *optimizers)
+        rows = torch.Generator().manual_seed(rank)
+        for _ in range(5):
+            for micro in range(2):
+                for number in range(2):
+                    with fabric.no_backward_sync(model, enabled=micro == 0):
+                        fabric.backward(model(torch.randn(4, 16, generator=rows).to(fabric.device), number))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights(model.module)
+
+
+@pytest.mark.parametrize(("kind", "compressor"), [("SGD", "dgc"), ("AdamW", "lags")])
+def test_two_optimizers_accumulate_as_with_ddp(pair: Pool, kind: str, compressor: str) -> None:
+    expected, _ = pair.run(train_adversaries, kind, "ddp")
+    ours, others = pair.run(train_adversaries, kind, partial(sparse, kind, compressor=compressor, density=1.0))
+    assert_same(ours, others)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert_same(*pair.run(train_adversaries, kind, partial(sparse, kind, compressor=compressor, density=0.05)))
 
 
 def train_two_models(rank: int, kind: str, settings: dict[str, Any]) -> tuple[list[Tensors], list[dict[str, float]]]:

@@ -303,7 +303,8 @@ def waiting_gradients(
         optimizers: that train it.
         waiting: those of them that have not made a step since the last backward.
     """
-    done = {parameter for optimizer in optimizers if optimizer not in waiting for parameter in handled(optimizer)}
+    done = {parameter for optimizer in optimizers for parameter in handled(optimizer)}
+    done -= {parameter for optimizer in waiting for parameter in handled(optimizer)}
     return {
         name: parameter.grad
         for name, parameter in module.named_parameters()

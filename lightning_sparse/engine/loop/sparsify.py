@@ -11,7 +11,6 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -184,7 +183,6 @@ class Sparsifier:
         self.engine: Optional[Engine] = None
         self._view: Optional[OptimizerView] = None
         self._handles: list[Any] = []
-        self._arrived: set[Tensor] = set()  # whose gradients hold what an exchange has brought, and no step has used
         parameters = dict(ddp.module.named_parameters())
         self._device = next(iter(parameters.values())).device
         OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
@@ -196,8 +194,7 @@ class Sparsifier:
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
         self._view.expect(total_steps)
-        if settings.feedback.has_moments or ddp.find_unused_parameters or ddp.static_graph:
-            self._watch(parameters.values())
+        self._handles = [optimizer.register_step_post_hook(self._end_step) for optimizer in optimizers]
         self._tell(total_steps)
 
     def __enter__(self) -> Self:
@@ -351,7 +348,7 @@ class Sparsifier:
         warm_up = self._view.look(self.engine.mean_over_ranks)
         if warm_up is not None:
             self._say(tells_warm_up(warm_up, self._settings.density))
-        coming, scale = self._view.coming_step(), None
+        coming, scale = self._view.coming_step(continued=self.engine.arrived.state().keys()), None
         if self._scaler is not None:
             # Scaling a one gives the scale without asking the device for its value.
             scale = self._scaler.scale(torch.ones((), device=self._device))
@@ -362,34 +359,10 @@ class Sparsifier:
     def _end_backward(self) -> None:
         if self.engine is not None:
             self.engine.raise_error()
-        if self._handles:
-            self._arrived.update(parameter for each in self.optimizers for parameter in handled(each))
 
-    def _watch(self, parameters: Iterable[Parameter]) -> None:
-        """Refuse a second exchange for one optimizer step, which would take what the first has brought for a gradient.
-
-        Without momentum, Adam and unused parameters that is what it is.
-        """
-
-        def check(parameter: Parameter) -> None:
-            if parameter not in self._arrived:
-                return
-            self._arrived.discard(parameter)
-            if parameter.grad is not None and bool(parameter.grad.any()):
-                raise RuntimeError(
-                    "a second backward has come to the exchange before the optimizer's step, with gradients that have"
-                    " been exchanged: have all but the last backward of a step inside ddp_model.no_sync(), or clear"
-                    " gradients (zero_grad) where a step is left out"
-                )
-
-        def watch(parameter: Parameter) -> Any:
-            return parameter.register_hook(lambda gradient: check(parameter))
-
-        def end_step(optimizer: Optimizer, *step: Any) -> None:
-            self._arrived.difference_update(handled(optimizer))
-
-        self._handles = [watch(parameter) for parameter in parameters if parameter.requires_grad]
-        self._handles += [optimizer.register_step_post_hook(end_step) for optimizer in self.optimizers]
+    def _end_step(self, optimizer: Optimizer, *step: Any) -> None:
+        if self.engine is not None:
+            self.engine.arrived.forget(handled(optimizer))
 
     def _tell(self, total_steps: Optional[int]) -> None:
         """Say what is sent, and warn of what does not go well together."""

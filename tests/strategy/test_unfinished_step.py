@@ -1,0 +1,259 @@
+"""Several optimizers, several backwards for a step of each: a gradient is what has arrived and what is a rank's own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import pytest
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.strategy.unfinished_step import UnfinishedStep
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
+
+Tensors = dict[str, Tensor]
+UNUSED = {"find_unused_parameters": True}
+OWN_BUCKETS = {**UNUSED, "gradient_as_bucket_view": False}
+CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
+WITH: dict[str, dict[str, Any]] = {
+    "SGD": {"compressor": "topk"},
+    "momentum": {"compressor": "dgc", "warmup_epochs": 0},
+    "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
+}
+
+
+class Adversaries(Numbered):
+    """Two networks that are trained against each other by two optimizers, which take turns.
+
+    Args:
+        arguments: of the model.
+        kind: of optimizer.
+        every: batches for a step, for each optimizer.
+    """
+
+    def __init__(self, *arguments: Any, kind: str = "SGD", every: tuple[int, int] = (3, 3)) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+        self.kind, self.every = kind, every
+        self.critic = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        """Train each on the batch; in the last of its window it exchanges and steps."""
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            is_last = (batch_index + 1) % self.every[number] == 0
+            with self.turn(optimizer, is_last):
+                self.manual_backward(self.losses(self.rows(batch_index))[number])
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.interfere(batch_index)
+
+    @contextmanager
+    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+        """Freeze what the other one trains."""
+        with optimizer.toggle_model(sync_grad=is_last):
+            yield
+
+    def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each network."""
+        made = self.network(rows)
+        deceived = (made - rows).square().mean() + (self.critic(made) - 1).square().mean()
+        return deceived, self.critic(made.detach()).square().mean() + (self.critic(rows) - 1).square().mean()
+
+    def interfere(self, batch_index: int) -> None:
+        """Do something between two batches."""
+
+    def configure_optimizers(self) -> Any:
+        """Return one for each."""
+        return [self.optimizer_of(part.parameters()) for part in (self.network, self.critic)]
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        """Build an optimizer."""
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(parameters, lr=1e-3)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.0 if self.kind == "SGD" else 0.9)
+
+
+class Sharing(Adversaries):
+    """A layer is trained by both; nothing is frozen, so that each backward of the last batch brings all of it."""
+
+    def configure_optimizers(self) -> Any:
+        """Return two."""
+        shared = list(self.network[0].parameters())
+        parts = [*self.network[2].parameters(), *shared], [*self.critic.parameters(), *shared]
+        return [self.optimizer_of(part) for part in parts]
+
+    @contextmanager
+    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+        """Exchange in the last batch."""
+        with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
+            yield
+
+    def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses that need every parameter."""
+        made = self.network(rows)
+        one, other = (made - rows).square().mean(), (self.critic(made) - 1).square().mean()
+        return one + other, one + 2 * other
+
+
+class SharingWithTurns(Sharing):
+    """A layer is trained by both, and the rest is frozen by turns."""
+
+    turn = Adversaries.turn
+    losses = Adversaries.losses
+
+
+class NeverStepping(Sharing):
+    """The second optimizer makes no step and drops no gradient."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "every": (3, 100)})
+
+
+class Clearing(Adversaries):
+    """Gradients are dropped within a window, some after a further batch.
+
+    Args:
+        arguments: of the model.
+        to_none: whether they are then none, or zeros.
+        settings: of the model.
+    """
+
+    def __init__(self, *arguments: Any, to_none: bool, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "every": (2, 6)})
+        self.to_none = to_none
+
+    def interfere(self, batch_index: int) -> None:
+        """Drop the gradients of the critic."""
+        if batch_index == 1:
+            self.optimizers()[1].zero_grad(set_to_none=self.to_none)  # type: ignore[index]
+
+
+class Replacing(Adversaries):
+    """Gradients are replaced within a window by some that no other rank has."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "every": (2, 6)})
+
+    def interfere(self, batch_index: int) -> None:
+        """Replace those of the critic."""
+        if batch_index == 1:
+            for parameter in self.critic.parameters():
+                parameter.grad = parameter.detach() * (self.global_rank + 1)
+
+
+class Bypassing(Adversaries):
+    """Now and then backward is called past Lightning, which exchanges nothing."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "every": (2, 6)})
+
+    def interfere(self, batch_index: int) -> None:
+        """Add to the gradients of the critic."""
+        if batch_index == 1:
+            (self.losses(self.rows(50))[1]).backward(inputs=list(self.critic.parameters()))
+
+
+def fit(rank: int, module: Any, density: Optional[float], settings: dict[str, Any]) -> dict[int, Tensors]:
+    """Fit twelve batches; return the weights after each. Without a density, with plain DDP."""
+    model = module()
+    if density is None:
+        fit_numbered(rank, DDPStrategy(**settings), model)
+    else:
+        fit_numbered(rank, SparseDDPStrategy(density=density, **WITH[model.kind], **settings), model)
+    return model.history
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "accumulating": (Adversaries, UNUSED),
+    "accumulating, own buckets": (Adversaries, OWN_BUCKETS),
+    "one exchanges while the other's wait": (partial(Adversaries, every=(1, 3)), UNUSED),
+    "one exchanges while the other's wait, own buckets": (partial(Adversaries, every=(1, 3)), OWN_BUCKETS),
+    "at different times": (partial(Adversaries, every=(3, 2)), UNUSED),
+    "a shared layer, without toggling": (Sharing, {}),
+    "a shared layer": (SharingWithTurns, UNUSED),
+    "a shared layer, own buckets": (SharingWithTurns, OWN_BUCKETS),
+    "one never steps": (NeverStepping, {}),
+    "cleared": (partial(Clearing, to_none=True), UNUSED),
+    "cleared, own buckets": (partial(Clearing, to_none=True), OWN_BUCKETS),
+    "set to zero": (partial(Clearing, to_none=False), UNUSED),
+    "replaced": (Replacing, UNUSED),
+    "replaced, own buckets": (Replacing, OWN_BUCKETS),
+    "past Lightning": (Bypassing, UNUSED),
+}
+# A layer has one momentum here and two in two optimizers; what is dropped has been taken up by it.
+WITH_OTHER_MOMENTA = (Sharing, Clearing, Replacing)
+each_model = pytest.mark.parametrize(("module", "settings"), MODELS.values(), ids=MODELS)
+
+
+@each_model
+@pytest.mark.parametrize("kind", WITH)
+def test_sent_whole_it_is_ddp(pair: Pool, module: Any, settings: dict[str, Any], kind: str) -> None:
+    ours, others = pair.run(fit, partial(module, kind=kind), 1.0, settings)
+    assert_same(ours, others)
+    if kind == "momentum" and issubclass(getattr(module, "func", module), WITH_OTHER_MOMENTA):
+        return
+    expected, _ = pair.run(fit, partial(module, kind=kind), None, settings)
+    for seen in expected:
+        for name in expected[seen]:
+            torch.testing.assert_close(ours[seen][name], expected[seen][name], rtol=1e-4, atol=1e-5)
+
+
+@each_model
+@pytest.mark.parametrize("kind", WITH)
+def test_replicas_are_identical(pair: Pool, module: Any, settings: dict[str, Any], kind: str) -> None:
+    one, other = pair.run(fit, partial(module, kind=kind), 0.05, settings)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("settings", [UNUSED, OWN_BUCKETS], ids=["views", "own buckets"])
+@pytest.mark.parametrize("kind", WITH)
+@pytest.mark.parametrize(("every", "save_after"), [((2, 6), 8), ((2, 6), 9), ((1, 3), 8)], ids=str)
+def test_resumed_within_the_steps_it_goes_on_to_the_bit(
+    pair: Pool, tmp_path: Path, every: tuple[int, int], kind: str, settings: dict[str, Any], save_after: int
+) -> None:
+    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **WITH[kind], **settings)
+    module = partial(Adversaries, kind=kind, every=every)
+    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, module):
+        assert resumed == list(range(save_after + 1, 13))
+        assert found == []
+
+
+class Cadence(Adversaries):
+    """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, kind="momentum", every=(1, 3))
+
+    losses = Sharing.losses
+
+    @contextmanager
+    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+        """Exchange."""
+        yield
+
+
+def resume_from_older(rank: int, path: str) -> Any:
+    """Resume from a file that names the optimizers whose gradients have arrived."""
+
+    def older(step: UnfinishedStep, *arguments: Any) -> dict[str, Any]:
+        found = state(step, *arguments)
+        return {**{key: found[key] for key in ("gradients", "is_accumulating")}, "arrived": {}, "exchanged": [1, 1]}
+
+    state = UnfinishedStep.state
+    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **WITH["momentum"])
+    with mock.patch.object(UnfinishedStep, "state", older):
+        return resume_exactly(rank, build, path, 8, {}, Cadence)
+
+
+def test_files_that_name_optimizers_still_load(pair: Pool, tmp_path: Path) -> None:
+    for resumed, found in pair.run(resume_from_older, str(tmp_path / "mid.ckpt")):
+        assert resumed == [9, 10, 11, 12]
+        assert found == []
