@@ -195,7 +195,7 @@ class VirtualRank:
         self.optimizer.step()
         with torch.no_grad():
             if rounds is not None:
-                rounds.end_step(0, StepContext)
+                rounds.end_step(0, lambda: StepContext)
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._average(list(self.network.parameters()))
 

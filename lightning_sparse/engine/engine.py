@@ -191,7 +191,6 @@ class Engine:
             self._stream = self._stream_from(ddp)
         else:
             self.rounds.follow(ddp.module, layout.names)
-            self.rounds.begin()
 
     def _train_others(self, layout: ModelLayout) -> None:
         compressor = self._settings.compressor
@@ -296,21 +295,22 @@ class Engine:
             agreed: numbers that have to be the same on all ranks where a round ends.
         """
         if self.rounds is not None:
-            self.rounds.end_step(optimizer, self._prepare_round(epoch), agreed)
+            self._epoch = epoch
+            self.rounds.end_step(optimizer, self._begin_exchange, agreed)
             return
         self._samples_deltas = False
         if self._averager is not None and self._averager.count_step():
             self.synchronize_replicas()
 
-    def _prepare_round(self, epoch: int) -> Callable[[], StepContext]:
-        """Return what is called before an exchange of local steps: another one may still be on its way now."""
+    def _begin_exchange(self) -> Callable[[], StepContext]:
+        """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
+        epoch = self._epoch
+        samples_deltas, self._samples_deltas = self._samples_deltas, False
 
         def prepare() -> StepContext:
-            samples_deltas, self._samples_deltas = self._samples_deltas, False
             self.densities.density = self._settings.density_at(epoch)
             return StepContext(samples_deltas=samples_deltas)
 
-        self._epoch = epoch
         return prepare
 
     def synchronize_replicas(self) -> None:
@@ -319,7 +319,7 @@ class Engine:
         Parameters and buffers are averaged over ranks; a round of local steps is closed.
         """
         if self.rounds is not None:
-            self.rounds.close(self._prepare_round(self._epoch))
+            self.rounds.close(self._begin_exchange)
         if self._averager is not None:
             self._worker.run(self._averager.make_one)
             if self.recorder.last is not None:

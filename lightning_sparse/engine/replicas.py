@@ -1,8 +1,10 @@
 """Replicas that drift apart by design, made one again by averaging."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Optional
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.functional import fingerprint
+
+_AVERAGED_AT_ONCE = 1 << 24  # elements
 
 
 class ReplicaAverager:
@@ -54,32 +58,53 @@ class ReplicaAverager:
         Raises:
             ExchangeError: if another rank does not get there.
         """
+        everything = floats(chain(self._module.named_parameters(), self._module.named_buffers()))
+        # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
+        self.make_alike(everything, are_apart=self._steps > 0)
+        self._steps = 0
+
+    def make_alike(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
+        """Average over ranks, in place, those tensors that they hold differently; all of them if that is known.
+
+        Returns:
+            their names, the same on all ranks; none where ranks have other tensors than each other.
+
+        Raises:
+            ExchangeError: if another rank does not get there.
+        """
         self.sent_bytes = 0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):
-            # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
-            if self._steps > 0 or self._differ():
-                self._average()
+            names = list(tensors) if are_apart else self._differing(tensors)
+            if names:
+                self._average({name: tensors[name] for name in names})
+        return names
 
-    def _differ(self) -> bool:
-        tensors = [*_averaged(self._module.parameters()), *_averaged(self._module.buffers())]
-        mine = fingerprint(torch.stack([fingerprint(tensor) for tensor in tensors])).view(1)
-        self.sent_bytes += mine.numel() * mine.element_size()
-        numbers = self._collectives.all_gather(mine)
-        return bool((numbers != numbers[0]).any())
+    def _differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        form = torch.tensor(crc32(repr(forms).encode()), device=self._collectives.device)
+        prints = fingerprints(tensors.values(), self._collectives.device)
+        everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
+        if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
+            return []
+        are_apart = (each := self._gathered(prints)).ne(each[0]).any(dim=0).tolist()
+        return [name for name, is_apart in zip(tensors, are_apart) if is_apart]
 
-    def _average(self) -> None:
-        self._steps = 0
+    def _gathered(self, mine: Tensor) -> Tensor:
+        self.sent_bytes += mine.nbytes
+        return self._collectives.all_gather(mine)
+
+    def _average(self, tensors: Mapping[str, Tensor]) -> None:
         distance = torch.zeros(1, device=self._collectives.device)
         norm = torch.zeros(1, device=self._collectives.device)
-        for tensors in _alike(self._module.parameters()):
-            mean, flat = self._mean(tensors)
+        parameters = {name for name, _ in self._module.named_parameters()}
+        for alike in _alike(tensors[name] for name in tensors if name in parameters):
+            mean, flat = self._mean(alike)
             distance += torch.linalg.vector_norm(flat - mean).square().float()
             norm += torch.linalg.vector_norm(mean).square().float()
-            _write(mean, tensors)
-        for tensors in _alike(self._module.buffers()):
-            _write(self._mean(tensors)[0], tensors)
-        distances = self._collectives.all_gather(distance)
-        self.sent_bytes += distance.numel() * distance.element_size()
+            _write(mean, alike)
+        for alike in _alike(tensors[name] for name in tensors if name not in parameters):
+            _write(self._mean(alike)[0], alike)
+        distances = self._gathered(distance)
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -90,14 +115,29 @@ class ReplicaAverager:
         return mean, flat
 
 
-def _averaged(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel())
+def floats(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return, detached, those of floating point with an element; no frozen ones of a kind of their own (quantized)."""
+    return {
+        name: tensor.detach()
+        for name, tensor in named
+        if tensor.is_floating_point()
+        and tensor.numel()
+        and (tensor.requires_grad or (type(tensor.detach()) is Tensor and tensor.layout is torch.strided))
+    }
+
+
+def fingerprints(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the fingerprint of each tensor, int64 ``[tensors]``."""
+    return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *map(fingerprint, tensors)])[1:]
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in _averaged(tensors):
-        alike[tensor.dtype].append(tensor)
+    """Put tensors of a type together, some at a time: their mean takes memory."""
+    alike: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+    numels: defaultdict[torch.dtype, int] = defaultdict(int)
+    for tensor in tensors:
+        alike[tensor.dtype, numels[tensor.dtype] // _AVERAGED_AT_ONCE].append(tensor)
+        numels[tensor.dtype] += tensor.numel()
     return alike.values()
 
 

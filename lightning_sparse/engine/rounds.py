@@ -13,7 +13,7 @@ formula, where its released code divides by the number of ranks that sent an ele
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 from threading import Event
 from time import perf_counter
 from typing import Any, Optional
@@ -25,6 +25,7 @@ from torch.nn import Module
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.replicas import ReplicaAverager, fingerprints, floats
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.wire import Payload
@@ -56,6 +57,7 @@ class _Flight:
         names: of the tensors that it is about.
         lands: step after which it is applied.
         corrections: what is then added to each; ``None`` where they are replaced by the shared model.
+        has_news: whether a rank has written something that is not shared yet, once the exchange has ended.
         done: set when the exchange has ended.
     """
 
@@ -64,11 +66,16 @@ class _Flight:
         self.lands = lands
         self.corrections = corrections
         self.changes: list[Tensor] = []  # held for as long as a device may read them
+        self.has_news = False
         self.done = Event()
 
 
 class Rounds:
     """Exchange what parameters have changed by since the last round, and keep the shared model.
+
+    Floating-point buffers are exchanged with them, and so are frozen parameters once ranks have written them
+    differently, such as those of a teacher. The model is asked for its tensors when they are read or written: buffers
+    may be assigned anew, and parameters be given other memory.
 
     Args:
         module: the model.
@@ -78,7 +85,7 @@ class Rounds:
         schedule: how parameters are cut into groups.
         worker: where it is done.
         recorder: the facts.
-        collectives: how floating-point buffers are averaged.
+        collectives: how buffers and frozen parameters are averaged.
         say: called with lines for the user.
 
     Attributes:
@@ -112,9 +119,13 @@ class Rounds:
         self._collectives = collectives
         self._step = 0
         self._steps_of: dict[int, int] = {}
-        self._has_begun = not local.synchronous_steps
+        self._has_begun = False
         self._flights: list[_Flight] = []
-        self._shared: dict[str, Tensor] = {}
+        self._replicas = ReplicaAverager(module, collectives, None)
+        self._names: frozenset[str] = frozenset()
+        self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
+        # Fingerprints of what is not shared, when all ranks last had the same of it.
+        self._seen = torch.zeros(0, device=collectives.device)
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every
@@ -124,19 +135,42 @@ class Rounds:
 
     def follow(self, module: Module, names: Sequence[str]) -> None:
         """Exchange these parameters from now on, between two rounds: replicas are the same then."""
-        parameters = dict(module.named_parameters())
-        buffers = {
-            name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.numel()
-        }
-        self._tensors: dict[str, Tensor] = {name: parameters[name].detach() for name in names} | buffers
-        self._buffers = list(buffers)
+        self._module = module
+        present = dict(self._named())
+        beside = [*floats(module.named_buffers()), *(name for name in self._beside if name in present)]
+        self._names = frozenset(names)
         self._shared = {
-            name: self._shared[name] if name in self._shared else tensor.to(widened(tensor.dtype), copy=True)
-            for name, tensor in self._tensors.items()
+            name: known
+            if (known := self._shared.get(name)) is not None and known.shape == present[name].shape
+            else _wide(present[name].detach())
+            for name in dict.fromkeys((*names, *beside))
         }
-        self._fragments = _cut({name: parameters[name].numel() for name in names}, self._local.fragments)
+        has_buffers = any(each._buffers for each in module.modules())
+        self._may_have_news = has_buffers or any(not each.requires_grad for each in module.parameters())
+        self._fragments = _cut({name: present[name].numel() for name in names}, self._local.fragments)
         self._begun = [self._step] * len(self._fragments)
         self._are_stale = [False] * len(self._fragments)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return chain(self._module.named_parameters(), self._module.named_buffers())
+
+    @property
+    def _beside(self) -> list[str]:
+        """Names of what is exchanged beside the parameters that are trained."""
+        return list(self._shared)[len(self._names) :]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
+        return {
+            name: tensor.detach()
+            for name, tensor in self._named()
+            if name in self._shared and tensor.shape == self._shared[name].shape
+        }
+
+    def _unshared(self) -> dict[str, Tensor]:
+        """Return what ranks may write without an optimizer: frozen parameters, and buffers that are new or reshaped."""
+        known = self._names | self._tensors().keys()
+        return {name: tensor for name, tensor in floats(self._named()).items() if name not in known}
 
     @property
     def is_synchronous(self) -> bool:
@@ -145,14 +179,33 @@ class Rounds:
         return not self._has_begun and made < self._local.synchronous_steps
 
     def begin(self) -> None:
-        """Begin the rounds, unless they have begun, from the one model that synchronous steps have made."""
+        """Begin the rounds, unless they have begun, from the model that there is now; all ranks must call."""
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}
-        for name, tensor in self._tensors.items():
-            self._shared[name].copy_(tensor)
+        self.adopt()
 
-    def end_step(self, optimizer: int, prepare: Callable[[], StepContext], agreed: Sequence[float] = ()) -> None:
+    def adopt(self) -> None:
+        """Share the model that there is now, after what ranks hold differently has been averaged; all ranks must call.
+
+        What has changed in the round so far is part of it.
+        """
+        self._worker.run(self._replicas.make_one)
+        self._count_bytes()
+        self._flights.clear()
+        self._are_stale = [False] * len(self._fragments)
+        for name, tensor in self._tensors().items():
+            shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
+            shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+        self._seen = self._fingerprints()
+
+    def _count_bytes(self) -> None:
+        if self._recorder.last is not None:
+            self._recorder.last.wire_bytes += self._replicas.sent_bytes
+
+    def end_step(
+        self, optimizer: int, begin: Callable[[], Callable[[], StepContext]], agreed: Sequence[float] = ()
+    ) -> None:
         """Count a step of an optimizer; apply the exchanges that are to be applied now, and begin those that are due.
 
         A round counts the steps of the optimizer that has made the most, whether or not a scaler skipped some: ranks
@@ -160,7 +213,8 @@ class Rounds:
 
         Args:
             optimizer: its number.
-            prepare: called on the worker before an exchange that begins now, for what is known of it.
+            begin: called for each exchange that begins now; what it returns is called on the worker before that
+                exchange, for what is known of it.
             agreed: numbers that have to be the same on all ranks.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
@@ -173,7 +227,7 @@ class Rounds:
         self._land(self._step)
         for fragment in range(len(self._fragments)):
             if self._is_due(fragment):
-                self._begin(fragment, prepare, self._local.overlap_steps, agreed)
+                self._begin(fragment, begin, self._local.overlap_steps, agreed)
         self._land(self._step)
         if self._times is not None and len(self._times) > _TIMED_ROUNDS:
             self._choose_length(self._times)
@@ -197,32 +251,66 @@ class Rounds:
             f" steps, so that exchanges take {exchange / (step * self._every):.1%} of the time."
         )
 
-    def close(self, prepare: Callable[[], StepContext]) -> None:
+    def close(self, begin: Callable[[], Callable[[], StepContext]]) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
+        has_late = bool(self._flights)  # which are applied as corrections, and leave ranks apart by what those round
         self._land(self._step + self._every)
         for fragment, is_stale in enumerate(self._are_stale):
-            if is_stale or self._local.overlap_steps:
-                self._begin(fragment, prepare, 0)
+            if is_stale or has_late:
+                self._begin(fragment, begin, 0)
         self._land(self._step)
 
     def _begin(
-        self, fragment: int, prepare: Callable[[], StepContext], overlap: int, agreed: Sequence[float] = ()
+        self,
+        fragment: int,
+        begin: Callable[[], Callable[[], StepContext]],
+        overlap: int,
+        agreed: Sequence[float] = (),
     ) -> None:
         names = self._fragments[fragment]
         steps, self._begun[fragment] = self._step - self._begun[fragment], self._step
         self._are_stale[fragment] = False
-        flown = [*names, *self._buffers] if fragment == len(self._fragments) - 1 else names
-        tensors = [self._tensors[name] for name in flown]
+        is_last = fragment == len(self._fragments) - 1
+        flown = [*names, *self._beside] if is_last else names
+        present = self._tensors()
+        # A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
+        tensors = [present.get(name, self._shared[name]) for name in flown]
         starts = [tensor.clone() for tensor in tensors] if overlap else None
         flight = _Flight(flown, self._step + overlap, starts)
-        flight.changes = [
-            laid_flat(_as(self._shared[name], self._tensors[name].dtype) - self._tensors[name]) for name in flown
-        ]
+        flight.changes = [self._change(name, tensor) for name, tensor in zip(flown, tensors)]
+        if is_last and self._may_have_news:
+            flight.changes.append(self._have_changed().any().float().view(1))
         self._flights.append(flight)
         self.begun_exchanges += 1
+        prepare = begin()  # here, and not when the worker gets to it: what ranks have asked for by now is the same
         self._worker.submit(lambda: self._exchange(flight, len(names), prepare, steps, agreed), flight.done.set)
+
+    def _change(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
+        shared = self._shared[name]
+        base = _as(shared, tensor.dtype)
+        if name not in self._names:
+            base = base.nan_to_num(0, 0, 0)  # the mean may be finite, and nothing finite leads there from an infinity
+        return laid_flat(_difference(base, tensor), shared)
+
+    def _have_changed(self) -> Tensor:
+        """Return for each tensor that is not shared whether this rank has written it since all had the same."""
+        prints = self._fingerprints()
+        return prints != self._seen if prints.shape == self._seen.shape else torch.ones_like(prints, dtype=torch.bool)
+
+    def _fingerprints(self) -> Tensor:
+        return fingerprints(self._unshared().values(), self._collectives.device)
+
+    def _take_up(self) -> None:
+        """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
+        unshared = self._unshared()
+        found: list[str] = []
+        self._worker.run(lambda: found.extend(self._replicas.make_alike(unshared)))
+        self._count_bytes()
+        self._shared |= {name: _wide(unshared[name]) for name in found}
+        self._seen = self._fingerprints()
 
     def _exchange(
         self,
@@ -240,10 +328,11 @@ class Rounds:
         self._pipeline.context = prepare()
         self._pipeline.commit(self._exchange_groups(flight.names[:parameters], flight.changes[:parameters]))
         self._average(flight.changes[parameters:])
+        flight.has_news = len(flight.changes) > len(flight.names) and bool(flight.changes[-1])
         self._move(flight.names, flight.changes, parameters)
         if flight.corrections is not None:
             for name, start in zip(flight.names, flight.corrections):
-                start.copy_(_as(self._shared[name], start.dtype) - start)
+                start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         self.covered_steps = steps
         self._pipeline.wires.end_step()  # the next exchange is many steps away: what is not in use is given back
         self._recorder.end_step()
@@ -265,23 +354,23 @@ class Rounds:
         return exchanged + (self._pipeline.exchange(group) if group else [])
 
     def _average(self, changes: Sequence[Tensor]) -> None:
-        """Average the changes of buffers over ranks, in place: all of each, whatever the compressor."""
+        """Average changes over ranks, in place: all of each, whatever the compressor."""
         if not changes:
             return
         flat = torch.cat(list(changes)).div_(self._collectives.ranks)
         self._recorder.add_bytes(flat.nbytes)
-        with self._recorder.span("exchange"), self._collectives.telling_of("the model's buffers", "all_reduce"):
+        with self._recorder.span("exchange"), self._collectives.telling_of("buffers and what is frozen", "all_reduce"):
             flat = self._collectives.run(*Payload("all_reduce", flat))
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 
     def _move(self, names: Sequence[str], changes: Sequence[Tensor], parameters: int) -> None:
-        """Make an outer step, that of ``torch.optim.SGD``; buffers take their mean as it is."""
+        """Make an outer step, that of ``torch.optim.SGD``; what is not trained takes its mean as it is."""
         local = self._local
         for position, (name, change) in enumerate(zip(names, changes)):
             shared = laid_flat(self._shared[name])
             if position >= parameters:
-                shared.sub_(change)
+                shared.nan_to_num_(0, 0, 0).sub_(change)
                 continue
             if local.outer_momentum:
                 momentum = self._momenta.setdefault(name, torch.zeros_like(change))
@@ -302,12 +391,16 @@ class Rounds:
         while self._flights and self._flights[0].lands <= step:
             flight = self._flights.pop(0)
             self._wait(flight)
+            tensors = self._tensors()
             for position, name in enumerate(flight.names):
-                tensor = self._tensors[name]
+                if name not in tensors:
+                    continue
                 if flight.corrections is None:
-                    tensor.copy_(round_to(self._shared[name], tensor.dtype))
+                    tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
                 else:
-                    tensor.add_(flight.corrections[position])
+                    tensors[name].add_(flight.corrections[position])
+            if flight.has_news:
+                self._take_up()
 
     def _wait(self, flight: _Flight) -> None:
         if self._times is not None:
@@ -348,14 +441,16 @@ class Rounds:
             return
         self._worker.run(lambda: None)  # an exchange that is on its way ends first: the same model on all ranks
         self._away = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._tensors().items():
             self._away[name] = tensor.clone()
             tensor.copy_(round_to(self._shared[name], tensor.dtype))
 
     def hide(self) -> None:
         """Go on with this rank's own tensors."""
+        tensors = self._tensors()
         for name, tensor in (self._away or {}).items():
-            self._tensors[name].copy_(tensor)
+            if name in tensors:
+                tensors[name].copy_(tensor)
         self._away = None
 
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
@@ -371,7 +466,11 @@ class Rounds:
     def state_dict(self) -> dict[str, Any]:
         """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""
         # While steps are synchronous, Lightning's file holds all of the one model.
-        own = (self._tensors if self._away is None else self._away) if self._has_begun else {}
+        own, written = {}, {}
+        if self._has_begun:
+            own = self._tensors() if self._away is None else self._away
+            have_changed = self._have_changed().tolist()
+            written = {name: each for (name, each), changed in zip(self._unshared().items(), have_changed) if changed}
         return {
             "has_begun": self._has_begun,
             "step": self._step,
@@ -381,6 +480,9 @@ class Rounds:
             "begun": list(self._begun),
             "are_stale": list(self._are_stale),
             "local": dict(own),
+            "beside": self._beside,
+            "written": written,
+            "writers": {name: torch.ones(()) for name in written},
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
             "momentum": dict(self._momenta),
@@ -396,11 +498,12 @@ class Rounds:
         Raises:
             ValueError: if it is about tensors of another shape.
         """
+        unshared = self._unshared()
+        self._shared |= {name: _wide(unshared[name]) for name in state.get("beside", ()) if name in unshared}
+        self._seen = self._fingerprints()
         for name, tensor in state["local"].items():
-            if name in self._tensors and self._tensors[name].shape != tensor.shape:
-                raise ValueError(
-                    f"{name!r} has the shape {tuple(self._tensors[name].shape)}, not {tuple(tensor.shape)}"
-                )
+            if name in self._shared and self._shared[name].shape != tensor.shape:
+                raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
         device = self._collectives.device
         self._has_begun = state.get("has_begun", True)  # versions before knew no synchronous steps
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
@@ -408,7 +511,11 @@ class Rounds:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         if len(state["begun"]) == len(self._fragments):
             self._begun, self._are_stale = list(state["begun"]), list(state["are_stale"])
-        for name, tensor in self._tensors.items():
+        for name, tensor in state.get("written", {}).items():
+            if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
+                # Where other numbers of ranks go on, both are means: of all ranks, also those that have not written.
+                unshared[name].copy_(tensor / state["writers"][name].to(tensor.device))
+        for name, tensor in self._tensors().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
         self._momenta = {name: each.to(device, copy=True) for name, each in state["momentum"].items()}
@@ -417,12 +524,19 @@ class Rounds:
             flight = _Flight(saved["names"], saved["lands"], [each.to(device) for each in saved["corrections"]])
             flight.done.set()
             self._flights.append(flight)
-        if not self.is_synchronous:
-            self.begin()
 
 
 def _is_narrow(tensor: Tensor) -> bool:
     return widened(tensor.dtype) is not tensor.dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(widened(tensor.dtype), copy=True)
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return one less the other; 0 where they are the same infinity."""
+    return (one - other).masked_fill_(one == other, 0)
 
 
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,8 @@ def sparse_ddp(
     if settings.can_correct_adam:
         settings.correct_adam()
     engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
+    if engine.rounds is not None and not engine.rounds.is_synchronous:
+        engine.rounds.begin()
     try:
         yield ddp, engine
     finally:

@@ -99,6 +99,38 @@ def test_scalars_reach_any_logger(pair: Pool, tmp_path: Path) -> None:
         assert samples == pytest.approx(8)
 
 
+class Dawdling(Callback):
+    """Let exchanges of one rank wait for their turn, now and then."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Queue something slow."""
+        assert isinstance(trainer.strategy, SparseDDPStrategy)
+        assert trainer.strategy.engine is not None
+        if trainer.global_rank == batch_idx % 2:
+            trainer.strategy.engine._worker.submit(lambda: time.sleep(0.1))
+
+
+def fit_dawdling(rank: int, local: dict[str, int], directory: str) -> list[int]:
+    """Fit with exchanges that travel for some steps; return the steps in which ranks looked together."""
+    strategy = SparseDDPStrategy(density=0.1, local_steps=4, **local)
+    looked: list[int] = []
+    monitor = CompressionMonitor()
+    log = monitor._log_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "_log_plan", lambda *told: (looked.append(told[-1]), log(*told)))
+        logger = CSVLogger(directory, name="", version="")
+        callbacks = [monitor, Dawdling()]
+        run_fit(rank, strategy, logger=logger, log_every_n_steps=1, callbacks=callbacks)
+    return looked
+
+
+@pytest.mark.parametrize("local", [{"overlap_steps": 2}, {"fragments": 2, "overlap_steps": 3}], ids=str)
+def test_ranks_look_together_however_late_an_exchange_is(pair: Pool, tmp_path: Path, local: dict[str, int]) -> None:
+    first, second = pair.run(fit_dawdling, local, str(tmp_path))
+    assert first == second
+    assert len(first) > 8
+
+
 def fit_with_slow_pictures(rank: int, seconds: float, directory: str) -> None:
     """Fit two epochs, with pictures that take ``seconds`` to draw."""
     with pytest.MonkeyPatch.context() as patch:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.tuner import Tuner
+from torch import Tensor
 
-from tests.compatibility.modules import COMPILER, Plain
+from tests.compatibility.modules import COMPILER, Plain, Tracking
 from tests.compatibility.running import ROUND, Outcome
 from tests.helpers.trainers import weights
 
@@ -245,7 +246,12 @@ def stopped_early(first: Outcome, second: Outcome) -> None:
 def averaging(folder: str) -> dict[str, Any]:
     """Average the weights of the last two epochs of three, and watch."""
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
-    return {"max_epochs": 3, "check_val_every_n_epoch": 3, "callbacks": [*keepers(folder, patience=9), average]}
+    epochs = {
+        "max_epochs": 3,
+        "limit_train_batches": 7,
+        "check_val_every_n_epoch": 3,
+    }  # which end in the midst of rounds
+    return {**epochs, "callbacks": [*keepers(folder, patience=9), average]}
 
 
 def averaged(first: Outcome, second: Outcome) -> None:
@@ -255,6 +261,72 @@ def averaged(first: Outcome, second: Outcome) -> None:
     for name, parameter in first.after.items():
         starts = [start[name] for outcome in (first, second) for start in outcome.notes["starts"][1:]]
         torch.testing.assert_close(parameter, sum(starts) / 4, rtol=1e-5, atol=1e-6)
+
+
+class SwapsAtValidation(Callback):
+    """Validate a moving average of the weights, and put them back."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor] = {}
+        self.trained: dict[str, Tensor] = {}
+        self.validated: list[bool] = []
+        self.resumed: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        """Note whether training goes on from where it was, or from what was put back."""
+        self.resumed.append(any(_same(weights(pl_module), known) for known in (self.trained, self.own) if known))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        """Follow the weights."""
+        self.trained = weights(pl_module)
+        self.average = {name: 0.5 * (self.average.get(name, each) + each) for name, each in self.trained.items()}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Put the average in the weights' place."""
+        self.own = weights(pl_module)
+        pl_module.load_state_dict(self.average, strict=False)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        """Note what is validated."""
+        if self.average:
+            self.validated.append(_same(weights(pl_module), self.average))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Put the weights back."""
+        pl_module.load_state_dict(self.own, strict=False)
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def fit_swapping(trainer: Trainer, module: Plain) -> dict[str, Any]:
+    """Fit with a callback that swaps weights around validations."""
+    swaps = SwapsAtValidation()
+    trainer.callbacks.insert(0, swaps)
+    trainer.fit(module)
+    return {"validated": swaps.validated, "resumed": swaps.resumed}
+
+
+def swapped(first: Outcome, second: Outcome) -> None:
+    """Ask for averages that were validated, and for training that went on from the weights."""
+    for outcome in (first, second):
+        assert outcome.notes["validated"] == [True] * 4
+        assert outcome.notes["resumed"] == [True] * 8
+
+
+def fit_noting_the_buffer(trainer: Trainer, module: Tracking) -> dict[str, Any]:
+    """Fit, and note the buffer when steps started, and at the end."""
+    trainer.fit(module)
+    return {"started": module.started, "end": float(module.level)}
+
+
+def tracked(first: Outcome, second: Outcome) -> None:
+    """Ask for a buffer that is the same on both ranks where DDP broadcasts it, and with local steps at the end."""
+    moment = "end" if "local_steps" in first.batches[-1].stats else "started"
+    assert first.notes[moment] == second.notes[moment]
+    assert first.notes["end"] != 0
 
 
 def means(first: Outcome, second: Outcome) -> None:

@@ -151,6 +151,35 @@ class Normalized(Plain):
         self.network.insert(1, nn.BatchNorm1d(64))
 
 
+class Tracking(Plain):
+    """A buffer that every step assigns anew, from what this rank sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(1))
+        self.started: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Follow the batches."""
+        self.started.append(float(self.level))
+        self.level = 0.5 * self.level + batch.mean()
+        return super().training_step(batch, batch_index)
+
+
+class Taught(Plain):
+    """A frozen parameter that follows a trained one, in a way that no version of a tensor counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(32), requires_grad=False)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        """Follow."""
+        self.teacher.data = 0.5 * (self.teacher.data + self.network[2].bias.data)
+
+
 class SumOverRanks(torch.autograd.Function):
     """Add up over ranks, in backward as in forward."""
 

@@ -176,6 +176,26 @@ ROWS = (
         lambda folder: {**checks.averaging(folder), "enable_checkpointing": True},
         use=checks.fit_and_load_the_best,
     ),
+    Feature(
+        "a callback that swaps weights in `on_validation_start`, and back in `on_validation_end` (EMA)",
+        "the average is validated, and training goes on from the weights",
+        checks.swapped,
+        lambda folder: {"val_check_interval": 4},
+        use=checks.fit_swapping,
+    ),
+    Feature(
+        "a buffer that each step assigns anew",
+        "ranks start each step with the same, and with local steps end with it",
+        checks.tracked,
+        module=modules.Tracking,
+        use=checks.fit_noting_the_buffer,
+    ),
+    Feature(
+        "a frozen parameter that follows a trained one (teacher, target network)",
+        "it has followed, to the same on both ranks",
+        checks.one_step_a_batch,
+        module=modules.Taught,
+    ),
     Feature("`self.log(..., sync_dist=True)`", "the mean of what the ranks logged", checks.means),
     Feature(
         "`overfit_batches=2`",

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.testing.pool import Pool
@@ -218,6 +219,138 @@ def test_nothing_that_is_learned_during_an_exchange_is_lost(pair: Pool) -> None:
             torch.testing.assert_close(moved, learned, rtol=0, atol=1e-5)
 
 
+class Written(Edges):
+    """A model with buffers and frozen parameters that are written, and a parameter that is infinite in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars = nn.Parameter(torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("lowest", torch.tensor(torch.inf))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("grown", torch.zeros(2))
+        self.register_buffer("late", None)
+        for name in ("teacher", "seldom", "scheduled", "backbone"):
+            self.register_parameter(name, nn.Parameter(torch.full((2, 3), 0.1), requires_grad=False))
+
+
+@torch.no_grad()
+def write_a_step(model: Written, rank: int, step: int, is_assigned: bool) -> None:
+    """Change what is trained, the buffers and frozen parameters, in place or by other memory."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            changed = parameter - 0.01 * (rank + 1) * (step + 1)
+            if is_assigned:
+                parameter.data = changed
+            else:
+                parameter.copy_(changed)
+    if step == 0:
+        model.lowest.fill_(rank + 1.0)
+    mean = model.mean + (rank + 1)
+    if is_assigned:
+        model.mean = mean
+    else:
+        model.mean.copy_(mean)
+    model.teacher.data.add_(rank + 1)  # which no version counts
+    model.scheduled.fill_(step)
+    if step == 4 and rank == 0:
+        model.seldom.data.fill_(1.0)
+    if step == 5:
+        model.grown = torch.full((5,), float(rank), device=DEVICE)
+        model.late = torch.full((2,), float(rank), device=DEVICE)
+
+
+def write_everything(rank: int, local: LocalSteps, is_assigned: bool) -> tuple[list[dict[str, Tensor]], Any]:
+    """Train by hand; return what is shared after each step, and the model at the end, and what is exchanged."""
+    torch.manual_seed(0)
+    shared = []
+    with sparse_ddp(Written(), "dense", local_steps=local) as (ddp, engine):
+        for step in range(8):
+            write_a_step(ddp.module, rank, step, is_assigned)
+            engine.end_step()
+            with engine.rounds.shared_model():
+                shared.append({name: each.clone() for name, each in ddp.module.state_dict().items()})
+        engine.synchronize_replicas()
+        shared.append({name: each.clone() for name, each in ddp.module.state_dict().items()})
+        return shared, engine.state_dict()["rounds"]["beside"]
+
+
+@pytest.mark.parametrize("is_assigned", [False, True], ids=["in place", "assigned"])
+@pytest.mark.parametrize("local", [LocalSteps(every=3), FRAGMENTS], ids=["at once", "late"])
+def test_whatever_training_writes_is_one_model(pair: Pool, local: LocalSteps, is_assigned: bool) -> None:
+    (first, beside), (second, other) = pair.run(write_everything, local, is_assigned)
+    assert beside == other == ["mask", "lowest", "mean", "grown", "teacher", "seldom", "late"]
+    torch.manual_seed(0)
+    start = Written().state_dict()
+    for step, (one, two) in enumerate(zip(first, second)):
+        first_round = local.every + local.overlap_steps - 1
+        not_yet = {"teacher": first_round, "seldom": 7, "grown": 8, "late": 8}
+        assert all(torch.equal(one[name], two[name]) for name in one if step >= not_yet.get(name, 0)), step
+        assert torch.equal(one["mask"].cpu(), start["mask"])
+    end = {name: each.cpu() for name, each in first[-1].items()}
+    torch.testing.assert_close(end["matrix"], start["matrix"] - 0.01 * 1.5 * 36, rtol=0, atol=1e-5)
+    assert torch.equal(end["bars"][1], start["bars"][1])
+    assert float(end["lowest"]) == 1.5
+    torch.testing.assert_close(end["mean"], torch.full((3,), 12.0))
+    torch.testing.assert_close(end["teacher"], torch.full((2, 3), 12.1))
+    torch.testing.assert_close(end["seldom"], torch.full((2, 3), 0.55))
+    assert torch.equal(end["scheduled"], torch.full((2, 3), 7.0))
+    assert torch.equal(end["backbone"], start["backbone"])
+    assert torch.equal(end["grown"], torch.full((5,), 0.5))
+    assert torch.equal(end["late"], torch.full((2,), 0.5))
+
+
+def change_shapes(rank: int) -> list[Tensor]:
+    """Take a parameter away and give another one a new shape between two rounds; return the model at the end."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=3)) as (ddp, engine):
+        module = ddp.module
+        for step in range(8):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.sub_(0.01 * (rank + 1))
+            engine.end_step()
+            if step == 3:
+                module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
+                del module.prime
+                engine.detach()
+                engine.attach(DistributedDataParallel(module))
+        engine.synchronize_replicas()
+        return [each.detach().clone() for each in module.parameters()]
+
+
+def test_parameters_may_come_and_go_between_rounds(pair: Pool) -> None:
+    first, second = pair.run(change_shapes)
+    assert all(map(torch.equal, first, second))
+    torch.testing.assert_close(first[1].cpu(), torch.full((5,), 1 - 4 * 0.015))
+
+
+def ask_late(rank: int) -> list[list[str]]:
+    """Ask for a sample when an exchange has begun, which waits for its turn on one rank; return who was sampled."""
+    torch.manual_seed(0)
+    sampled = []
+    local = LocalSteps(every=4, fragments=2, overlap_steps=1)
+    with sparse_ddp(Edges(), "topk", 0.1, local_steps=local) as (ddp, engine):
+        for step in range(8):
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+            if rank == 1:
+                engine._worker.submit(lambda: time.sleep(0.1))
+            engine.end_step()
+            if step == 1:
+                engine.sample_layer_deltas()
+            engine.settle()
+            sampled.append(sorted(engine.layer_deltas()))
+    return sampled
+
+
+def test_what_an_exchange_is_to_sample_is_known_when_it_begins(pair: Pool) -> None:
+    first, second = pair.run(ask_late)
+    assert first == second
+    assert [bool(names) for names in first] == [False, False, False, True, True, False, False, False]
+
+
 def broken(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """Train a round in which one rank's change is not finite; return what waits before it and after."""
     torch.manual_seed(0)
@@ -287,6 +420,8 @@ def take_up(rank: int, is_old: bool, steps: int) -> list[int]:
             del state["rounds"]["has_begun"]
     with sparse_ddp(Edges(), "dense", local_steps=second) as (_, engine):
         engine.load_state_dict(state)
+        if not engine.rounds.is_synchronous:
+            engine.rounds.begin()
         sent = []
         for _ in range(4):
             engine.end_step()

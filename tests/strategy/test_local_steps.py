@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.callbacks import LearningRateFinder
+from pytorch_lightning.callbacks import LearningRateFinder, StochasticWeightAveraging
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -67,13 +67,32 @@ class Narrow(Local):
         return torch.bfloat16
 
 
+class Teaching(Local):
+    """A network beside a frozen one that follows it, written in a way that no version of a tensor counts."""
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+        super().__init__(save_after, path)
+        self.teacher = nn.Linear(32, 64)
+        self.teacher.requires_grad_(False)
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        """Follow."""
+        for followed, teacher in zip(self.network[0].parameters(), self.teacher.parameters()):
+            teacher.data = 0.5 * (teacher.data + followed.data)
+
+
 def resume(rank: int, kind: str, path: str, save_after: int, module: type[Numbered]) -> tuple[list[int], list[str]]:
     """Fit with a save in between, and go on from it."""
     return resume_exactly(rank, lambda: SparseDDPStrategy(**ROUNDS[kind]), path, save_after, {}, module)
 
 
 @pytest.mark.parametrize(
-    ("module", "save_after"), [(Local, 2), (Local, 3), (Local, 5), (Local, 6), (Narrow, 2), (Narrow, 3), (Narrow, 8)]
+    ("module", "save_after"),
+    [
+        *((Local, after) for after in (2, 3, 5, 6)),
+        *((Narrow, after) for after in (2, 3, 8)),
+        *((Teaching, after) for after in (2, 6)),
+    ],
 )
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_a_round_goes_on_to_the_bit(
@@ -84,17 +103,17 @@ def test_a_round_goes_on_to_the_bit(
         assert not found
 
 
-def save(rank: int, kind: str, path: str) -> dict[str, Tensor]:
+def save(rank: int, kind: str, path: str, module: type[Local], save_after: int) -> dict[str, Tensor]:
     """Fit with a save in the midst of a round; return this rank's own parameters then."""
-    model = Local(6, path)
+    model = module(save_after, path)
     fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model, max_epochs=1)
-    return model.history[6]
+    return model.history[save_after]
 
 
-def take_up(rank: int, kind: str, path: str) -> dict[str, Tensor]:
+def take_up(rank: int, kind: str, path: str, module: type[Local], save_after: int) -> dict[str, Tensor]:
     """Go on from a save; return this rank's own parameters when training starts."""
 
-    class Noting(Local):
+    class Noting(module):  # type: ignore[misc,valid-type]
         def on_train_start(self) -> None:
             self.history[0] = weights(self)
 
@@ -103,11 +122,14 @@ def take_up(rank: int, kind: str, path: str) -> dict[str, Tensor]:
     return model.history[0]
 
 
+@pytest.mark.parametrize(("module", "save_after"), [(Local, 6), (Teaching, 2), (Teaching, 6)])
 @pytest.mark.parametrize("kind", ["diloco", "late"])
-def test_other_numbers_of_ranks_take_up_the_mean(pools: dict[int, Pool], tmp_path: Path, kind: str) -> None:
+def test_other_numbers_of_ranks_take_up_the_mean(
+    pools: dict[int, Pool], tmp_path: Path, kind: str, module: type[Local], save_after: int
+) -> None:
     path = str(tmp_path / "middle.ckpt")
-    saved = pools[3].run(save, kind, path)
-    for taken_up in pools[2].run(take_up, kind, path):
+    saved = pools[3].run(save, kind, path, module, save_after)
+    for taken_up in pools[2].run(take_up, kind, path, module, save_after):
         for name, tensor in taken_up.items():
             mean = sum(each[name].double() for each in saved) / 3
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
@@ -163,6 +185,99 @@ def test_the_shared_model_is_validated_for_nothing(pair: Pool, kind: str) -> Non
         assert all(map(torch.equal, trained, trained_alone))
         assert sent == sent_alone
     assert not torch.equal(often[0][1][4], often[1][1][4])
+
+
+class SwapsAtValidation(Callback):
+    """Keep a moving average of the weights, and validate it: of a rank's own kind, as many write it.
+
+    Attributes:
+        average: of the weights.
+        validated: the weights that were there in each validation, and whether they were the average.
+    """
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.validated: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+        """Follow the weights."""
+        for name, tensor in weights(pl_module).items():
+            self.average[name] = 0.5 * (self.average.get(name, tensor) + tensor)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Put the average in the weights' place."""
+        self.own = weights(pl_module)
+        pl_module.load_state_dict(self.average, strict=False)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+        """Note what is validated."""
+        self.validated.append(not self.average or _same(weights(pl_module), self.average))
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        pl_module.load_state_dict(self.own, strict=False)
+
+
+def fit_swapping(rank: int, kind: str, swaps: bool) -> tuple[dict[int, dict[str, Tensor]], list[bool]]:
+    """Fit with validations, in which a callback validates an average; return the weights, and whether it was there."""
+    model, swapping = Local(), SwapsAtValidation()
+    checks = {"val_check_interval": 1, "limit_val_batches": 1, "callbacks": [swapping] * swaps}
+    fit_numbered(rank, SparseDDPStrategy(**ROUNDS.get(kind, {"compressor": kind})), model, **checks)
+    return model.history, swapping.validated
+
+
+@pytest.mark.parametrize("kind", [*ROUNDS, "a2sgd"])
+def test_a_callback_may_swap_weights_for_a_validation(pair: Pool, kind: str) -> None:
+    swapped, alone = (pair.run(fit_swapping, kind, swaps) for swaps in (True, False))
+    for (history, validated), (expected, _) in zip(swapped, alone):
+        assert len(validated) > 12
+        assert all(validated)
+        assert_same(history, expected)
+
+
+class Loads(Callback):
+    """Load other weights when training starts.
+
+    Args:
+        hook: in which.
+        by_rank: how much larger than on the rank before.
+    """
+
+    def __init__(self, hook: str, by_rank: float) -> None:
+        setattr(self, hook, self._load)
+        self.by_rank = by_rank
+
+    def _load(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == 0:
+            scale_weights(pl_module, 1.0 + self.by_rank * trainer.global_rank)
+
+
+@torch.no_grad()
+def scale_weights(module: nn.Module, factor: float) -> None:
+    """Write other weights, of few bits, so that means of them are exact."""
+    for parameter in module.parameters():
+        parameter.mul_(64).round_().mul_(factor / 16)
+
+
+def fit_loaded(rank: int, kind: str, hook: str, by_rank: float) -> tuple[list[Tensor], dict[int, dict[str, Tensor]]]:
+    """Fit from weights that a callback loads, or that were there before; return those validated, and those trained."""
+    model = Validated()
+    if not hook:
+        scale_weights(model, 1.0 + by_rank / 2)
+    checks = {"num_sanity_val_steps": 1, "limit_val_batches": 1, "callbacks": [Loads(hook, by_rank)] * bool(hook)}
+    fit_numbered(rank, SparseDDPStrategy(**ROUNDS[kind]), model, **checks)
+    return model.validated, model.history
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_training_starts_from_what_callbacks_load(pair: Pool, kind: str, hook: str) -> None:
+    for by_rank in (0.0, 0.5) if kind != "synchronous" else (0.0,):  # DDP's first steps leave ranks as they are
+        loaded, expected = (pair.run(fit_loaded, kind, given, by_rank) for given in (hook, ""))
+        for (validated, history), (other, trained) in zip(loaded, expected):
+            assert_same(history, trained)
+            assert_same(validated[1:], other[1:])
+            assert hook != "on_fit_start" or by_rank or torch.equal(validated[0], other[0])
 
 
 def save_weights(rank: int, kind: str, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -472,6 +587,101 @@ def test_another_number_counts_until_rounds_begin(
 ) -> None:
     for answer in pair.run(change_number, str(tmp_path / "middle.ckpt"), before, after, save_after):
         assert answer == expected
+
+
+class Unseen(Small):
+    """A model that steps its optimizer where Lightning does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Make a step."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward((self.network(batch) - batch).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_steps_that_lightning_does_not_see_are_counted(pair: Pool, kind: str) -> None:
+    (start, first, stats), (_, second, _) = pair.run(fit, Unseen, kind, {}, {})
+    assert _same(first, second)
+    assert all(not torch.equal(first[name].cpu(), start[name]) for name in first)
+    assert stats["total_wire_bytes"] > 0
+
+
+class Averages(Callback):
+    """Keep a moving average of the weights, which is the model at the end."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+        """Follow the weights."""
+        for name, tensor in weights(pl_module).items():
+            self.average[name] = 0.5 * (self.average.get(name, tensor) + tensor)
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Put the average in the weights' place."""
+        pl_module.load_state_dict(self.average, strict=False)
+
+
+def fit_averaging(rank: int, kind: str, averages: str, batches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fit with a callback that averages weights; return its averages on this rank, and the model at the end."""
+    model: Numbered = Numbered() if averages == "SWA" else Local()
+    own = Averages()
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    callback = own if averages == "EMA" else swa
+    strategy = SparseDDPStrategy(**ROUNDS[kind])
+    warnings.filterwarnings("ignore", message=".*SWA is currently only supported every epoch.*")
+    fit_numbered(rank, strategy, model, callbacks=[callback], limit_train_batches=batches)
+    kept = own.average if averages == "EMA" else weights(swa._average_model)
+    return kept, {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("batches", [4, 5])
+@pytest.mark.parametrize("averages", ["EMA", "SWA", "SWA with BatchNorm"])
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_weights_that_callbacks_average_are_there_at_the_end(
+    pair: Pool, kind: str, averages: str, batches: int
+) -> None:
+    (one, first), (other, second) = pair.run(fit_averaging, kind, averages, batches)
+    assert _same(first, {name: second[name] for name in first if "num_batches" not in name} | first)
+    for name in one:
+        torch.testing.assert_close(first[name], (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def told(rank: int, local_steps: Any, arguments: dict[str, Any]) -> list[str]:
+    """Fit; return the lines and the warning about rounds."""
+    lines: list[str] = []
+    strategy = SparseDDPStrategy("dense", local_steps=local_steps)
+    module = Adversaries if arguments.pop("by_hand", False) else Small
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(strategy, "_say", lines.append):
+        warnings.simplefilter("always")
+        run_fit(rank, strategy, module(), **arguments)
+    return [line for line in (*lines, *(str(each.message) for each in caught)) if "rounds" in line]
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "arguments", "expected"),
+    [
+        (3, {"max_epochs": 2}, ["32 optimizer steps, if none are left out, make 11 rounds of 3 local steps."]),
+        (8, {"accumulate_grad_batches": 2}, ["make 1 rounds of 8", "ended 8 to 48 % above DDP's loss"]),
+        (8, {"fast_dev_run": True}, ["1 optimizer steps, if none are left out, make 1 rounds"]),
+        ("auto", {"max_steps": 3}, []),
+        (8, {"by_hand": True}, []),
+    ],
+    ids=["known", "few", "a try", "auto", "by hand"],
+)
+def test_the_number_of_rounds_is_told_at_the_start(
+    pair: Pool, local_steps: Any, arguments: dict[str, Any], expected: list[str]
+) -> None:
+    lines, others = pair.run(told, local_steps, arguments)
+    assert len(lines) == len(expected)
+    assert all(part in line for part, line in zip(expected, lines))
+    assert not [line for line in others if "above DDP" in line]
 
 
 class Plateau(Small):
