@@ -82,7 +82,8 @@ class ReplicaAverager:
     def _differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         form = torch.tensor(crc32(repr(forms).encode()), device=self._collectives.device)
-        prints = fingerprints(tensors.values(), self._collectives.device)
+        # A rank without tensors meets the others, too.
+        prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
         everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
         if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
             return []
@@ -124,11 +125,6 @@ def floats(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         and tensor.numel()
         and (tensor.requires_grad or (type(tensor.detach()) is Tensor and tensor.layout is torch.strided))
     }
-
-
-def fingerprints(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the fingerprint of each tensor, int64 ``[tensors]``."""
-    return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *map(fingerprint, tensors)])[1:]
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -25,12 +25,12 @@ from torch.nn import Module
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.replicas import ReplicaAverager, fingerprints, floats
+from lightning_sparse.engine.replicas import ReplicaAverager, floats
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.wire import Payload
 from lightning_sparse.engine.worker import ExchangeWorker
-from lightning_sparse.functional import laid_flat, round_to
+from lightning_sparse.functional import fingerprint, laid_flat, round_to
 from lightning_sparse.schedule import Schedule
 
 COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges
@@ -124,8 +124,7 @@ class Rounds:
         self._replicas = ReplicaAverager(module, collectives, None)
         self._names: frozenset[str] = frozenset()
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
-        # Fingerprints of what is not shared, when all ranks last had the same of it.
-        self._seen = torch.zeros(0, device=collectives.device)
+        self._seen: dict[str, Tensor] = {}  # fingerprints of what is not shared, when all ranks last had the same of it
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every
@@ -150,6 +149,7 @@ class Rounds:
         self._fragments = _cut({name: present[name].numel() for name in names}, self._local.fragments)
         self._begun = [self._step] * len(self._fragments)
         self._are_stale = [False] * len(self._fragments)
+        self._seen = self._fingerprints()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return chain(self._module.named_parameters(), self._module.named_buffers())
@@ -281,7 +281,8 @@ class Rounds:
         flight = _Flight(flown, self._step + overlap, starts)
         flight.changes = [self._change(name, tensor) for name, tensor in zip(flown, tensors)]
         if is_last and self._may_have_news:
-            flight.changes.append(self._have_changed().any().float().view(1))
+            nothing = torch.zeros((), dtype=torch.bool, device=self._collectives.device)
+            flight.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
         self._flights.append(flight)
         self.begun_exchanges += 1
         prepare = begin()  # here, and not when the worker gets to it: what ranks have asked for by now is the same
@@ -295,13 +296,12 @@ class Rounds:
             base = base.nan_to_num(0, 0, 0)  # the mean may be finite, and nothing finite leads there from an infinity
         return laid_flat(_difference(base, tensor), shared)
 
-    def _have_changed(self) -> Tensor:
+    def _have_changed(self) -> dict[str, Tensor]:
         """Return for each tensor that is not shared whether this rank has written it since all had the same."""
-        prints = self._fingerprints()
-        return prints != self._seen if prints.shape == self._seen.shape else torch.ones_like(prints, dtype=torch.bool)
+        return {name: each != self._seen.get(name, ~each) for name, each in self._fingerprints().items()}
 
-    def _fingerprints(self) -> Tensor:
-        return fingerprints(self._unshared().values(), self._collectives.device)
+    def _fingerprints(self) -> dict[str, Tensor]:
+        return {name: fingerprint(tensor) for name, tensor in self._unshared().items()}
 
     def _take_up(self) -> None:
         """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
@@ -469,8 +469,8 @@ class Rounds:
         own, written = {}, {}
         if self._has_begun:
             own = self._tensors() if self._away is None else self._away
-            have_changed = self._have_changed().tolist()
-            written = {name: each for (name, each), changed in zip(self._unshared().items(), have_changed) if changed}
+            unshared = self._unshared()
+            written = {name: unshared[name] for name, has_changed in self._have_changed().items() if has_changed}
         return {
             "has_begun": self._has_begun,
             "step": self._step,
