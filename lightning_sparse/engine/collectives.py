@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional
+from typing_extensions import Self
 
 from lightning_sparse.schedule.cost.network import DIRECT_BYTES
 
@@ -37,7 +38,14 @@ class ExchangeError(RuntimeError):
         return type(self)(str(self).replace(_UNKNOWN_CAUSE, cause))
 
 
-class Collectives:
+class Uncopied:
+    """What a process has once, such as a thread or a process group: a copy of what refers to it refers to it, too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Collectives(Uncopied):
     """The collectives that wire formats name, over one process group.
 
     Exchanges run on a thread of their own, while users' collectives (``sync_dist``, SyncBatchNorm) run on others. On a

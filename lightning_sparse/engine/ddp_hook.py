@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.arrived import ArrivedGradients
+from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline
@@ -49,7 +50,7 @@ def bucket_cap_mb(module: torch.nn.Module) -> float:
     return max(1, min(_LARGEST_BUCKET_MB * _BYTES_OF_MB, nbytes / _BUCKETS)) / _BYTES_OF_MB
 
 
-class GradientStream:
+class GradientStream(Uncopied):
     """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
 
     DDP calls the hook with the same buckets in the same order on every rank, but buckets change after the first step,

@@ -17,7 +17,7 @@ from lightning_sparse.compressors.density.table import Densities
 from lightning_sparse.compressors.feedback import Clipping, Hyperparameters
 from lightning_sparse.compressors.layout import ModelLayout, layout_of
 from lightning_sparse.engine.arrived import ArrivedGradients
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.engine.node import Node
@@ -38,7 +38,7 @@ _ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and it
 _RESIDUAL_BYTES = 4
 
 
-class Engine:
+class Engine(Uncopied):
     """Exchange the gradients of one wrapped model, until closed.
 
     Args:

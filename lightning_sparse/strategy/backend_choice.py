@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.schedule import Plan
 from lightning_sparse.schedule.comparison import Comparison, Turn, compare
 
@@ -30,7 +31,7 @@ _MAX_PATIENCE = 16  # times the interval, where looking again has changed nothin
 Steps = Generator[None, float, None]
 
 
-class BackendChoice:
+class BackendChoice(Uncopied):
     """Choose between the engine and plain DDP.
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -70,9 +71,9 @@ class DDPWrapping:
         self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
     ) -> DistributedDataParallel:
         """Wrap in a DDP that takes care of the smallest parameter alone: its buckets are memory that nobody reads."""
-        numels = {name: each.numel() for name, each in module.named_parameters() if each.requires_grad}
-        kept = min(numels, key=lambda name: numels[name])
-        others = [name for name, _ in module.named_parameters() if name != kept]
+        kept = min((each for each in module.parameters() if each.requires_grad), key=Tensor.numel)
+        others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]
+        others += [f".{name}" for name in others]  # as DDP calls those of the module itself
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
         try:
             return self._built(module, device_ids, {**arguments, "init_sync": False})

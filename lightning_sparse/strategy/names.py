@@ -127,11 +127,17 @@ class _Row(dict[str, Any]):
 def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
     """Register the systems that there are, and each whose compressor is registered later, without importing a class.
 
+    Of a Lightning that is imported anew the table is the same, and nothing is left to do.
+
     Args:
         strategies: table of Lightning, by name.
         place: module that the class is in.
         kind: its name.
     """
+    # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
+    path = f"lightning_sparse.{kind}".lower()
+    if path in strategies:
+        return
     known = strategies.available_strategies  # type: ignore[attr-defined]  # of Lightning's registry
     strategies.available_strategies = lambda: _Names(known())  # type: ignore[attr-defined]
 
@@ -147,8 +153,6 @@ def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
     for system in _OWN:
         register(system)
     COMPRESSORS.announce(lambda name, description: register(_system_of(name, description)))
-    # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
-    path = f"lightning_sparse.{kind}".lower()
     facts = {"description": "the class, with its defaults", "init_params": {}, "strategy_name": path}
     strategies[path] = _Row(place, kind, **facts)
 

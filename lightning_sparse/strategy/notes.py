@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import Strategy
 
+from lightning_sparse.engine.collectives import Uncopied
 
-class Notes:
+
+class Notes(Uncopied):
     """Tell every rank what any of them has noted, without a wait in every batch.
 
     What is handed in at one batch is asked for at the next: one round trip over the network, which hides behind the

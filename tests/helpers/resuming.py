@@ -1,5 +1,6 @@
 """Fits that are saved, and fits that go on from what was saved."""
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -116,7 +117,5 @@ def resume_exactly(
 def files_in(folder: Path) -> list[str]:
     """Return the names of all files below a folder, those of saves without their random part."""
     return sorted(
-        "/".join(part for part in path.relative_to(folder).parts if len(part) != 32)
-        for path in folder.rglob("*")
-        if path.is_file()
+        re.sub(r"[0-9a-f]{32}[/.]", "", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()
     )

@@ -217,6 +217,25 @@ def test_plan_takes_models_of_the_other_name_too(with_model: Path, run: Run) -> 
     assert "Nothing pays" in done.stdout
 
 
+AGAIN = """
+import importlib, lightning_fabric, pytorch_lightning
+import lightning_sparse
+for module in (lightning_fabric, pytorch_lightning):
+    importlib.reload(module)
+from pytorch_lightning.strategies import StrategyRegistry
+from lightning_sparse.compressors import TopK, register_compressor
+register_compressor("again", TopK)
+assert "sparse_again" in StrategyRegistry
+assert pytorch_lightning.Trainer(strategy="sparse_lags", accelerator="cpu", devices=2).strategy.settings.compressor
+"""
+
+
+def test_a_lightning_that_is_imported_again_is_served_once(tmp_path: Path, interpreter: Interpreter) -> None:
+    (tmp_path / "again.py").write_text(AGAIN)
+    done = interpreter.run(tmp_path / "again.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_stubs_are_those_of_the_present_source() -> None:
     for path, text in stubs().items():
         assert path.read_text() == text, f"{path} is out of date: python -m tests.helpers.stubs"

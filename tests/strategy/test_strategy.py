@@ -1,5 +1,6 @@
 """The Trainer's door: what users of Lightning do with the strategy, and what it refuses."""
 
+import copy
 import gc
 import logging
 import math
@@ -19,7 +20,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
@@ -721,7 +722,7 @@ def test_statistics_are_empty_before_the_first_step() -> None:
 
 NOTEBOOK = """
 import lightning_sparse
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from tests.helpers.trainers import Small
 
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
@@ -738,3 +739,34 @@ def test_what_forked_processes_have_to_tell_is_there_after_fit() -> None:
     density, groups = done.stdout.split()
     assert 0 < float(density) < 0.02
     assert int(groups) > 0
+
+
+class Copying(Callback):
+    """Know the Trainer, and copy all callbacks whenever something happens."""
+
+    copies = 0
+
+    def copy_all(self, trainer: Trainer, *args: Any) -> None:
+        """Copy them."""
+        self.trainer = trainer
+        copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+        self.copies += 1
+
+    on_fit_start = on_train_start = on_train_batch_end = on_train_end = copy_all
+
+
+def fit_copying(rank: int, module: Any, arguments: dict[str, Any]) -> int:
+    """Fit; return how often callbacks were copied."""
+    callback = Copying()
+    strategy = SparseDDPStrategy(**arguments)
+    make_trainer(rank, strategy, callbacks=[callback], limit_train_batches=4).fit(module())
+    return callback.copies
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [(WithAdam, {}), (Small, {"compressor": "lags", "schedule": "auto"}), (Small, {"local_steps": 2})],
+    ids=["AdamW", "auto", "local steps"],
+)
+def test_callbacks_that_know_the_trainer_may_be_copied(pair: Pool, module: Any, arguments: dict[str, Any]) -> None:
+    assert pair.run(fit_copying, module, {"density": 0.05, **arguments}) == [7, 7]

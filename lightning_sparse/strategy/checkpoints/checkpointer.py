@@ -91,10 +91,10 @@ class Checkpointer:
             # Waits until the last file is written; the next one starts it again.
             self._strategy.checkpoint_io.teardown()
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
-        name, filepath = self._strategy.broadcast((uuid4().hex, str(filepath)))
+        name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         save = Save(name, self._strategy.world_size, compressor, self.node_ranks)
         header = {KEY: save.as_header()}
-        path = shard_path(filepath, save.name, self._strategy.global_rank)
+        path = save.shard_path(filepath, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
         complaint = f"{filepath} stays as it was: another rank could not write its part"
         try:

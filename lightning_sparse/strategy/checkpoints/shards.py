@@ -14,8 +14,8 @@ from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
-_VERSION = 2
-_VERSION_OF_ONE_LEVEL = 1  # which versions before can read
+_VERSION = 3
+_NAMING_SAVES = 3  # from which on a part has the save in its file's name
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 RATES = "learning_rate"
@@ -39,12 +39,14 @@ class Save(NamedTuple):
         ranks: how many ranks wrote a part.
         compressor: class name of what their state belongs to.
         node_ranks: how many ranks, one after the other, had shares of the same parameters; 1 where each kept all.
+        version: of the format.
     """
 
     name: str
     ranks: int
     compressor: str
     node_ranks: int = 1
+    version: int = _VERSION
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -53,9 +55,12 @@ class Save(NamedTuple):
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
-        header = {"version": _VERSION_OF_ONE_LEVEL, "save": self.name, "ranks": self.ranks}
-        header["compressor"] = self.compressor
-        return header if self.node_ranks == 1 else {**header, "version": _VERSION, "node_ranks": self.node_ranks}
+        header = {"version": self.version, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
+        return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
+
+    def shard_path(self, path: PathLike, rank: int) -> str:
+        """Return where the part of a rank lies, beside Lightning's file."""
+        return shard_path(path, self.name, rank, self.version >= _NAMING_SAVES)
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
@@ -79,7 +84,7 @@ def read_header(content: Any, source: str) -> Optional[Save]:
             f"{source} was written by a later version of lightning-sparse (format {version}, this one reads up to"
             f" {_VERSION}): upgrade the package. {CURE}"
         )
-    return Save(name, ranks, compressor, node_ranks)
+    return Save(name, ranks, compressor, node_ranks, version)
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
@@ -260,7 +265,7 @@ def read_state(
     place = (places or [str(path)])[0]
 
     def read(source: int) -> dict[str, Any]:
-        return read_shard(checkpoint_io, shard_path(place, save.name, source), save)
+        return read_shard(checkpoint_io, save.shard_path(place, source), save)
 
     try:
         if save.topology == topology:

@@ -390,19 +390,19 @@ def change_header(folder: Path, **changes: Any) -> None:
 
 
 BROKEN = {
-    "truncated": (truncate, r"rank_00001.pt cannot be read: it is damaged.*Copy it anew"),
-    "empty": (empty, r"rank_00001.pt cannot be read: it is damaged"),
-    "pickle": (replace_with_pickle, r"rank_00001.pt cannot be read: it is damaged, or was not written by this package"),
-    "foreign": (replace_with_foreign, r"rank_00001.pt does not belong to the save [0-9a-f]{32} that the checkpoint"),
-    "missing": (take_away, r"rank_00001.pt is missing: .* 2 ranks.*on the node that wrote it.*copy all of them"),
-    "mixed": (mix, r"rank_00001.pt does not belong to the save .* copy the checkpoint and its folder together"),
-    "another folder": (exchange_folder, r"rank_0000[01].pt is missing"),
+    "truncated": (truncate, r"rank_00001.* cannot be read: it is damaged.*Copy it anew"),
+    "empty": (empty, r"rank_00001.* cannot be read: it is damaged"),
+    "pickle": (replace_with_pickle, r"rank_00001.* cannot be read: it is damaged, or was not written by this package"),
+    "foreign": (replace_with_foreign, r"rank_00001.* does not belong to the save [0-9a-f]{32} that the checkpoint"),
+    "missing": (take_away, r"rank_00001.* is missing: .* 2 ranks.*on the node that wrote it.*copy all of them"),
+    "mixed": (mix, r"rank_00001.* does not belong to the save .* copy the checkpoint and its folder together"),
+    "another folder": (exchange_folder, r"rank_0000[01].* is missing"),
     "shape": (
         change_shape,
         r"a residual of 7 elements for the parameter 'network.0.weight', which has 2048: its shape",
     ),
     "turned": (turn, r"'network.0.weight': it was saved with the shape \[32, 64\], and has \[64, 32\] now"),
-    "later version": (partial(change_header, version=3), r"later version of lightning-sparse \(format 3.*upgrade"),
+    "later version": (partial(change_header, version=4), r"later version of lightning-sparse \(format 4.*upgrade"),
     "a path as name": (partial(change_header, save="../../elsewhere"), r"but not as this package writes it"),
 }
 
@@ -500,6 +500,51 @@ def save_under_names_of_their_own(rank: int, folder: str) -> list[str]:
 def test_the_path_of_rank_0_counts(pair: Pool, tmp_path: Path) -> None:
     assert pair.run(save_under_names_of_their_own, str(tmp_path)) == [[], []]
     assert files_in(tmp_path) == with_ranks("0.ckpt")
+
+
+class Names(AtomicCheckpointIO):
+    """A plugin that notes what it is given to write."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
+        """Write, and take a note."""
+        self.written.append(path)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def written_by(rank: int, path: Path) -> list[Any]:
+    """Save two times under one name; return what the plugin was given to write."""
+    names = Names()
+    save: Any = partial(saving, path)  # type: ignore[arg-type]
+    fit_actions(rank, lambda: names, {4: save(), 8: save()})
+    return names.written
+
+
+def test_a_plugin_is_given_the_path_that_the_user_gave(pair: Pool, tmp_path: Path) -> None:
+    one, _ = pair.run(written_by, tmp_path / "given.ckpt")
+    assert [path for path in one if isinstance(path, Path)] == [tmp_path / "given.ckpt"] * 2
+
+
+def test_no_two_saves_have_parts_of_one_name(pair: Pool, tmp_path: Path) -> None:
+    # By which alone torch tells downloads apart, among those that it has on its disk.
+    for written in pair.run(written_by, tmp_path / "given.ckpt"):
+        parts = [os.path.basename(path) for path in written if isinstance(path, str)]
+        assert len(parts) == len(set(parts)) == 2
+
+
+def test_parts_without_the_name_of_their_save_still_load(pair: Pool, tmp_path: Path, saved: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    change_header(folder, version=1)
+    for shard in shards_in(folder):
+        content = torch.load(shard, weights_only=True)
+        content["lightning_sparse"]["version"] = 1
+        torch.save(content, shard.with_name(f"{shard.name.partition('.')[0]}.pt"))
+        shard.unlink()
+    answers = pair.run(go_on_elsewhere, build, str(folder / "model.ckpt"))
+    assert answers == [("", 8), ("", 8)]
 
 
 class Sharded(Saves):
