@@ -23,7 +23,7 @@ class ReplicaAverager:
     Attributes:
         divergence: how far the replicas were apart when they were last averaged: the root mean square over ranks of
             the distance from the mean of the parameters, relative to its norm; a tensor of one element.
-        sent_bytes: handed to collectives the last time that the replicas were made one.
+        sent_bytes: that left this rank the last time that the replicas were made one.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives, every: Optional[int]) -> None:
@@ -32,7 +32,7 @@ class ReplicaAverager:
         self._every = every
         self._steps = 0
         self.divergence = torch.zeros(())
-        self.sent_bytes = 0
+        self.sent_bytes = 0.0
 
     def count_step(self) -> bool:
         """Count a step of the optimizer, and tell whether an average is due."""
@@ -54,7 +54,7 @@ class ReplicaAverager:
         Raises:
             ExchangeError: if another rank does not get there.
         """
-        self.sent_bytes = 0
+        self.sent_bytes = 0.0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):
             # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
             if self._steps > 0 or self._differ():
@@ -63,7 +63,7 @@ class ReplicaAverager:
     def _differ(self) -> bool:
         tensors = [*_averaged(self._module.parameters()), *_averaged(self._module.buffers())]
         mine = fingerprint(torch.stack([fingerprint(tensor) for tensor in tensors])).view(1)
-        self.sent_bytes += mine.numel() * mine.element_size()
+        self.sent_bytes += self._collectives.sent_bytes("all_gather", mine)
         numbers = self._collectives.all_gather(mine)
         return bool((numbers != numbers[0]).any())
 
@@ -79,13 +79,13 @@ class ReplicaAverager:
         for tensors in _alike(self._module.buffers()):
             _write(self._mean(tensors)[0], tensors)
         distances = self._collectives.all_gather(distance)
-        self.sent_bytes += distance.numel() * distance.element_size()
+        self.sent_bytes += self._collectives.sent_bytes("all_gather", distance)
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = _flatten_dense_tensors(tensors)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        self.sent_bytes += flat.numel() * flat.element_size()
+        self.sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
         mean = self._collectives.all_reduce(flat / self._collectives.ranks)
         return mean, flat
 
