@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.schedule.cost.network import dense_bytes
 
 _OVERRIDES = ("density", "wire", "schedule", "warmup_epochs")
 
@@ -23,10 +24,10 @@ class Outcome(NamedTuple):
     Attributes:
         strategy: name of the strategy.
         score: value of the metric that judges the model.
-        bytes_per_step: bytes that rank 0 handed to collectives for the gradients of the last step.
+        bytes_per_step: bytes that left rank 0 for the gradients of the last step.
         mean_bytes_per_step: the same, averaged over all steps.
-        dense_bytes: what the same gradients take as fp32.
-        compression_ratio: the quotient; 1 where nothing travels.
+        dense_bytes: what DDP would have sent in a step.
+        compression_ratio: its bytes over those of the whole training; 1 where nothing travels.
         log_dir: directory of the TensorBoard log; empty without a log.
     """
 
@@ -59,8 +60,8 @@ class Report(Callback):
             return
         outcome = _outcome(trainer, pl_module, self._options.strategy, self._metric)
         print(
-            f"\n{outcome.strategy}: {self._metric} {outcome.score:.4f}, {outcome.bytes_per_step:,.0f} bytes sent per"
-            f" step, compression ratio {outcome.compression_ratio:.1f}, log in {outcome.log_dir or 'no directory'}"
+            f"\n{outcome.strategy}: {self._metric} {outcome.score:.4f}, {outcome.mean_bytes_per_step:,.0f} bytes sent"
+            f" per step, compression ratio {outcome.compression_ratio:.1f}, log in {outcome.log_dir or 'no directory'}"
         )
         if self._options.result is not None:
             self._options.result.write_text(json.dumps(outcome._asdict()))
@@ -150,17 +151,18 @@ def _chosen_strategy(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 def _outcome(trainer: Trainer, module: LightningModule, strategy: str, metric: str) -> Outcome:
-    dense_bytes = 4.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    stats = {"wire_bytes": dense_bytes if trainer.world_size > 1 else 0.0, "compression_ratio": 1.0}
+    elements = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    dense = dense_bytes(elements, trainer.world_size)
     steps = max(1, trainer.global_step)
+    stats = {"wire_bytes": dense, "total_wire_bytes": dense * steps, "total_compression_ratio": 1.0}
     if isinstance(trainer.strategy, SparseDDPStrategy):
         stats.update(trainer.strategy.compression_stats())
     return Outcome(
         strategy=strategy,
         score=trainer.callback_metrics[metric].item(),
         bytes_per_step=stats["wire_bytes"],
-        mean_bytes_per_step=stats.get("total_wire_bytes", stats["wire_bytes"] * steps) / steps,
-        dense_bytes=dense_bytes,
-        compression_ratio=stats["compression_ratio"],
+        mean_bytes_per_step=stats["total_wire_bytes"] / steps,
+        dense_bytes=dense,
+        compression_ratio=stats["total_compression_ratio"],
         log_dir=trainer.logger.log_dir if isinstance(trainer.logger, TensorBoardLogger) else "",
     )

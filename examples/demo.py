@@ -38,7 +38,7 @@ def table(outcomes: list[dict[str, Any]]) -> str:
 
     Example::
 
-        >>> outcome = {"strategy": "ddp", "score": 0.98, "bytes_per_step": 4000.0, "compression_ratio": 1.0}
+        >>> outcome = {"strategy": "ddp", "score": 0.98, "mean_bytes_per_step": 4000.0, "compression_ratio": 1.0}
         >>> print(table([outcome]))
         strategy  accuracy  bytes per step  compression ratio
         ddp         98.0 %           4,000                1.0
@@ -47,7 +47,7 @@ def table(outcomes: list[dict[str, Any]]) -> str:
         (
             outcome["strategy"],
             f"{100 * outcome['score']:.1f} %",
-            f"{outcome['bytes_per_step']:,.0f}",
+            f"{outcome['mean_bytes_per_step']:,.0f}",
             f"{outcome['compression_ratio']:.1f}",
         )
         for outcome in outcomes

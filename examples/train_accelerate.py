@@ -84,7 +84,8 @@ def train(
                 accelerator.save_state(str(folder))
     parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
     if handle is not None:
-        accelerator.print(f"step {step} loss {loss.item():.3f} sent {handle.stats().get('density', 1.0):.4f}")
+        ratio = handle.stats().get("total_compression_ratio", 1.0)
+        accelerator.print(f"step {step} loss {loss.item():.3f} sent {ratio:.1f} times fewer bytes than DDP")
         handle.close()
     return loss.item(), parameters
 

@@ -1,7 +1,7 @@
 """Train a small convolutional network to recognise images, on several processes that send sparse gradients.
 
 By default the images are scikit-learn's digits, which need no download; ``--data-dir`` trains on Fashion-MNIST. The
-progress bar shows how many times less is sent (``sparse/compression_ratio``), the log the rest.
+progress bar shows how many times less has been sent (``sparse/total_compression_ratio``), the log the rest.
 
 One process, then two, then two with ordinary DDP::
 

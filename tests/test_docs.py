@@ -234,7 +234,9 @@ CORRECTED = {"update_error", "second_moment_age"}  # see test_what_waits_and_the
 
 def test_statistics_are_those_that_are_told() -> None:
     told = {name for cell, _ in rows(ROOT / "README.md", "### How to read the statistics") for name in cell.split(", ")}
-    assert told == {f"`{name}`" for name in STATS | MEASURED | CORRECTED | {"replica_divergence", "link_bytes"}}
+    assert told == {
+        f"`{name}`" for name in STATS | MEASURED | CORRECTED | {"replica_divergence", "link_bytes", "total_link_bytes"}
+    }
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_flags_of_compression_are_refused_for_ddp(
 
 
 def test_demo_lays_out_a_table(demo: ModuleType) -> None:
-    shared = {"score": 0.98, "bytes_per_step": 605224.0, "compression_ratio": 1.0}
+    shared = {"score": 0.98, "mean_bytes_per_step": 605224.0, "compression_ratio": 1.0}
     lines = demo.table([{"strategy": "ddp", **shared}, {"strategy": "sparse_topk", **shared}]).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1

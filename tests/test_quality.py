@@ -37,7 +37,7 @@ def build_optimizer(parameters: Any, is_adam: bool) -> torch.optim.Optimizer:
 
 
 def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor], int]:
-    """Train on processes; return parameters, and bytes handed to collectives."""
+    """Train on processes; return parameters, and the bytes that left the rank."""
     torch.manual_seed(0)
     settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
     correction = CORRECTION if is_adam else None

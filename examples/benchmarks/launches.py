@@ -266,7 +266,7 @@ class PhaseRecorder(Recorder):
     """A recorder that tells in which stage of a step something is done."""
 
     def __init__(self, launches: Launches) -> None:
-        super().__init__(_HOST)
+        super().__init__(_HOST, RANKS)
         self._launches = launches
 
     @override

@@ -33,6 +33,7 @@ from virtual import POST_LOCAL_START, VirtualRanks
 
 from lightning_sparse import Owners
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
+from lightning_sparse.schedule.cost.network import dense_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize, encoded, random_windows, warmed_up_cosine, window_loss
@@ -275,12 +276,11 @@ def train(run: Run) -> dict[str, Any]:
                 curve.append([step + 1, ranks.wire_bytes, _scored(learnable, network)])
     ranks.close()
     elements = sum(parameter.numel() for parameter in ranks.ranks[0].network.parameters())
-    dense_bytes = 4 * elements * run.steps
     seconds = round(time.perf_counter() - start)
     return {
         **run._asdict(),
         "score": curve[-1][2],
-        "bytes": ranks.wire_bytes / dense_bytes,
+        "bytes": ranks.wire_bytes / (dense_bytes(elements, run.ranks) * run.steps),
         "curve": curve,
         "seconds": seconds,
     }
@@ -359,7 +359,7 @@ def draw(results: dict[Run, dict[str, Any]], path: Path) -> None:
         axes[1].plot(means[:, 1] / 1e6, means[:, 2], label=name)
     some = next(iter(results))
     axes[0].set(xlabel="steps", ylabel=TASKS[some.task].score)
-    axes[1].set(xlabel="megabytes that a rank has handed to collectives", xscale="log")
+    axes[1].set(xlabel="megabytes that have left a rank", xscale="log")
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

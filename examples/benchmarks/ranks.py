@@ -41,6 +41,7 @@ from lightning_sparse.engine.ddp_hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
+from lightning_sparse.schedule.cost.network import sent_bytes
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01
@@ -63,11 +64,10 @@ def received(exchange: str, ranks: int, sizes: Sequence[int] = SIZES) -> float:
         shares_of = [-(-size // _NODE_RANKS) for size in sizes]
         return received("auto", ranks // _NODE_RANKS, shares_of) if ranks > _NODE_RANKS else math.nan
     if exchange.startswith("ddp"):
-        return (2 if "bf16" in exchange else 4) * sum(sizes) * 2 * (ranks - 1) / ranks
+        return sent_bytes("all_reduce", (2 if "bf16" in exchange else 4) * sum(sizes), ranks)
     wires = build_wires("gather", "reduce", torch.float32, 0, ranks, EXCHANGES[exchange])
-    shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
     transfers = wires.transfers([SelectionSize(size, element_count(size, DENSITY)) for size in sizes])
-    return sum(shares[transfer.collective] * transfer.nbytes for transfer in transfers)
+    return sum(sent_bytes(*transfer, ranks) for transfer in transfers)  # as many arrive
 
 
 def table() -> Iterator[str]:

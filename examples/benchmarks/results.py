@@ -12,7 +12,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         seconds: for each batch.
-        sent_bytes: that the rank handed to collectives, for each batch.
+        sent_bytes: that left the rank, as counted, for each batch.
         link_bytes: that the host's device transmitted, for each batch.
         predicted_seconds: of a batch, with the exchange as the strategy's plan foresaw it; ``None`` without a plan.
         longest: batch of those that share a step, or a round of local steps, relative to the median batch; median over
@@ -36,7 +36,7 @@ class Line(NamedTuple):
         spread_ms: interquartile range of the same.
         to_ddp: median relative to that of ``ddp`` in the same run; ``None`` where it did not run.
         to_no_communication: median relative to that of ``no communication`` in the same run, or ``None``.
-        sent_mb: megabytes (10**6) that a rank handed to collectives for each batch; the largest of all ranks.
+        sent_mb: megabytes (10**6) that left a rank, as counted, for each batch; the largest of all ranks.
         link_mb: megabytes that a host transmitted for each batch; mean over ranks and rounds.
         predicted_ms: what the plans foresaw, median over ranks and rounds; ``None`` without a plan.
         longest: batch of a step or a round, relative to the median batch; median over ranks and rounds.

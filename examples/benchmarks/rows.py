@@ -30,8 +30,8 @@ class Row(NamedTuple):
 
     Attributes:
         arguments: makes the Trainer's arguments for a number of hosts.
-        sent_bytes: from the shapes of all parameters, the bytes that a rank hands to collectives in an exchange;
-            ``None`` where the strategy counts them itself.
+        reduced_bytes: from the shapes of all parameters, the bytes that a rank hands to all-reduces in an exchange;
+            ``None`` where the strategy counts what leaves it.
         hook: DDP hook and the maker of its state; Lightning registers hooks on CUDA only.
         batches_per_step: batches between two exchanges.
         local_steps: optimizer steps of a round of local steps, over which times and bytes are averaged.
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     """
 
     arguments: Callable[[int], dict[str, Any]]
-    sent_bytes: Optional[Callable[[Shapes], float]] = None
+    reduced_bytes: Optional[Callable[[Shapes], float]] = None
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None
     batches_per_step: int = 1
     local_steps: int = 1
@@ -107,11 +107,11 @@ def _power_sgd(rank: int) -> Row:
 
 
 def _ddp(
-    sent_bytes: Callable[[Shapes], float] = dense_bytes,
+    reduced_bytes: Callable[[Shapes], float] = dense_bytes,
     hook: Optional[tuple[Callable[[], Any], Callable[..., Any]]] = None,
     **ddp_arguments: Any,
 ) -> Row:
-    return Row(lambda hosts: {"strategy": DDPStrategy(**ddp_arguments), "num_nodes": hosts}, sent_bytes, hook)
+    return Row(lambda hosts: {"strategy": DDPStrategy(**ddp_arguments), "num_nodes": hosts}, reduced_bytes, hook)
 
 
 def _sparse(**arguments: Any) -> Row:

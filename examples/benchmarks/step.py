@@ -34,7 +34,7 @@ _NOTES = [
     "median, spread (interquartile range): of the time of a batch, over the batches of all ranks and rounds",
     "to_ddp, to_no_communication: median relative to that of these rows in the same run",
     "longest: batch of a step or of a round of local steps, relative to the median batch; median over steps or rounds",
-    "sent: handed to collectives by a rank for each batch; link: transmitted by a host's device for each batch",
+    "sent: left a rank for each batch, as counted; link: transmitted by a host's device for each batch",
 ]
 
 

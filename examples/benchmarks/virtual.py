@@ -142,7 +142,7 @@ class VirtualRank:
         self._averages_after = averages_after
         self._steps = 0
         self._rounds: Optional[Rounds] = None
-        self.recorder = Recorder(_DEVICE)
+        self.recorder = Recorder(_DEVICE, collectives.ranks)
         if settings is not None:
             self._build(settings, total_steps)
 
@@ -212,7 +212,7 @@ class VirtualRank:
         """Average tensors over ranks, in place, as one step's exchange."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         flat = self._collectives.all_reduce(flat) / self._collectives.ranks
-        self.recorder.add_bytes(4 * flat.numel())
+        self.recorder.add_bytes(self._collectives.sent_bytes("all_reduce", flat))
         self.recorder.end_step()
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
@@ -278,8 +278,8 @@ class VirtualRanks:
             self.ranks.append(member)
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes that rank 0 has handed to collectives so far."""
+    def wire_bytes(self) -> float:
+        """Bytes that have left rank 0 so far."""
         return self.ranks[0].recorder.total_wire_bytes
 
     def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:

@@ -20,6 +20,7 @@ from training import begin_rank, train
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.engine.observe import Clock
 from lightning_sparse.schedule import Plan
+from lightning_sparse.schedule.cost.network import sent_bytes
 
 _TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
 
@@ -114,8 +115,9 @@ def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Me
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
-    if row.sent_bytes is not None:
-        return row.sent_bytes([parameter.shape for parameter in module.parameters()])
+    if row.reduced_bytes is not None:
+        handed_in = row.reduced_bytes([parameter.shape for parameter in module.parameters()])
+        return sent_bytes("all_reduce", handed_in, trainer.world_size)
     assert isinstance(trainer.strategy, SparseDDPStrategy)
     return trainer.strategy.compression_stats()["wire_bytes"]
 

@@ -36,17 +36,17 @@ class CompressionMonitor(StepObserver):
     All loggers get :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, ``backward_seconds``,
     ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (validation left out), and
     ``residual_to_gradient`` (norm of what waits over that of the gradient). They are means over ranks;
-    ``exposed_seconds`` is that of the slowest rank, ``samples_per_second`` counts those of all ranks. What is sent and
-    what it takes are also means over the steps since the last logged one, the last 256 at most, because a method may
-    send more in one step than in the next; norms, and ``union_density`` where it takes a sort, are those of the logged
-    step. TensorBoard also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which
-    densities are decimal logarithms.
+    ``exposed_seconds`` and ``exposed_share`` are those of the slowest rank, ``samples_per_second`` counts those of all
+    ranks. Totals are since the start of ``fit``. What is sent and what it takes are also means over the steps since the
+    last logged one, the last 256 at most, because a method may send more in one step than in the next; norms, and
+    ``union_density`` where it takes a sort, are those of the logged step. TensorBoard also gets a page with the plan in
+    force, and a layout for its tab "Custom Scalars", in which densities are decimal logarithms.
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
     step. Of other steps notes are taken on the host.
 
     Args:
-        progress_bar: also show the compression ratio and the exposed milliseconds in the progress bar.
+        progress_bar: also show the compression ratio since the start and the exposed milliseconds in the progress bar.
         by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>``, ``density``, ``union_density``,
             ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or
             ``update_error`` where updates of Adam wait, of the logged step.
@@ -155,7 +155,7 @@ class CompressionMonitor(StepObserver):
         if self._figure_class is not None:
             self._history.add(step, stats, {name: facts["density"] for name, facts in by_parameter.items()})
         if self.progress_bar:
-            shown = {"compression": stats["compression_ratio"], "exposed_ms": 1e3 * stats["exposed_seconds"]}
+            shown = {"compression": stats["total_compression_ratio"], "exposed_ms": 1e3 * stats["exposed_seconds"]}
             pl_module.log_dict(shown, prog_bar=True, logger=False)
         self._log_plan(trainer, engine, list(stats), step)
         self._throughput.restart(step)

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional
 from typing_extensions import Self
 
-from lightning_sparse.schedule.cost.network import DIRECT_BYTES
+from lightning_sparse.schedule.cost.network import DIRECT_BYTES, sent_bytes
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,6 +79,10 @@ class Collectives(Uncopied):
         """Call the collective of a name; ``out`` may hold the result."""
         received: Tensor = getattr(self, name)(tensor, out)
         return received
+
+    def sent_bytes(self, name: str, tensor: Tensor) -> float:
+        """Return the bytes that leave this rank when every rank hands in a tensor like this one."""
+        return sent_bytes(name, tensor.numel() * tensor.element_size(), self.ranks)
 
     @contextmanager
     def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:

@@ -21,7 +21,7 @@ from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.ddp_hook import GradientStream
 from lightning_sparse.engine.memory import AdamMemory
 from lightning_sparse.engine.node import Node
-from lightning_sparse.engine.observe import Recorder, StepMarks, dense_stats
+from lightning_sparse.engine.observe import Recorder, StepMarks, plain_stats
 from lightning_sparse.engine.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
 from lightning_sparse.engine.rounds import Rounds
@@ -30,6 +30,7 @@ from lightning_sparse.engine.step import Exchanged, Pipeline, StepContext
 from lightning_sparse.engine.wire import Wires, build_wires
 from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Merged, Schedule
+from lightning_sparse.schedule.cost.network import dense_bytes
 from lightning_sparse.schedule.plain import plain
 from lightning_sparse.schedule.plan import Plan
 
@@ -77,8 +78,8 @@ class Engine(Uncopied):
         device = parameters[0].device
         self._settings, self._begin = settings, begin
         self.arrived = ArrivedGradients()
-        self.recorder = Recorder(device, node_ranks)
         everybody = dist.get_process_group_ranks(ddp.process_group)
+        self.recorder = Recorder(device, len(everybody), node_ranks)
         self._collectives = Collectives(everybody, device, timeout)
         self._node, self._across = _levels_of(self._collectives, everybody, node_ranks, timeout)
         compressor = settings.compressor
@@ -286,6 +287,10 @@ class Engine(Uncopied):
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
         self.densities.density = self._settings.density_at(epoch, settled)
 
+    def begin_plain_backward(self) -> None:
+        """Begin a backward whose gradients plain DDP exchanges."""
+        self.recorder.totals.add_plain(self._plain_bytes, self.topology[1])
+
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
         """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.
 
@@ -294,6 +299,7 @@ class Engine(Uncopied):
             epoch: from 0.
             agreed: numbers that have to be the same on all ranks where a round ends.
         """
+        self.recorder.totals.end_step()
         if self.rounds is not None:
             self._epoch = epoch
             self.rounds.end_step(optimizer, self._begin_exchange, agreed)
@@ -322,8 +328,7 @@ class Engine(Uncopied):
             self.rounds.close(self._begin_exchange)
         if self._averager is not None:
             self._worker.run(self._averager.make_one)
-            if self.recorder.last is not None:
-                self.recorder.last.wire_bytes += self._averager.sent_bytes
+            self.recorder.add_to_last(self._averager.sent_bytes)
 
     @property
     def plan(self) -> Optional[Plan]:
@@ -343,14 +348,23 @@ class Engine(Uncopied):
         """Return the facts of the last step that ended; empty before the first."""
         if self.recorder.last is None:
             return {}
-        stats = {**self.recorder.last.as_stats(), "total_wire_bytes": float(self.recorder.total_wire_bytes)}
+        stats = {**self.recorder.last.as_stats(), **self._totals()}
         if self.rounds is not None:
             return self.rounds.in_stats(stats)
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
 
     def plain_stats(self) -> dict[str, float]:
         """Return the facts of a step that was left to plain DDP, as far as they are known."""
-        return dense_stats(self._layout.numel, self.recorder.total_wire_bytes)
+        return {**plain_stats(self._plain_bytes), **self._totals()}
+
+    def _totals(self) -> dict[str, float]:
+        waited_seconds = None if self.rounds is None else self.rounds.total_waited_seconds
+        return self.recorder.totals.as_stats(self._node is not None, waited_seconds)
+
+    @property
+    def _plain_bytes(self) -> float:
+        """Bytes that leave this rank in a step of plain DDP."""
+        return dense_bytes(self._layout.numel, self._collectives.ranks)
 
     def sample_layer_deltas(self) -> None:
         """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""

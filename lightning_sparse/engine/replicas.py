@@ -27,7 +27,7 @@ class ReplicaAverager:
     Attributes:
         divergence: how far the replicas were apart when they were last averaged: the root mean square over ranks of
             the distance from the mean of the parameters, relative to its norm; a tensor of one element.
-        sent_bytes: handed to collectives the last time that the replicas were made one.
+        sent_bytes: that left this rank the last time that the replicas were made one.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives, every: Optional[int]) -> None:
@@ -36,7 +36,7 @@ class ReplicaAverager:
         self._every = every
         self._steps = 0
         self.divergence = torch.zeros(())
-        self.sent_bytes = 0
+        self.sent_bytes = 0.0
 
     def count_step(self) -> bool:
         """Count a step of the optimizer, and tell whether an average is due."""
@@ -72,7 +72,7 @@ class ReplicaAverager:
         Raises:
             ExchangeError: if another rank does not get there.
         """
-        self.sent_bytes = 0
+        self.sent_bytes = 0.0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):
             names = list(tensors) if are_apart else self._differing(tensors)
             if names:
@@ -91,7 +91,7 @@ class ReplicaAverager:
         return [name for name, is_apart in zip(tensors, are_apart) if is_apart]
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        self.sent_bytes += mine.nbytes
+        self.sent_bytes += self._collectives.sent_bytes("all_gather", mine)
         return self._collectives.all_gather(mine)
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,7 +111,7 @@ class ReplicaAverager:
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = _flatten_dense_tensors(tensors)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        self.sent_bytes += flat.numel() * flat.element_size()
+        self.sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
         mean = self._collectives.all_reduce(flat / self._collectives.ranks)
         return mean, flat
 

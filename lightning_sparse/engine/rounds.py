@@ -91,6 +91,7 @@ class Rounds:
     Attributes:
         covered_steps: local steps that the last exchange was about.
         waited_seconds: time that training has waited for the last exchange that was applied.
+        total_waited_seconds: the same, of all exchanges.
         begun_exchanges: how many exchanges have begun in this training.
     """
 
@@ -128,7 +129,7 @@ class Rounds:
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every
-        self.waited_seconds = 0.0
+        self.waited_seconds = self.total_waited_seconds = 0.0
         self.begun_exchanges = 0
         self.follow(module, names)
 
@@ -333,7 +334,7 @@ class Rounds:
         if flight.corrections is not None:
             for name, start in zip(flight.names, flight.corrections):
                 start.copy_(_difference(_as(self._shared[name], start.dtype), start))
-        self.covered_steps = steps
+        self.covered_steps = self._recorder.current.covered_steps = steps
         self._pipeline.wires.end_step()  # the next exchange is many steps away: what is not in use is given back
         self._recorder.end_step()
         self._recorder.close_samples(self._pipeline.memory.state_dict)
@@ -358,7 +359,7 @@ class Rounds:
         if not changes:
             return
         flat = torch.cat(list(changes)).div_(self._collectives.ranks)
-        self._recorder.add_bytes(flat.nbytes)
+        self._recorder.add_bytes(self._collectives.sent_bytes("all_reduce", flat))
         with self._recorder.span("exchange"), self._collectives.telling_of("buffers and what is frozen", "all_reduce"):
             flat = self._collectives.run(*Payload("all_reduce", flat))
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
@@ -410,6 +411,7 @@ class Rounds:
         if self._times is not None:
             self._synchronize()
         self.waited_seconds = perf_counter() - start
+        self.total_waited_seconds += self.waited_seconds
         if self._times is not None:
             self._times.append((self.covered_steps, start - self._landed, self.waited_seconds))
         self._landed = perf_counter()
@@ -454,14 +456,8 @@ class Rounds:
         self._away = None
 
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        """Return the statistics of the last exchange as those of the steps that it was about.
-
-        ``dense_bytes`` are what fp32 gradients would have taken in all of them.
-        """
-        dense_bytes = stats["dense_bytes"] * self.covered_steps
-        ratio = dense_bytes / stats["wire_bytes"] if stats["wire_bytes"] else 1.0
-        counted = {"dense_bytes": dense_bytes, "compression_ratio": ratio, "exposed_seconds": self.waited_seconds}
-        return {**stats, **counted, "local_steps": float(self.covered_steps)}
+        """Return the statistics of the last exchange as those of the steps that it was about."""
+        return {**stats, "exposed_seconds": self.waited_seconds, "local_steps": float(self.covered_steps)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""

@@ -385,7 +385,7 @@ class Pipeline:
     def _run_collective(self, payload: Payload, names: list[str], collectives: Optional[Collectives] = None) -> Tensor:
         collectives = self.collectives if collectives is None else collectives
         is_inside = self._node is not None and collectives is self._node.collectives
-        self.recorder.add_bytes(payload.tensor.numel() * payload.tensor.element_size(), is_inside)
+        self.recorder.add_bytes(collectives.sent_bytes(payload.collective, payload.tensor), is_inside)
         subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
         with collectives.telling_of(subject, payload.collective):
             return collectives.run(*payload)

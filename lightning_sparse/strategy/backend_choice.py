@@ -42,6 +42,7 @@ class BackendChoice(Uncopied):
     Attributes:
         wants_plain: whether the next step is to be made with plain DDP.
         chosen: whether plain DDP was the faster one; ``None`` while that is not known.
+        verdict: what has been found so far, in words.
     """
 
     def __init__(self, engine: Engine, device: torch.device, say: Callable[[str], None]) -> None:
@@ -54,12 +55,14 @@ class BackendChoice(Uncopied):
         self._density = 1.0  # that of the steps timed last
         self._border = perf_counter()
         self.chosen: Optional[bool] = None
+        self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
 
     def restore(self, chosen: bool) -> None:
         """Stay with what a run before has chosen, until a step no longer takes what it did; on every rank."""
         self.wants_plain = chosen
+        self.verdict = f"stayed with {'plain DDP' if chosen else 'compression'}, which the run before had chosen"
         self._course = self._run(chosen)
         next(self._course)
 
@@ -196,4 +199,5 @@ class BackendChoice(Uncopied):
             worth = f"to send {self._density:.2g} of each gradient is worth {wanted:.0%}"
             unsure = "" if comparison.is_clear else ", and the difference is within the error"
             choice = f"plain DDP, as compression saves {gain:.1%}: {worth}{unsure}"
-        self._say(f"{comparison}, in {turns} turns of each; chosen: {choice}.")
+        self.verdict = f"chosen: {choice}"
+        self._say(f"{comparison}, in {turns} turns of each; {self.verdict}.")

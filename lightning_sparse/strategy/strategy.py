@@ -36,7 +36,7 @@ from lightning_sparse.engine.loop.optimizers import (
     tells_warm_up,
     warning_for,
 )
-from lightning_sparse.engine.loop.summary import summary
+from lightning_sparse.engine.loop.summary import closing, summary
 from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
 from lightning_sparse.engine.wire import Owners
@@ -211,17 +211,19 @@ class SparseDDPStrategy(DDPStrategy):
         return self._wrapping.is_plain
 
     def compression_stats(self) -> dict[str, float]:
-        """Return what the last step's exchange did on this rank, as plain floats; empty before the first step.
+        """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
 
         After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
 
         Returns:
             ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
-            ``wire_bytes`` (all bytes handed to collectives: values, indices, counts, flags, padding), ``dense_bytes``
-            (what fp32 would have been), ``compression_ratio`` (the quotient; 1 where nothing travels), with two levels
-            also ``link_bytes`` (those of the wire that were for other nodes; the densities are then those of this
-            rank's share),
-            ``total_wire_bytes`` (those of all steps of this ``fit`` that were not left to plain DDP),
+            ``wire_bytes`` (all that left this rank: values, indices, counts, flags, padding), ``dense_bytes`` (what
+            leaves it in DDP's all-reduce of fp32 gradients), ``compression_ratio`` (the quotient; 1 where nothing
+            travels), with two levels also ``link_bytes`` (those of the wire that were for other nodes; the densities
+            are then those of this rank's share),
+            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_link_bytes`` (the same
+            of all steps of this ``fit``, those left to plain DDP included), ``total_steps`` (of optimizers),
+            ``exposed_share`` (exposed part of the time of all steps but those left to plain DDP, validation left out),
             ``select_seconds`` (residual, selection and encoding), ``exchange_seconds`` (in collectives),
             ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
             plain DDP the seconds are not known (NaN); with a method that lets
@@ -408,6 +410,7 @@ class SparseDDPStrategy(DDPStrategy):
             self._optimizer_view.expect(total_steps)
             if self._optimizer_view.is_dense:
                 self._say(takes_adam(self.settings, self.optimizers, total_steps))
+        self._resume_time()
         if self._rounds is not None:
             _check_batches(gather_together(trainer.num_training_batches))
             self._tell_of_rounds(trainer)
@@ -514,9 +517,14 @@ class SparseDDPStrategy(DDPStrategy):
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
-        if self.engine is not None and self.settings.local_steps is None:
+        if self.engine is None:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        is_exchanged = self.model.require_backward_grad_sync
+        if self.is_plain and is_exchanged:
+            self.engine.begin_plain_backward()
+        if self.settings.local_steps is None:
             assert self._optimizer_view is not None
-            assert isinstance(self.model, DistributedDataParallel)
             coming = self._optimizer_view.coming_step(self.is_plain, self.engine.arrived.state().keys())
             epoch = self.lightning_module.current_epoch
             self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.settled)
@@ -571,6 +579,15 @@ class SparseDDPStrategy(DDPStrategy):
         if self._rounds is None or not any(each.reduce_on_plateau for each in self.lr_scheduler_configs):
             return []
         return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._resume_time()
+
+    def _resume_time(self) -> None:
+        if self.engine is not None:
+            self.engine.recorder.totals.resume()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -774,6 +791,8 @@ class SparseDDPStrategy(DDPStrategy):
             can_ask = not self._has_failed or self.root_device.type == "cpu"
             if can_ask:
                 self.remember(self.compression_stats(), self.engine.plan)
+            if not self._has_failed and self.world_size > 1 and self._final_stats.get("total_steps"):
+                self._say(closing(self._final_stats, None if self._choice is None else self._choice.verdict))
             is_whole = self.engine.close(self._has_failed)
             # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
             self._final_state = on_host(self.engine.state_dict()) if is_whole and can_ask else None

@@ -28,7 +28,7 @@ class Model(BoringModel):
 if __name__ == "__main__":
     cli = LightningCLI(Model)
     if cli.trainer.is_global_zero:
-        print("\\nratio", cli.trainer.strategy.compression_stats()["compression_ratio"])
+        print("\\nratio", cli.trainer.strategy.compression_stats()["total_compression_ratio"])
 """
 
 

@@ -133,6 +133,7 @@ class TakingTurns:
     def __init__(self, engine: Any, *args: Any) -> None:
         self.wants_plain = False
         self.chosen: Optional[bool] = None  # nothing that a resumed run could follow
+        self.verdict = "took turns"
         self._engine = engine
         self._step = 0
 

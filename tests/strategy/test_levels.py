@@ -121,7 +121,9 @@ def test_a_fit_on_two_nodes(
         assert_same(parameters, answers[0][0])
         assert sum(losses[-8:]) < sum(losses[:8])  # of an epoch each
         assert stats["link_bytes"] < stats["wire_bytes"] or math.isnan(stats["select_seconds"])
+        assert 0 < stats["total_link_bytes"] < stats["total_wire_bytes"]
     assert any("two levels, the 2 ranks of each of 2 nodes" in line for line in answers[0][3])
+    assert "to other nodes) where DDP sends" in answers[0][3][-1]
 
 
 def test_one_level_on_two_nodes_if_it_is_asked_for(pools: dict[int, Pool]) -> None:

@@ -183,39 +183,47 @@ def test_manual_optimization_with_two_optimizers(pair: Pool) -> None:
     assert_trains_as_ddp(pair, ByHand)
 
 
-def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, float]:
-    """Compare the bytes that torch.distributed was handed in one step with those that the statistics tell."""
-    handed = []
+def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """Return the bytes that left this rank in one step, and the statistics that tell of it."""
+    sent: list[float] = []
     original = Collectives.run
 
     def watched(self: Collectives, name: str, tensor: Tensor, *out: Optional[Tensor]) -> Tensor:
-        handed.append(tensor.numel() * tensor.element_size())
+        # All of it goes to all others; or to each of them its part of it; or, around a ring, both.
+        others = self.ranks - 1
+        times = {"all_gather": others, "all_to_all": others / self.ranks, "all_reduce": 2 * others / self.ranks}
+        sent.append(times[name] * tensor.numel() * tensor.element_size())
         return original(self, name, tensor, *out)
 
     lightning_sparse.engine.collectives.Collectives.run = watched
     try:
         with sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
-            handed.clear()
+            sent.clear()
             backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
-            return float(sum(handed)), engine.compression_stats()["wire_bytes"]
+            return sum(sent), engine.compression_stats()
     finally:
         lightning_sparse.engine.collectives.Collectives.run = original
 
 
 @pytest.mark.parametrize("find_unused_parameters", [True, False])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("compressor", "density"), [("topk", 0.01), ("dense", None)])
 def test_byte_counts_are_true(
-    pair: Pool, compressor: str, density: float, wire: str, find_unused_parameters: bool
+    pools: dict[int, Pool], compressor: str, density: float, wire: str, find_unused_parameters: bool, ranks: int
 ) -> None:
     settings = {"compressor": compressor, "density": density, "wire": wire}
-    for handed, told in pair.run(count_bytes, {**settings, "find_unused_parameters": find_unused_parameters}):
-        assert handed == told > 0
+    for sent, stats in pools[ranks].run(count_bytes, {**settings, "find_unused_parameters": find_unused_parameters}):
+        assert 0 < sent == pytest.approx(stats["wire_bytes"])
+        assert stats["dense_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * 4 * (300 * 70 + 70))
+        assert stats["compression_ratio"] == stats["dense_bytes"] / stats["wire_bytes"]
+        if compressor == "dense":  # as DDP: flags and padding are next to nothing
+            assert stats["compression_ratio"] == pytest.approx(1 if wire == "float32" else 2, rel=2e-3)
 
 
 def test_a_nonzero_costs_four_bytes_with_sixteen_bit_values(pair: Pool) -> None:
-    for _, told in pair.run(count_bytes, {"density": 0.01, "wire": "bfloat16"}):
-        assert told / round(0.01 * 300 * 70) <= 4.1
+    for _, stats in pair.run(count_bytes, {"density": 0.01, "wire": "bfloat16"}):
+        assert stats["wire_bytes"] / round(0.01 * 300 * 70) <= 4.1
 
 
 REFUSALS = {
@@ -488,7 +496,7 @@ def test_the_start_of_a_fit_says_what_is_sent(
 
 def messages_with(rank: int, settings: dict[str, Any], module: Any) -> list[str]:
     """Return what a fit with these settings says of what is sent."""
-    return messages_of_a_fit(rank, SparseDDPStrategy(**settings), module, " sends ")
+    return messages_of_a_fit(rank, SparseDDPStrategy(**settings), module, "; correction: ")
 
 
 class Faulty(TopK):

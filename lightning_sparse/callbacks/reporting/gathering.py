@@ -15,7 +15,11 @@ from lightning_sparse.engine.observe.timeline import ClockOffset, clock_offset
 from lightning_sparse.strategy import SparseDDPStrategy
 
 # The slowest rank is the one that all wait for, and samples of all ranks are trained on.
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"exposed_seconds": max, "step_samples": math.fsum}
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "exposed_seconds": max,
+    "exposed_share": max,
+    "step_samples": math.fsum,
+}
 _ROUNDS = 8
 
 

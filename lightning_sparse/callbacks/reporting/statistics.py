@@ -7,7 +7,7 @@ from statistics import fmean
 from lightning_sparse.callbacks.base import engine_of
 from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples, StepVolume, mean_stats
+from lightning_sparse.engine.observe import ParameterSamples, StepVolume, compression_ratio, mean_stats
 from lightning_sparse.strategy import SparseDDPStrategy
 
 
@@ -39,7 +39,7 @@ def step_statistics(
     gradient_norm, residual_norm = samples.norms()
     return {
         **strategy.compression_stats(),
-        **(mean_stats(steps, engine.topology[1]) if is_averaged else {}),
+        **(mean_stats(steps, engine.topology[1] > 1) if is_averaged else {}),
         **(memory_statistics(engine) if engine.corrects_adam else {}),
         "backward_seconds": fmean(step.marks.backward_seconds for step in steps),
         "commit_seconds": fmean(step.marks.seconds("commit") for step in steps),
@@ -54,7 +54,9 @@ def over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[s
     Quotients are made of what was reduced; one that cannot be known is left out.
     """
     stats = reduce_rows(list(mine), gather_rows(strategy, list(mine.values())))
-    stats["compression_ratio"] = stats["dense_bytes"] / stats["wire_bytes"] if stats["wire_bytes"] else 1.0
+    for total in ("", "total_"):
+        sizes = stats[f"{total}dense_bytes"], stats[f"{total}wire_bytes"]
+        stats[f"{total}compression_ratio"] = compression_ratio(*sizes)
     squares = stats.pop("residual_square"), stats.pop("gradient_square")
     if "update_error" not in stats:  # updates that wait are not to be compared with gradients
         stats["residual_to_gradient"] = _norm_ratio(*squares)

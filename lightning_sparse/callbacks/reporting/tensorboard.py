@@ -18,14 +18,16 @@ _CHARTS = {
     "sparse: how much is sent": {
         "Density, log10 of the fraction of elements": "log10_density",
         "Density of all ranks together, log10 of the fraction": "log10_union_density",
-        "Sent by a rank in a step, bytes": "wire_bytes",
+        "Leaves a rank in a step, bytes": "wire_bytes",
         "Of it to other nodes, bytes": "link_bytes",
-        "Sent by a rank since the start, bytes": "total_wire_bytes",
         "Compression ratio, times": "compression_ratio",
+        "Has left a rank since the start, bytes": "total_wire_bytes",
+        "Compression ratio since the start, times": "total_compression_ratio",
     },
     "sparse: where the time of a step goes": {
         "Step, seconds": "step_seconds",
         "Exposed exchange, seconds": "exposed_seconds",
+        "Exposed since the start, part of the time": "exposed_share",
         "Backward, seconds": "backward_seconds",
         "Selection, seconds": "select_seconds",
         "Exchange, seconds": "exchange_seconds",

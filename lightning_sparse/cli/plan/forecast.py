@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.candidates import Candidate
 from lightning_sparse.engine.rounds import fitting_steps
-from lightning_sparse.schedule.cost.network import Network
+from lightning_sparse.schedule.cost.network import Network, sent_bytes
 from lightning_sparse.schedule.merge.simulator import predict
 
 WORTH = 1.05  # speed-up over DDP from which on a change is worth its trouble; less is within the error of a prediction
@@ -21,7 +21,7 @@ class SystemPrediction(NamedTuple):
         step_seconds: of a whole step.
         speedup: DDP's step time over this one.
         exposed_seconds: of selection and exchange, that backward does not hide.
-        sent_bytes: what each worker hands to collectives in a step; with two levels, to those between nodes.
+        sent_bytes: that leave each worker in a step; with two levels, those for other nodes.
         messages: groups in which the gradient travels.
         replicas_diverge: whether ranks apply different updates.
         local_steps: steps between two exchanges, over which times and bytes are averaged.
@@ -115,18 +115,19 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
     prediction = predict(groups, sizes, backward_seconds, select_cost, exchange_cost, selection)
     seconds = prediction.total + candidate.finish_seconds(elements, network)
     sent_in_groups = sum(
-        transfer.nbytes
+        sent_bytes(*transfer, peers.workers)
         for group in groups
         for transfer in candidate.sent([sizes[position] for position in group], network)
     )
     afterwards = candidate.step_transfers(elements // shared_by)
+    sent_afterwards = sum(sent_bytes(*transfer, peers.workers) * share for transfer, share in afterwards)
     return SystemPrediction(
         name=candidate.name,
         density=candidate.density,
         step_seconds=profile.other_seconds + seconds,
         speedup=1.0,
         exposed_seconds=seconds - sum(profile.backward_seconds),
-        sent_bytes=sent_in_groups + sum(transfer.nbytes * share for transfer, share in afterwards),
+        sent_bytes=sent_in_groups + sent_afterwards,
         messages=len(groups),
         replicas_diverge=candidate.replicas_diverge,
         complexity=candidate.complexity,
@@ -139,13 +140,15 @@ def _predict_rounds(
     """Predict the steps of rounds: exchanges that nothing hides take so many seconds, and come once in a round."""
     alone = profile.other_seconds + sum(profile.backward_seconds)
     exchange = seconds + candidate.finish_seconds(profile.elements, network)
+    workers = candidate.peers(network).workers
+    sent = sum(sent_bytes(*transfer, workers) for transfer in candidate.sent(profile.sizes, network))
     return SystemPrediction(
         name=candidate.name,
         density=candidate.density,
         step_seconds=alone + exchange / candidate.local_steps,
         speedup=1.0,
         exposed_seconds=exchange / candidate.local_steps,
-        sent_bytes=sum(each.nbytes for each in candidate.sent(profile.sizes, network)) / candidate.local_steps,
+        sent_bytes=sent / candidate.local_steps,
         messages=1,
         replicas_diverge=True,
         local_steps=candidate.local_steps,

@@ -168,7 +168,7 @@ def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, dev
             settings.wire_bits,
         ),
         EchoCollectives(ranks, device),
-        Recorder(device),
+        Recorder(device, ranks),
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
 

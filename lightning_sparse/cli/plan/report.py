@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, alike, best_of
+from lightning_sparse.engine.loop.summary import in_bytes
 from lightning_sparse.schedule.cost.network import Network
 
 _HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
@@ -76,16 +77,9 @@ def _cells(row: SystemPrediction, is_best: bool) -> tuple[str, ...]:
         f"{row.step_seconds * 1e3:.1f}",
         f"{row.speedup:.2f}",
         f"{row.exposed_seconds * 1e3:.1f}",
-        _bytes(row.sent_bytes),
+        in_bytes(row.sent_bytes),
         str(row.messages),
     )
-
-
-def _bytes(count: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.3g} B"
 
 
 def _verdict(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> list[str]:

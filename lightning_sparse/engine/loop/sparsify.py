@@ -221,10 +221,11 @@ class Sparsifier:
         self._epoch = epoch
 
     def stats(self) -> dict[str, float]:
-        """Return what the last step's exchange did on this rank, as plain floats.
+        """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
 
-        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. Empty before the first
-        step, and on one process; after :meth:`close` they stay what they were.
+        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, but for
+        ``total_steps`` and ``exposed_share``. Empty before the first step, and on one process; after :meth:`close` they
+        stay what they were.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 

@@ -1,4 +1,8 @@
-"""The line at the start of a fit that says what is sent."""
+"""The line at the start of a fit that says what is sent, and the one at its end that says what was."""
+
+import math
+from collections.abc import Mapping
+from typing import Optional
 
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER
 from lightning_sparse.engine.settings import Settings
@@ -33,6 +37,43 @@ def summary(settings: Settings) -> str:
     return "; ".join(
         [f"{type(compressor).__name__} sends {sent}", *(f"{part}: {told}" for part, told in parts.items())]
     )
+
+
+def closing(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
+    """Say what a training has sent, and what it has waited for.
+
+    Args:
+        stats: those of its end, see :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`.
+        verdict: what ``sparse_auto`` has found; ``None`` where nothing was to be found.
+
+    Example::
+
+        >>> sizes = {"total_wire_bytes": 35.9e6, "total_dense_bytes": 203e6, "total_compression_ratio": 5.65}
+        >>> closing({**sizes, "total_steps": 165.0, "exposed_share": 0.118})
+        '165 steps sent 35.9 MB where DDP sends 203 MB, compression ratio 5.65; exposed: 11.8 % of the time.'
+    """
+    inside = f" ({in_bytes(stats['total_link_bytes'])} to other nodes)" if "total_link_bytes" in stats else ""
+    parts = [
+        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where DDP sends"
+        f" {in_bytes(stats['total_dense_bytes'])}, compression ratio {stats['total_compression_ratio']:.3g}"
+    ]
+    if not math.isnan(stats["exposed_share"]):
+        parts.append(f"exposed: {100 * stats['exposed_share']:.1f} % of the time")
+    return "; ".join([*parts, *filter(None, [verdict])]) + "."
+
+
+def in_bytes(count: float) -> str:
+    """Write a number of bytes.
+
+    Example::
+
+        >>> in_bytes(1_234_567)
+        '1.23 MB'
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.3g} B"
 
 
 def _warm_up(settings: Settings) -> str:

@@ -1,7 +1,7 @@
 """Observers: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
 
 from lightning_sparse.engine.observe.clock import Clock, Mark
-from lightning_sparse.engine.observe.facts import StepFacts, StepVolume, dense_stats, mean_stats
+from lightning_sparse.engine.observe.facts import StepFacts, StepVolume, compression_ratio, mean_stats, plain_stats
 from lightning_sparse.engine.observe.marks import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.observe.recorder import GroupObserver, Recorder
 from lightning_sparse.engine.observe.samples import ParameterFacts, ParameterSamples
@@ -18,6 +18,7 @@ __all__ = [
     "StepFacts",
     "StepMarks",
     "StepVolume",
-    "dense_stats",
+    "compression_ratio",
     "mean_stats",
+    "plain_stats",
 ]

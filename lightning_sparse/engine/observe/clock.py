@@ -38,6 +38,11 @@ class Clock:
         return mark, mark if self.is_host else time.perf_counter()
 
     @staticmethod
+    def has_passed(mark: Mark) -> bool:
+        """Tell whether a device has come to a mark, without waiting for it."""
+        return isinstance(mark, float) or bool(mark.query())
+
+    @staticmethod
     def seconds(start: Mark, end: Mark) -> float:
         """Return the seconds between two marks; on a device this waits until both have passed."""
         if isinstance(start, float):

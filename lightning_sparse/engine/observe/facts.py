@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.engine.observe.marks import StepMarks
 from lightning_sparse.engine.observe.samples import sent_count, union_count
+from lightning_sparse.schedule.cost.network import dense_bytes
 
 
 class StepVolume(NamedTuple):
@@ -22,14 +23,16 @@ class StepVolume(NamedTuple):
         union: those that any rank sent; ``None`` where only what arrived could tell.
         wire_bytes: as in :class:`StepFacts`, like the following.
         node_bytes: see there.
+        dense_bytes: see there.
         marks: see there.
     """
 
     elements: int
     sent: Union[int, Tensor]
     union: Union[int, Tensor, None]
-    wire_bytes: int
-    node_bytes: int
+    wire_bytes: float
+    node_bytes: float
+    dense_bytes: float
     marks: StepMarks
 
 
@@ -37,26 +40,36 @@ class StepFacts:
     """Facts of one step on this rank.
 
     Args:
-        node_ranks: how many ranks share a gradient; 1 where there is one level.
+        ranks: of the training.
+        node_ranks: how many of them share a gradient; 1 where there is one level.
 
     Attributes:
         elements: gradient elements that were to be exchanged; with two levels those of this rank's shares.
-        wire_bytes: bytes that this rank handed to collectives, indices, counts, flags and padding included.
+        wire_bytes: bytes that left this rank, as :func:`~lightning_sparse.schedule.cost.network.sent_bytes` counts
+            them, indices, counts, flags and padding included.
         node_bytes: those of them that were for ranks of the same node, with two levels.
+        covered_steps: optimizer steps that the exchange is about, more than one in rounds of local steps.
         marks: when it happened.
         deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
     """
 
-    def __init__(self, node_ranks: int = 1) -> None:
+    def __init__(self, ranks: int, node_ranks: int = 1) -> None:
+        self._ranks = ranks
         self._node_ranks = node_ranks
         self.elements = 0
-        self.wire_bytes = 0
-        self.node_bytes = 0
+        self.wire_bytes = 0.0
+        self.node_bytes = 0.0
+        self.covered_steps = 1
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}
         self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
         # Counts, those of a device as tensors; or what has to be sorted for them, until the step ends whole.
         self._arrived: list[Union[int, Tensor, FlatSelection]] = []
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
+        return dense_bytes(self.elements * self._node_ranks * self.covered_steps, self._ranks)
 
     def add_selection(self, selection: GroupSelection) -> None:
         """Record what this rank sends of a group."""
@@ -85,39 +98,45 @@ class StepFacts:
             each for each in self._arrived if isinstance(each, int) or (isinstance(each, Tensor) and not each.dim())
         ]
         union = sum(counts) if len(counts) == len(self._arrived) else None
-        return StepVolume(self.elements, sum(self._sent), union, self.wire_bytes, self.node_bytes, self.marks)
+        sizes = (self.wire_bytes, self.node_bytes, self.dense_bytes)
+        return StepVolume(self.elements, sum(self._sent), union, *sizes, self.marks)
 
     def as_stats(self) -> dict[str, float]:
         """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
-        return mean_stats([self.volume()._replace(union=self.union())], self._node_ranks)
+        return mean_stats([self.volume()._replace(union=self.union())], self._node_ranks > 1)
 
 
-def mean_stats(steps: Sequence[StepVolume], node_ranks: int) -> dict[str, float]:
+def mean_stats(steps: Sequence[StepVolume], has_levels: bool) -> dict[str, float]:
     """Return the public statistics of several steps: of times and bytes their means; on a device this waits for them.
 
     Args:
         steps: one at least.
-        node_ranks: how many ranks share a gradient; 1 where there is one level.
+        has_levels: whether some bytes stay in the node.
 
     Returns:
         those that are known of all of the steps: ``union_density`` may be missing.
     """
     elements = sum(step.elements for step in steps)
     wire_bytes = fmean(step.wire_bytes for step in steps)
-    dense_bytes = 4.0 * elements * node_ranks / len(steps)
+    dense = fmean(step.dense_bytes for step in steps)
     unions = [step.union for step in steps if step.union is not None]
     marks = [step.marks for step in steps]
     return {
         "density": float(sum(step.sent for step in steps)) / max(1, elements),
         **({"union_density": float(sum(unions)) / max(1, elements)} if len(unions) == len(steps) else {}),
         "wire_bytes": wire_bytes,
-        **({} if node_ranks == 1 else {"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)}),
-        "dense_bytes": dense_bytes,
-        "compression_ratio": dense_bytes / wire_bytes if wire_bytes else 1.0,
+        **({"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)} if has_levels else {}),
+        "dense_bytes": dense,
+        "compression_ratio": compression_ratio(dense, wire_bytes),
         "select_seconds": fmean(each.seconds("select", "encode") for each in marks),
         "exchange_seconds": fmean(each.seconds("exchange") for each in marks),
         "exposed_seconds": fmean(each.exposed_seconds for each in marks),
     }
+
+
+def compression_ratio(dense: float, sent: float) -> float:
+    """Return how many times fewer bytes were sent than DDP would have sent; 1 where nothing travels."""
+    return dense / sent if sent else 1.0
 
 
 def _held(arrived: FlatSelection) -> Union[Tensor, FlatSelection]:
@@ -134,9 +153,9 @@ def _union_of(arrived: Union[int, Tensor, FlatSelection]) -> int:
     return int(arrived.sum()) if isinstance(arrived, Tensor) else arrived
 
 
-def dense_stats(elements: int, total_wire_bytes: int) -> dict[str, float]:
-    """Return the public statistics of a step that was left to plain DDP, as far as they are known."""
-    sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), 4.0 * elements)
+def plain_stats(sent: float) -> dict[str, float]:
+    """Return the public statistics of a step of so many bytes that was left to plain DDP, as far as they are known."""
+    sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), sent)
     seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
     whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
-    return {**whole, **sizes, **seconds, "total_wire_bytes": float(total_wire_bytes)}
+    return {**whole, **sizes, **seconds}

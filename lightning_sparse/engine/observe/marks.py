@@ -22,7 +22,7 @@ class GroupMarks:
         elements: gradient elements.
         counts: elements that the density asked for, of parameters that are not sent whole.
         dense_elements: elements of parameters that are sent whole.
-        wire_bytes: bytes that this rank handed to collectives.
+        wire_bytes: bytes that left this rank.
         ready: when its last gradient was ready; ``None`` if nobody marked it.
         spans: its stages, in their order; the exchanges are at the same time on all ranks.
     """
@@ -32,7 +32,7 @@ class GroupMarks:
         self.elements = 0
         self.counts = 0
         self.dense_elements = 0
-        self.wire_bytes = 0
+        self.wire_bytes = 0.0
         self.ready: Optional[Mark] = None
         self.spans: list[Span] = []
 
@@ -83,4 +83,10 @@ class StepMarks:
     @property
     def exposed_seconds(self) -> float:
         """Seconds from the last gradient until all means had been written; on a device this waits for them."""
-        return 0.0 if self.end is None else max(0.0, Clock.seconds(self.backward_end, self.end))
+        known = self.backward_end is not None and self.end is not None
+        return max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+
+    @property
+    def have_passed(self) -> bool:
+        """Whether the step is over on the device, too; nobody waits for it."""
+        return all(mark is None or Clock.has_passed(mark) for mark in (self.backward_end, self.end))

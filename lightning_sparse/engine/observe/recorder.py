@@ -13,6 +13,7 @@ from lightning_sparse.engine.observe.clock import Clock, Mark
 from lightning_sparse.engine.observe.facts import StepFacts
 from lightning_sparse.engine.observe.marks import GroupMarks, Span
 from lightning_sparse.engine.observe.samples import ParameterSamples
+from lightning_sparse.engine.observe.totals import Totals
 
 
 class Recorder:
@@ -20,9 +21,11 @@ class Recorder:
 
     Args:
         device: of the gradients.
-        node_ranks: how many ranks share a gradient; 1 where there is one level.
+        ranks: of the training.
+        node_ranks: how many of them share a gradient; 1 where there is one level.
 
     Attributes:
+        totals: of all steps so far.
         current: the step in progress; it changes only between two backwards.
         last: the last step that ended.
         watches_gradients: mark when each gradient is ready also where that costs an event of the device; the planner's.
@@ -31,22 +34,22 @@ class Recorder:
         last_samples: of the last step for which they were asked.
     """
 
-    def __init__(self, device: torch.device, node_ranks: int = 1) -> None:
+    def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
-        self._node_ranks = node_ranks
-        self.current = StepFacts(node_ranks)
+        self.totals = Totals()
+        self._ranks = (ranks, node_ranks)
+        self.current = StepFacts(*self._ranks)
         self.last: Optional[StepFacts] = None
         self.watches_gradients = False
         self.is_watched = False
         self.samples: Optional[ParameterSamples] = None
         self.last_samples: Optional[ParameterSamples] = None
         self._group: Optional[GroupMarks] = None
-        self._bytes_before_last = 0
 
     @property
-    def total_wire_bytes(self) -> int:
-        """Bytes handed to collectives by all steps that have ended."""
-        return self._bytes_before_last + (self.last.wire_bytes if self.last is not None else 0)
+    def total_wire_bytes(self) -> float:
+        """Bytes that left this rank in all steps that have ended."""
+        return self.totals.wire_bytes
 
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
@@ -72,12 +75,18 @@ class Recorder:
         finally:
             self._group = None
 
-    def add_bytes(self, count: int, is_inside_node: bool = False) -> None:
-        """Record that bytes were handed to a collective, which may be one inside the node."""
+    def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
+        """Record that bytes leave this rank, maybe for others of its node."""
         self.current.wire_bytes += count
         self.current.node_bytes += count * is_inside_node
         if self._group is not None:
             self._group.wire_bytes += count
+
+    def add_to_last(self, count: float) -> None:
+        """Record that bytes have left this rank that belong to the last step."""
+        if self.last is not None:
+            self.last.wire_bytes += count
+            self.totals.wire_bytes += count
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
@@ -91,8 +100,8 @@ class Recorder:
         """Close the facts of this step, open the next, and return the former."""
         self.current.marks.end = self.clock.mark()
         self.current.close()
-        self._bytes_before_last = self.total_wire_bytes
-        self.last, self.current = self.current, StepFacts(self._node_ranks)
+        self.totals.add(self.current)
+        self.last, self.current = self.current, StepFacts(*self._ranks)
         return self.last
 
     def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:

@@ -70,14 +70,13 @@ class Network(NamedTuple):
         Raises:
             ValueError: for another collective.
         """
-        hops, share = _COLLECTIVES[one_of("collective", collective, tuple(_COLLECTIVES))]
+        crossing = sent_bytes(collective, nbytes, self.workers)
         if 1 < self.workers <= self.node_ranks:
             return self.inside.seconds(collective, nbytes)
-        crossing = share(self.workers)
         if collective == "all_to_all":
-            crossing = self.node_ranks * (self.workers - self.node_ranks) / self.workers
-        is_direct = collective == "all_gather" and self.workers * nbytes <= DIRECT_BYTES
-        return (2 if is_direct else hops(self.workers)) * self.latency + crossing * nbytes * 8 / self.bandwidth
+            crossing = self.node_ranks * (self.workers - self.node_ranks) / self.workers * nbytes
+        is_direct = collective == "all_to_all" or (collective == "all_gather" and self.workers * nbytes <= DIRECT_BYTES)
+        return (2.0 if is_direct else 2.0 * (self.workers - 1)) * self.latency + crossing * 8 / self.bandwidth
 
     def checked(self) -> "Network":
         """Pass through if it can be exchanged over.
@@ -104,6 +103,28 @@ class Network(NamedTuple):
 
     def _fills_nodes(self) -> bool:
         return self.workers <= self.node_ranks or not self.workers % self.node_ranks
+
+
+def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that leave each of ``ranks`` ranks in a collective into which each hands ``nbytes``.
+
+    Whatever is told of bytes is counted by this: an all-to-all and an all-gather of what it brings send what DDP's
+    all-reduce does, though half as much again is handed in at two ranks.
+
+    Raises:
+        ValueError: for another collective.
+
+    Example::
+
+        >>> sent_bytes("all_reduce", 1000, 4), sent_bytes("all_to_all", 1000, 4) + sent_bytes("all_gather", 250, 4)
+        (1500.0, 1500.0)
+    """
+    return _SHARES[one_of("collective", collective, tuple(_SHARES))](ranks) * nbytes
+
+
+def dense_bytes(elements: float, ranks: int) -> float:
+    """Return the bytes that leave a rank in DDP's all-reduce of so many fp32 elements."""
+    return sent_bytes("all_reduce", 4 * elements, ranks)
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
@@ -158,11 +179,9 @@ def _parse(noun: str, text: str, units: Mapping[str, float], example: str) -> tu
     return float(match[1]), units[match[2]]
 
 
-_Count = Callable[[int], float]
-
-# Hops that each pay the latency, and how often a worker sends what it hands in.
-_COLLECTIVES: dict[str, tuple[_Count, _Count]] = {
-    "all_reduce": (lambda workers: 2.0 * (workers - 1), lambda workers: 2.0 * (workers - 1) / workers),
-    "all_gather": (lambda workers: 2.0 * (workers - 1), lambda workers: workers - 1.0),
-    "all_to_all": (lambda workers: 2.0, lambda workers: (workers - 1.0) / workers),
+# How often a rank sends what it hands in.
+_SHARES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2.0 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: ranks - 1.0,
+    "all_to_all": lambda ranks: (ranks - 1.0) / ranks,
 }

@@ -103,11 +103,13 @@ def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
 def test_more_workers_gather_more() -> None:
     seconds = [
         rows(Network(1e9, 1e-4, workers), EngineSystem("topk", SettingsOf("topk", 0.01), COST), profile=LARGE)[1]
-        for workers in (2, 16, 128, 1024)
+        for workers in (2, 4, 16, 128, 1024)
     ]
     times = [row.step_seconds for row in seconds]
     assert times == sorted(times)
-    assert len({row.sent_bytes for row in seconds if row.messages == seconds[0].messages}) == 1
+    # To each of the others; among many they go through owners.
+    assert seconds[1].sent_bytes == pytest.approx(3 * seconds[0].sent_bytes, rel=1e-3)
+    assert seconds[-1].sent_bytes < 7 * seconds[1].sent_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -230,7 +232,8 @@ def test_two_levels_send_a_share_between_nodes_and_everything_inside() -> None:
     assert [each.node_ranks(NODES) for each in (system, alone, DDP)] == [2, 1, 1]
     assert system.node_ranks(NODES._replace(workers=2)) == 1
     ours, flat = rows(NODES, system)[1], rows(NODES._replace(node_ranks=1), system)[1]
-    assert ours.sent_bytes == pytest.approx(flat.sent_bytes / 2, rel=0.01)
+    # Of half as much, to one other node in place of three other workers.
+    assert ours.sent_bytes == pytest.approx(flat.sent_bytes / 6, rel=0.01)
     # Shares, of MEGA / 2 elements: two workers send them over one link. Inside, all but the own share of 4 bytes each.
     selected = system.transfers([MEGA // 2], 2)[0].nbytes
     seconds = system.exchange_cost([MEGA], NODES)(MEGA)

@@ -20,7 +20,7 @@ def arrived(ranks: int) -> FlatSelection:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_the_union_is_known_after_the_step_has_ended(ranks: int) -> None:
-    facts = StepFacts()
+    facts = StepFacts(ranks)
     means = arrived(ranks)
     facts.add_selection(means)
     facts.add_means(means)
@@ -41,7 +41,7 @@ def reachable_bytes(thing: object) -> int:
 def test_what_is_held_of_a_step_does_not_grow_with_ranks() -> None:
     held = []
     for ranks in (64, 1024):
-        facts = StepFacts()
+        facts = StepFacts(ranks)
         facts.add_means(arrived(ranks))
         facts.close()
         held.append(reachable_bytes(facts))
