@@ -1,10 +1,9 @@
 """What exchanges have brought of gradients whose optimizer step is not over."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -54,25 +53,22 @@ class ArrivedGradients:
         self._written.clear()
         self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
 
-    def take_out(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Leave in gradients, which are flat and about to be exchanged, what their rank has added.
+    def take(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Optional[Tensor]]]:
+        """Forget what has arrived of gradients that are about to be exchanged.
 
-        What is not finite does not become zero, so that the exchange hears of it.
+        Args:
+            gradients: parameters, each with its gradient, flat.
 
         Returns:
-            those of them of which something has arrived, each with that.
+            those gradients that hold what has arrived, each with that, flat; with ``None`` where it holds nothing else.
         """
-        if not (self._written or self._copies):
-            return []
-        found = []
-        for parameter, gradient in zip(parameters, gradients):
+        found: list[tuple[Tensor, Optional[Tensor]]] = []
+        for parameter, gradient in gradients if self._written or self._copies else ():
             written, copy = self._written.pop(parameter, None), self._copies.pop(parameter, None)
             if written is not None and parameter.grad is written:
-                found.append((gradient, gradient.clone()))
+                found.append((gradient, None))
             elif copy is not None and parameter.grad is not None:
                 found.append((gradient, laid_flat(copy, parameter)))
-        if found:
-            torch._foreach_sub_([gradient for gradient, _ in found], [arrived for _, arrived in found])
         return found
 
     def note(self, parameters: Iterable[Tensor]) -> None:

@@ -5,6 +5,7 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -152,19 +153,32 @@ class GradientStream(Uncopied):
         gradients = self._gradients_of(bucket, buffer)
         self._recorder.add_ready([local.name for local in gradients])
         self._worker.follow()  # a graph that was kept from before may write buckets of one group on several streams
+        self._hold_arrived(self._known[bucket.index()])
         for local in gradients:
             self._group.append(local)
             self._group_numel += local.gradient.numel()
             if self._schedule.closes_group(local.name, self._group_numel):
                 self._submit_group()
 
+    def _hold_arrived(self, bucket: "_KnownBucket") -> None:
+        """Have what earlier exchanges of the step have brought kept out of this one."""
+        if self._arrived is None:
+            return
+        self._received += bucket.parameters
+        found = self._arrived.take(zip(bucket.parameters, (local.gradient for local in bucket.gradients)))
+        if found:
+            self._worker.submit(partial(self._take_out, found))
+
+    def _take_out(self, found: Sequence[tuple[Tensor, Optional[Tensor]]]) -> None:
+        pairs = [(gradient, gradient.clone() if arrived is None else arrived) for gradient, arrived in found]
+        # What is not finite does not become zero, so that the exchange hears of it.
+        torch._foreach_sub_([gradient for gradient, _ in pairs], [arrived for _, arrived in pairs])
+        self._taken += pairs
+
     def _gradients_of(self, bucket: GradBucket, buffer: Tensor) -> list[LocalGradient]:
         known = self._known.get(bucket.index())
         if known is None or known.buffer is not buffer:
             known = self._known[bucket.index()] = self._read(bucket, buffer)
-        if self._arrived is not None:
-            self._received += known.parameters
-            self._taken += self._arrived.take_out(known.parameters, [local.gradient for local in known.gradients])
         if self._usage is None:
             return known.gradients
         used = self._usage.used
@@ -230,7 +244,7 @@ class GradientStream(Uncopied):
         assert self._arrived is not None
         received, self._received = self._received, []
         self._arrived.note(received)
-        self._taken = []  # only now: the caller's stream has waited for that on which it was added
+        self._taken.clear()  # only now: the caller's stream has waited for that on which it was added
 
     def _end_step(self) -> None:
         self._release_held()
@@ -241,12 +255,11 @@ class GradientStream(Uncopied):
         if not self._keeps_buckets:
             self._keeps_buckets = True
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
-        taken = self._taken
 
         def finish() -> None:
             self._finish_step(exchanged)
-            if taken:
-                torch._foreach_add_([gradient for gradient, _ in taken], [arrived for _, arrived in taken])
+            if self._taken:
+                torch._foreach_add_([gradient for gradient, _ in self._taken], [arrived for _, arrived in self._taken])
 
         self._worker.submit(finish, settle=lambda: _complete(futures))
 
