@@ -52,7 +52,7 @@ def board_layout(shown: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     Example::
 
         >>> board_layout(["wire_bytes"])
-        {'sparse: how much is sent': {'Sent by a rank in a step, bytes': ['Multiline', ['sparse/wire_bytes$']]}}
+        {'sparse: how much is sent': {'Leaves a rank in a step, bytes': ['Multiline', ['sparse/wire_bytes$']]}}
     """
     layout = {
         # Tags are regular expressions; without an end, those that begin alike would be drawn, too.
