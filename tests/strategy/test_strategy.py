@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import lightning_sparse.engine.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.compressors.feedback import AdamCorrection
+from lightning_sparse.compressors.feedback import AdamCorrection, falling_density
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.loop.checks import warning_of_meeting
 from lightning_sparse.engine.settings import Settings
@@ -291,9 +291,8 @@ def test_a_warm_up_has_the_same_densities_on_every_machine() -> None:
     settings, others = Settings("dgc", 0.0013, "merged", "float32"), Settings("dgc", 0.0013, "merged", "float32")
     others.density = AnotherMachines(0.0013)
     assert [settings.density_at(epoch) for epoch in range(6)] == [others.density_at(epoch) for epoch in range(6)]
-    correction = AdamCorrection(dense_steps=10, fall_steps=100)
-    for steps in range(10, 110):
-        assert correction.density_after(steps, 0.0013) == correction.density_after(steps, AnotherMachines(0.0013))
+    for settled in (step / 100 for step in range(100)):
+        assert falling_density(0.0013, settled) == falling_density(AnotherMachines(0.0013), settled)
 
 
 def densities_by_epoch(rank: int) -> list[float]:
