@@ -330,7 +330,12 @@ class SparseDDPStrategy(DDPStrategy):
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-        end, validate = fit_loop.on_run_end, validation.run
+        run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
+
+        def run_to_one() -> None:
+            run()
+            if self._rounds is not None:  # a resume with nothing left to train has no end
+                self._synchronize_replicas()
 
         def end_as_one() -> None:
             self._synchronize_replicas()
@@ -343,8 +348,9 @@ class SparseDDPStrategy(DDPStrategy):
             self._synchronize_replicas()
             return validate()
 
-        fit_loop.on_run_end, validation.run = end_as_one, validate_as_one  # type: ignore[method-assign]
-        self._loops = [(fit_loop, "on_run_end"), (validation, "run")]
+        fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
+        validation.run = validate_as_one  # type: ignore[method-assign]
+        self._loops = [(fit_loop, "run"), (fit_loop, "on_run_end"), (validation, "run")]
 
     def _let_go(self) -> None:
         """Give optimizers and loops back."""
