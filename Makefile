@@ -22,10 +22,11 @@ quick: $(READY)
 		tests/testing/test_laws.py \
 		-k "not test_planner and not 1000003 and not (test_laws and ($(SLOW_LAWS)))"
 
-# The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs; as root, links are cut.
+# The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs, a thousand random
+# trainings; as root, links are cut.
 faults: $(READY)
 	LIGHTNING_SPARSE_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_order.py tests/test_fuzz.py \
-		tests/test_links.py --timeout 3600
+		tests/test_links.py tests/test_trainings.py --timeout 3600
 
 # Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
 soak: $(READY)

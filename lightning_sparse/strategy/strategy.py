@@ -191,6 +191,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._termination: Optional[Termination] = None
         self._optimizer_view: Optional[OptimizerView] = None
         self._step = UnfinishedStep()
+        self._clipping = Clipping()
         self._is_at_border = False
         self._has_failed = False
         self._is_stepping = False
@@ -329,7 +330,12 @@ class SparseDDPStrategy(DDPStrategy):
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-        end, validate = fit_loop.on_run_end, validation.run
+        run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
+
+        def run_to_one() -> None:
+            run()
+            if self._rounds is not None:  # a resume with nothing left to train has no end
+                self._synchronize_replicas()
 
         def end_as_one() -> None:
             self._synchronize_replicas()
@@ -342,8 +348,9 @@ class SparseDDPStrategy(DDPStrategy):
             self._synchronize_replicas()
             return validate()
 
-        fit_loop.on_run_end, validation.run = end_as_one, validate_as_one  # type: ignore[method-assign]
-        self._loops = [(fit_loop, "on_run_end"), (validation, "run")]
+        fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
+        validation.run = validate_as_one  # type: ignore[method-assign]
+        self._loops = [(fit_loop, "run"), (fit_loop, "on_run_end"), (validation, "run")]
 
     def _let_go(self) -> None:
         """Give optimizers and loops back."""
@@ -381,15 +388,16 @@ class SparseDDPStrategy(DDPStrategy):
             settings.leave_optimizers()
             return False
         value = trainer.gradient_clip_val
-        clip = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
-        settings.correct_adam(clip)
+        self._clipping = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
+        settings.correct_adam(self._clipping)
         return True
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
         assert self.engine is not None
         assert self._optimizer_view is not None
-        self.engine.clip(_clipping(clip_val, *algorithm, **named_algorithm))
+        self._clipping = _clipping(clip_val, *algorithm, **named_algorithm)
+        self.engine.clip(self._clipping)
         with self._optimizer_view.without_corrected():
             if all(parameter.grad is None for parameter in handled(optimizer)):
                 return  # torch clips no list without a member
@@ -716,6 +724,7 @@ class SparseDDPStrategy(DDPStrategy):
             **self._step.state(self.lightning_module, self.optimizers, self.engine),
         }
         kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
+        kept["clipping"] = list(self._clipping)
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         if self.settings.replicas_diverge:
@@ -763,6 +772,9 @@ class SparseDDPStrategy(DDPStrategy):
         self.engine.arrived.restore({**{each: gradients[each] for each in gradients if each in done}, **arrived})
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._step.restore(gradients, is_begun, [trained[name] for name in used if name in trained])
+        if self.lightning_module.trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
+            self._clipping = Clipping(*kept.get("clipping", ()))
+            self.engine.clip(self._clipping)
         if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -384,6 +384,32 @@ def test_resumed_with_clipping_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path)
         assert found == []
 
 
+class ClippedByHand(NumberedAdam):
+    """A model whose user clips and steps."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Clip hard, and step."""
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_index))
+        self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+
+
+def resume_by_hand(rank: int, path: str) -> Any:
+    """Save and go on."""
+    return resume_exactly(rank, build, path, 7, {}, ClippedByHand)
+
+
+def test_resumed_with_clipping_by_hand_the_first_step_is_clipped_too(pair: Pool, tmp_path: Path) -> None:
+    for _, found in pair.run(resume_by_hand, str(tmp_path / "by_hand.ckpt")):
+        assert found == []
+
+
 def fit_and_save(rank: int, path: str, strategy: Any, save_after: int) -> Tensors:
     """Fit two epochs, saving in between; return the parameters at the end."""
     model = NumberedAdam(save_after, path)

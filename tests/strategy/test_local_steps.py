@@ -103,6 +103,29 @@ def test_a_round_goes_on_to_the_bit(
         assert not found
 
 
+class SavedLast(Numbered):
+    """A model that saves when its last epoch ends, in the midst of a round."""
+
+    def on_train_epoch_end(self) -> None:
+        """Save."""
+        if self.path:
+            self.trainer.save_checkpoint(self.path)
+
+
+def resume_at_the_end(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fit, and go on with nothing left to train; return the parameters of both."""
+    models = SavedLast(None, path), SavedLast()
+    for model, source in zip(models, (None, path)):
+        fit_numbered(rank, SparseDDPStrategy("topk", density=0.1, local_steps=4), model, source, max_epochs=1)
+    return weights(models[0]), weights(models[1])
+
+
+def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair: Pool, tmp_path: Path) -> None:
+    answers = pair.run(resume_at_the_end, str(tmp_path / "end.ckpt"))
+    for resumed in answers[0][1], answers[1][1]:
+        assert_same(resumed, answers[0][0])
+
+
 def save(rank: int, kind: str, path: str, module: type[Local], save_after: int) -> dict[str, Tensor]:
     """Fit with a save in the midst of a round; return this rank's own parameters then."""
     model = module(save_after, path)

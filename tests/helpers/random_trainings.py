@@ -1,0 +1,926 @@
+"""Trainings drawn at random: what is drawn is a :class:`Training`, printed as the Python that makes it again."""
+
+import dataclasses
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any, NamedTuple, Optional
+from unittest import mock
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader
+
+import lightning_sparse.engine.engine as engine_module
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse.callbacks import (
+    AdaptiveDensity,
+    AssumptionMonitor,
+    CompressionMonitor,
+    ErrorBudget,
+    MomentumCorrection,
+    OverlapTimeline,
+    ReplicaSentinel,
+)
+from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
+from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.testing.laws.replicas import Sluggish
+from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
+from tests.compatibility.running import changing_hands
+from tests.helpers.trainers import make_trainer
+
+WIDTH = 6
+_EXPECTED_WARNINGS = (
+    ".*your dataloader is not resumable.*",  # batches follow from their number alone
+    ".*callbacks used to create the checkpoint need to be provided.*",
+    ".*find_unused_parameters=True was specified in DDP constructor.*",  # some draws use everything
+    ".*gradient_as_bucket_view.*",
+    ".*Grad strides do not match bucket view strides.*",
+    ".*is not corrected.*|.*makes its updates.*",  # of optimizers that were told not to be
+    ".*Swapping scheduler.*",
+    ".*exists and is not empty.*",
+    ".*the selection left more over than a random one.*",  # AssumptionMonitor, of layers of a few elements
+    ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
+)
+
+State = dict[str, list[Any]]  # what a tensor of that name held
+
+
+@dataclass(frozen=True)
+class Training:
+    """All of a training; two that are equal end with the same bits. The defaults are the plainest there is.
+
+    Attributes:
+        seed: of weights and batches.
+        ranks: processes.
+        nodes: that they are on.
+        strategy: name in :data:`STRATEGIES`.
+        density: where it has one.
+        wire: type of the values that travel.
+        schedule: name.
+        exchange: ``"auto"``, ``"gather"`` or ``"owners"``.
+        levels: of exchange.
+        correction: of Adam.
+        local: local steps.
+        callbacks: of this package, which change what is sent.
+        finds_unused: whether DDP looks for parameters that are not used.
+        optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"`` or ``"amsgrad"``.
+        optimizers: how many; several are stepped by hand.
+        by_hand: whether the user steps; how: ``""`` is Lightning's own way.
+        shares: whether all optimizers have one parameter in common.
+        backwards: for a step by hand.
+        accumulates: batches for a step.
+        syncs: whether gradients are exchanged in each of those, by hand.
+        steps_bare: whether optimizers step without Lightning's wrapper, by hand.
+        clips: norm, or none.
+        falls: whether the learning rate falls with every step.
+        precision: of Lightning.
+        parts: what there is in the model, beside two layers.
+        averages: callback of Lightning that averages weights.
+        epochs: so many.
+        batches: of an epoch.
+        validates: batches between two validations; ``None`` for none.
+        saves: ``"batch"``, ``"validation"`` or ``"epoch"``, and the number of the one at whose end it is saved.
+        silent: rank and batch of an epoch of which the loss is zero; ``None`` for none.
+        skips: batch of an epoch that is not trained on, by hand; ``None`` for none.
+        may_not_matter: names in :data:`MAY_NOT_MATTER` of what changes no bit.
+    """
+
+    seed: int = 0
+    ranks: int = 2
+    nodes: int = 1
+    strategy: str = "topk"
+    density: float = 0.1
+    wire: str = "float32"
+    schedule: str = "layerwise"
+    exchange: str = "auto"
+    levels: Any = 1
+    correction: Any = "auto"
+    local: Optional[LocalSteps] = None
+    callbacks: tuple[str, ...] = ()
+    finds_unused: bool = False
+    optimizer: str = "sgd"
+    optimizers: int = 1
+    by_hand: str = ""
+    shares: bool = False
+    backwards: int = 1
+    accumulates: int = 1
+    syncs: bool = True
+    steps_bare: bool = False
+    clips: Optional[float] = None
+    falls: bool = False
+    precision: str = "32-true"
+    parts: tuple[str, ...] = ()
+    averages: str = ""
+    epochs: int = 2
+    batches: int = 5
+    validates: Optional[int] = None
+    saves: Optional[tuple[str, int]] = None
+    silent: Optional[tuple[int, int]] = None
+    skips: Optional[int] = None
+    may_not_matter: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        said = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"Training({', '.join(said)})"
+
+    def but(self, **changes: Any) -> "Training":
+        """Return it with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def subject(self) -> Compressor:
+        """The compressor."""
+        return COMPRESSORS.resolve(STRATEGIES[self.strategy]()["compressor"])
+
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas are different models between two exchanges."""
+        return self.local is not None or not agrees(self.subject)
+
+    @property
+    def has_adam(self) -> bool:
+        """Whether the optimizer is of Adam's kind."""
+        return self.optimizer in ("adamw", "amsgrad")
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether SGD's momentum is accumulated before selection."""
+        return self.subject.feedback.momentum is not None or "MomentumCorrection" in self.callbacks
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether Lightning and DDP can do it.
+
+        Several optimizers are stepped by hand, what is not used is looked for, and nothing is validated between two
+        batches of a step by hand: Lightning would drop their gradients.
+        """
+        needs_search = "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
+        drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
+        return (self.finds_unused or not needs_search) and (self.optimizers == 1 or self.by_hand != "") and not drops
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether nothing that is measured, or decided anew after a restart, changes its numbers."""
+        return self.strategy != "auto"
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether files hold all that there is: of buffers, those of rank 0.
+
+        By hand, and where batches are accumulated, DDP does not make them alike before each forward.
+        """
+        keeps_own = (self.by_hand or self.accumulates > 1) and self.local is None
+        has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
+        return self.is_reproducible and not has_own and self.averages != "SWA"  # from which DDP does not go on, either
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether DDP trains the same model where everything is sent."""
+        if not is_exact(self.subject) or "thawing" in self.parts:
+            return False  # DDP itself has no word for the second
+        # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
+        # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
+        is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
+        return not (self.has_momentum and is_other and self.optimizer != "sgd")
+
+    def variants(self) -> "dict[str, Training]":
+        """Return what must end alike, by name.
+
+        ``"plain"`` is without what may not matter, ``"all"`` with it, ``"resumed"`` goes on from the file of that,
+        ``"whole"`` has everything sent, ``"ddp"`` is the same behind DDP.
+        """
+        found = {"plain": self.but(may_not_matter=())}
+        if self.may_not_matter:
+            found["all"] = self
+        if self.saves is not None and self.is_resumable:
+            found["resumed"] = self
+        if self.has_twin:
+            of_model = tuple(name for name in self.may_not_matter if name in _OF_MODEL)
+            found["whole"] = self.but(density=1.0, wire="float32", local=None, saves=None, callbacks=())
+            found["ddp"] = found["whole"].but(may_not_matter=of_model)
+        return found
+
+
+STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{name: lambda name=name: {"compressor": name} for name in COMPRESSORS.names()},  # type: ignore[misc]
+    "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
+    "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
+    "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
+    "auto": lambda: {"compressor": "lags", "schedule": "auto"},
+}
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "MomentumCorrection": MomentumCorrection,
+    "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(budget=2.0)], max_density=0.5, every_n_steps=2),
+}
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "EMA": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.1, weight_decay=1e-2),
+    # Without decay, which has another weight where momentum is accumulated before selection.
+    "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+    # The second moment learns within the few steps that there are; eps keeps roundings from becoming steps.
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3),
+    "amsgrad": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
+}
+
+
+# What changes no bit ----------------------------------------------------------------------------------------------
+
+# Of the strategy, an argument that takes the drawn one's place.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "layerwise": {"schedule": "layerwise"},
+    "single": {"schedule": "single"},
+    "merged": {"schedule": "merged"},
+    "greedy": {"schedule": "greedy"},
+    "exchange after backward": {"overlaps_backward": False},
+    "gradients of their own": {"gradient_as_bucket_view": False},
+}
+_OBSERVERS: dict[str, Callable[[str], Callback]] = {
+    "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
+    "AssumptionMonitor": lambda folder: AssumptionMonitor(every_n_steps=2),
+    "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
+    "OverlapTimeline": lambda folder: OverlapTimeline(every_n_steps=2, path=f"{folder}/timeline.json", pictures=False),
+    "average at validation": lambda folder: AverageAtValidation(),
+    "rank 0 alone looks": lambda folder: LookingAlone(),
+    "a rank dawdles": lambda folder: Dawdling(),
+    "memory moves before forward": lambda folder: MovingMemory("on_train_batch_start"),
+    "memory moves before the step": lambda folder: MovingMemory("on_before_optimizer_step"),
+}
+_WAYS = ("buffers assigned", "weights at fit start", "weights at train start")
+_OF_MODEL = (*_WAYS, "memory moves before forward", "memory moves before the step")  # with DDP, too
+MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, *_WAYS, "exchanges dawdle")
+
+
+class AverageAtValidation(Callback):
+    """The commonest average at home: swap at the start of validation, and swap back at its end.
+
+    Attributes:
+        failures: what was validated was not the average, or what is trained did not come back.
+    """
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.failures = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Average."""
+        for name, parameter in pl_module.named_parameters():
+            known = self.average.setdefault(name, parameter.detach().clone())
+            known.lerp_(parameter.detach(), 0.1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap."""
+        self.own = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+        self._write(pl_module, self.average)
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Check that the average is validated."""
+        self.failures += any(
+            not torch.equal(parameter, self.average[name])
+            for name, parameter in pl_module.named_parameters()
+            if name in self.average
+        )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap back."""
+        self._write(pl_module, self.own)
+
+    @staticmethod
+    @torch.no_grad()
+    def _write(pl_module: LightningModule, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if name in tensors:
+                parameter.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with it."""
+        self.average = state_dict["average"]
+
+
+class LookingAlone(Callback):
+    """Rank 0 asks for what the strategy knows; the others do not."""
+
+    def on_train_batch_end(self, trainer: Trainer, *batch: Any) -> None:
+        """Look."""
+        if trainer.is_global_zero and isinstance(trainer.strategy, SparseDDPStrategy):
+            trainer.strategy.compression_stats()
+            trainer.strategy.exchange_plan()
+
+
+class Dawdling(Callback):
+    """A rank is late here, another one there."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Wait, one rank after the other."""
+        if batch_idx % trainer.world_size == trainer.global_rank:
+            time.sleep(0.02)
+
+
+class MovingMemory(Callback):
+    """Give all parameters other memory in a hook, as ``vector_to_parameters`` and ``flatten_parameters`` do."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._move)
+
+    def _move(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data = parameter.data.clone()
+
+
+# The model --------------------------------------------------------------------------------------------------------
+
+PARTS = (
+    "frozen",
+    "thawing",
+    "tied",
+    "never used",
+    "used by a rank",
+    "used by turns",
+    "running mean",
+    "mask",
+    "normalized",
+    "counter",
+    "teacher",
+    "written by hand",
+)
+
+
+class Drawn(LightningModule):
+    """A model of about 200 parameters, and the loop that was drawn for it.
+
+    Attributes:
+        batches_seen: what it was after each batch.
+        validated: what was validated.
+    """
+
+    def __init__(self, training: Training, goes_on: bool = False) -> None:
+        super().__init__()
+        self.drawn = training
+        self.goes_on = goes_on
+        self.automatic_optimization = not training.by_hand
+        self._build(training.seed)
+        if self._writes_weights and not goes_on:
+            self._right = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+            self._write({name: parameter + 0.5 for name, parameter in self._right.items()})
+        self.batches_seen: list[State] = []
+        self.validated: list[State] = []
+
+    def _build(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        parts = self.drawn.parts
+        self.first = nn.Linear(WIDTH, 8, bias="normalized" not in parts)
+        self.norm = nn.BatchNorm1d(8) if "normalized" in parts else nn.Identity()
+        self.middle = nn.Linear(8, 8)
+        if "tied" in parts:
+            self.again = nn.Linear(8, 8)
+            self.again.weight = self.middle.weight
+        if self._seldom:
+            self.seldom = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, WIDTH)
+        if "teacher" in parts:
+            self.teacher = deepcopy(self.first).requires_grad_(False)
+        if "frozen" in parts or "thawing" in parts:
+            self.middle.requires_grad_(False)
+        if "mask" in parts:
+            self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+        if "running mean" in parts:
+            self.register_buffer("mean", torch.zeros(8))
+        if "counter" in parts:
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def _seldom(self) -> str:
+        return next((part for part in self.drawn.parts if "used" in part), "")
+
+    @property
+    def _writes_weights(self) -> bool:
+        return any("weights at" in name for name in self.drawn.may_not_matter)
+
+    @torch.no_grad()
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.copy_(tensors[name])
+
+    # The loop.
+
+    def rows(self, batch_index: int) -> Tensor:
+        """Return what this rank, and nobody else, trains on now."""
+        number = 1000 * self.current_epoch + 10 * batch_index + self.global_rank
+        generator = torch.Generator().manual_seed(100_000 * self.drawn.seed + number)
+        return torch.randn(5, WIDTH, generator=generator).to(self.device, self.dtype)
+
+    def forward(self, rows: Tensor, batch_index: int) -> Tensor:
+        """Return the error of each element."""
+        parts = self.drawn.parts
+        hidden = torch.tanh(self.norm(self.first(rows)))
+        error = torch.zeros((), device=rows.device)
+        if "teacher" in parts:
+            error = (hidden - torch.tanh(self.teacher(rows))).square().mean()
+        hidden = hidden + torch.tanh(self.middle(hidden))
+        if "tied" in parts:
+            hidden = hidden + torch.tanh(self.again(hidden))
+        used = self._seldom
+        if (used == "used by a rank" and self.global_rank == 0) or (used == "used by turns" and batch_index % 2):
+            hidden = hidden + torch.tanh(self.seldom(hidden))
+        if "mask" in parts:
+            hidden = hidden @ torch.softmax(self.mask, dim=1)
+        if "running mean" in parts:
+            if self.training:
+                self._follow("mean", hidden.detach().mean(dim=0))
+            hidden = hidden - self.mean
+        if "counter" in parts and self.training:
+            self.count += 1
+        return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
+
+    def _follow(self, name: str, new: Tensor) -> None:
+        buffer = getattr(self, name)
+        followed = 0.9 * buffer + 0.1 * new.to(buffer.dtype)
+        if "buffers assigned" in self.drawn.may_not_matter:
+            setattr(self, name, followed)
+        else:
+            buffer.copy_(followed)
+
+    def training_step(self, batch: Any, batch_index: int) -> Optional[Tensor]:
+        """Train as was drawn."""
+        if not self.drawn.by_hand:
+            return self._loss(batch_index, 0, 1)
+        if self.drawn.skips == batch_index:
+            return None
+        optimizers = self.optimizers()
+        self._step_by_hand(optimizers if isinstance(optimizers, list) else [optimizers], batch_index)
+        return None
+
+    def _step_by_hand(self, optimizers: list[Any], batch_index: int) -> None:
+        drawn = self.drawn
+        is_first, is_last = batch_index % drawn.accumulates == 0, (batch_index + 1) % drawn.accumulates == 0
+        if drawn.by_hand == "together":
+            for optimizer in optimizers if is_first else ():
+                optimizer.zero_grad()
+            for piece in range(drawn.backwards):
+                self.manual_backward(self._loss(batch_index, piece, drawn.backwards))
+            for number, optimizer in enumerate(optimizers if is_last else ()):
+                self._step(optimizer, number)
+            return
+        for number, optimizer in enumerate(optimizers):
+            if "by turns" in drawn.by_hand and batch_index % len(optimizers) != number:
+                continue
+            toggled = optimizer.toggle_model(sync_grad=is_last or drawn.syncs)
+            with toggled if "toggled" in drawn.by_hand else nullcontext():
+                self._train(optimizer, batch_index, is_first, is_last, number)
+
+    def _train(self, optimizer: Any, batch_index: int, is_first: bool, is_last: bool, number: int) -> None:
+        if is_first:
+            optimizer.zero_grad()
+        for piece in range(self.drawn.backwards):
+            self.manual_backward(self._loss(batch_index, piece + number, self.drawn.backwards))
+        if is_last:
+            self._step(optimizer, number)
+
+    def _step(self, optimizer: Any, number: int) -> None:
+        drawn = self.drawn
+        if drawn.clips is not None:
+            self.clip_gradients(optimizer, drawn.clips, "norm")
+        (optimizer.optimizer if drawn.steps_bare else optimizer).step()
+        if drawn.falls:
+            schedulers = self.lr_schedulers()
+            (schedulers[number] if isinstance(schedulers, list) else schedulers).step()
+
+    def _loss(self, batch_index: int, piece: int, pieces: int) -> Tensor:
+        drawn = self.drawn
+        error = self.forward(self.rows(batch_index), batch_index)
+        weight = 1.0 + piece
+        loss = weight * error[piece % 5 :: max(2, pieces)].mean() if pieces > 1 else weight * error.mean()
+        if drawn.silent == (self.global_rank, batch_index):
+            loss = loss * 0
+        return loss / (pieces * (drawn.accumulates if drawn.by_hand else 1))
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        """Note what is validated."""
+        if not self.trainer.sanity_checking:
+            self.forward(self.rows(batch_index), batch_index)
+            self.validated.append(self.state())
+
+    def configure_optimizers(self) -> Any:
+        """Share the layers out."""
+        drawn = self.drawn
+        names = [name for name in ("first", "head", "norm", "seldom", "middle", "again") if hasattr(self, name)]
+        children = [child for child in map(self.get_submodule, names) if any(True for _ in child.parameters())]
+        layers: list[list[nn.Parameter]] = [[] for _ in range(drawn.optimizers)]
+        for number, child in enumerate(children):
+            owned = set(chain.from_iterable(layers))  # of layers that are tied
+            layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
+        for number, mine in enumerate(layers):
+            if number == 0 or drawn.shares:
+                mine.append(self.scale)
+        optimizers = [OPTIMIZERS[drawn.optimizer](mine) for mine in layers]
+        if not drawn.falls:
+            return optimizers
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+        return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
+
+    # What happens beside it.
+
+    def _write_once(self, when: str) -> None:
+        if not self.goes_on and f"weights at {when} start" in self.drawn.may_not_matter and self._right:
+            self._write({name: each.to(self.device) for name, each in self._right.items()})
+            self._right = {}
+
+    def on_fit_start(self) -> None:
+        """Load weights."""
+        self._write_once("fit")
+
+    def on_train_start(self) -> None:
+        """Load weights."""
+        self._write_once("train")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Unfreeze, and freeze again."""
+        if "thawing" in self.drawn.parts:
+            self.middle.requires_grad_(self.current_epoch % 2 == 1)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let the teacher follow, write what is written by hand, take notes."""
+        drawn = self.drawn
+        if "teacher" in drawn.parts:
+            for teacher, student in zip(self.teacher.parameters(), self.first.parameters()):
+                teacher.lerp_(student, 0.1)
+        if "written by hand" in drawn.parts:
+            self.head.weight.clamp_(-0.4, 0.4)
+        self.batches_seen.append(self.state())
+        self.saver.count(self.trainer, "batch")  # callbacks come before this hook
+
+    def state(self) -> State:
+        """Return what the model holds."""
+        return state(chain(self.named_parameters(), self.named_buffers()))
+
+    def train_dataloader(self) -> Any:
+        """Return so many numbers as there are batches; rows follow from them."""
+        return DataLoader(range(self.drawn.batches), batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        """Return a batch."""
+        return DataLoader(range(1), batch_size=None)
+
+
+def state(tensors: Any) -> State:
+    """Return what tensors hold."""
+    return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
+
+
+# Running ----------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What a training did on a rank.
+
+    Attributes:
+        batches: the model after each batch.
+        validated: the model that was validated.
+        saved: the model that this rank would write into the file.
+        end: the model at the end.
+        optimizers: their states at the end.
+        failures: what callbacks have found.
+    """
+
+    batches: list[State]
+    validated: list[State]
+    saved: State
+    end: State
+    optimizers: list[Any]
+    failures: int
+
+
+class Saver(Callback):
+    """Save where it was drawn."""
+
+    def __init__(self, point: Optional[tuple[str, int]], path: str) -> None:
+        self.point, self.path = point, path
+        self.counts = {"batch": 0, "validation": 0, "epoch": 0}
+        self.saved: State = {}
+
+    def count(self, trainer: Trainer, what: str) -> None:
+        """Count, and save."""
+        self.counts[what] += 1
+        if self.point == (what, self.counts[what]):
+            trainer.save_checkpoint(self.path)
+            # The file is rank 0's; what the others would have written has to be the same.
+            self.saved = state(trainer.strategy.lightning_module_state_dict().items())
+
+    def on_validation_end(self, trainer: Trainer, *rest: Any) -> None:
+        """Save."""
+        if not trainer.sanity_checking:
+            self.count(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """Save."""
+        self.count(trainer, "epoch")
+
+
+def build_strategy(training: Training, is_ddp: bool = False) -> DDPStrategy:
+    """Build the strategy that was drawn, or DDP's for the same model."""
+    common: dict[str, Any] = {"find_unused_parameters": True} if training.finds_unused else {}
+    if is_ddp:
+        return DDPStrategy(gradient_as_bucket_view=True, **common)
+    density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
+    local = {} if training.local is None else training.local._asdict()
+    if local:
+        local["local_steps"] = local.pop("every")
+    arguments = {
+        "schedule": training.schedule,
+        "wire": training.wire,
+        "exchange": training.exchange,
+        "levels": training.levels,
+        "optimizer_correction": training.correction,
+    }
+    for name in training.may_not_matter:
+        arguments |= _ARGUMENTS.get(name, {})
+    return SparseDDPStrategy(**{**arguments, **density, **local, **common, **STRATEGIES[training.strategy]()})
+
+
+def fit(
+    rank: int, training: Training, folder: str, goes_on_from: Optional[str] = None, is_ddp: bool = False
+) -> Outcome:
+    """Train what was drawn; go on from a file if one is given."""
+    model = Drawn(training, goes_on=goes_on_from is not None)
+    model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
+    observers = [build(folder) for name, build in _OBSERVERS.items() if name in training.may_not_matter]
+    callbacks = [] if is_ddp else [CALLBACKS[name]() for name in training.callbacks]
+    averages = [AVERAGES[training.averages]()] if training.averages else []
+    automatic = {} if training.by_hand else {"accumulate_grad_batches": training.accumulates}
+    if not training.by_hand and training.clips is not None:
+        automatic["gradient_clip_val"] = training.clips
+    validates = {} if training.validates is None else {"val_check_interval": training.validates}
+    trainer = make_trainer(
+        rank,
+        build_strategy(training, is_ddp),
+        node_ranks=training.ranks // training.nodes,
+        callbacks=[*callbacks, *averages, *observers, saver],
+        max_epochs=training.epochs,
+        limit_val_batches=len(validates),
+        num_sanity_val_steps=len(validates),
+        precision=training.precision,
+        logger=DummyLogger() if "CompressionMonitor" in training.may_not_matter else False,
+        log_every_n_steps=2,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **automatic,
+        **validates,
+    )
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    dawdles = "exchanges dawdle" in training.may_not_matter
+    with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
+        trainer.fit(model, ckpt_path=goes_on_from)
+    failures = sum(getattr(each, "failures", 0) for each in observers)
+    states = [_optimizer_state(each) for each in trainer.optimizers]
+    return Outcome(model.batches_seen, model.validated, saver.saved, model.state(), states, failures)
+
+
+def _optimizer_state(optimizer: Optimizer) -> Any:
+    return [
+        {name: each.flatten().tolist() if isinstance(each, Tensor) else each for name, each in of_one.items()}
+        for of_one in optimizer.state_dict()["state"].values()
+    ]
+
+
+def train(rank: int, training: Training, folder: str) -> dict[str, Outcome]:
+    """Train what must end alike; a file that was not written, as training ended before, is not gone on from."""
+    outcomes: dict[str, Outcome] = {}
+    for name, each in training.variants().items():
+        first = "all" if "all" in outcomes else "plain"
+        if name != "resumed":
+            outcomes[name] = fit(rank, each, f"{folder}/{name}", is_ddp=name == "ddp")
+        elif outcomes[first].saved:
+            outcomes[name] = fit(rank, each, f"{folder}/{name}", goes_on_from=f"{folder}/{first}/mid.ckpt")
+    return outcomes
+
+
+def refused(rank: int, training: Training, folder: str) -> str:
+    """Train what is refused; return the message."""
+    try:
+        fit(rank, training, folder)
+    except Exception as error:
+        return str(error)
+    return "was not refused"
+
+
+# Drawing ----------------------------------------------------------------------------------------------------------
+
+
+def keeps_nothing(compressor: Compressor) -> bool:
+    """Tell whether nothing waits for another step."""
+    return compressor.is_lossless or not keeps(compressor)
+
+
+# What documented limits refuse, and what the message has to say.
+REFUSALS: Mapping[str, Callable[[Training], bool]] = {
+    "averages replicas by a period of its own": lambda it: it.local is not None and not agrees(it.subject),
+    "act on gradients, which are not exchanged": (
+        lambda it: it.local is not None and it.subject.feedback.momentum is not None
+    ),
+    "leaves nothing of an exchange to hide": lambda it: it.local is not None and it.strategy == "auto",
+    "optimizers see whole gradients": lambda it: it.local is not None and isinstance(it.correction, AdamCorrection),
+    "which leaves nothing waiting": (
+        lambda it: it.local is not None and it.local.residual_decay < 1 and keeps_nothing(it.subject)
+    ),
+    "rounds of local steps exchange changes": lambda it: it.local is not None and "MomentumCorrection" in it.callbacks,
+    "rounds of local steps exchange none": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
+    "it writes the values of a fixed number": (
+        lambda it: "bit" in it.wire and not (it.subject.wire_format == "gather" and it.subject.fills_selection)
+    ),
+    "whose selections travel in a way of their own": (
+        lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"
+    ),
+    "levels=2 was given, but": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED),
+    "AdamCorrection": (
+        lambda it: (
+            isinstance(it.correction, AdamCorrection)
+            and (not it.has_adam or keeps_nothing(it.subject) or not agrees(it.subject))
+        )
+    ),
+    "choose torch.optim.SGD": (
+        lambda it: it.has_adam and it.correction is None and it.subject.feedback.momentum is not None
+    ),
+}
+_SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "auto")  # on two levels
+
+
+def refusals(training: Training) -> list[str]:
+    """Return what the message of its refusal may say; nothing if it is not refused."""
+    return [message for message, is_refused in REFUSALS.items() if is_refused(training)]
+
+
+def drawn(seed: int) -> Training:
+    """Draw a training that is not refused."""
+    training = drawn_freely(seed)
+    for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
+        if refusals(training):
+            training = training.but(**{name: Training.__dataclass_fields__[name].default})
+    assert training.is_possible
+    assert not refusals(training)
+    return training
+
+
+def drawn_to_be_refused(message: str) -> Training:
+    """Draw a training of which a documented limit refuses one thing alone, so that the message is about that."""
+    found = (training for seed in count() if refusals(training := drawn_freely(seed)) == [message])
+    return next(found)
+
+
+def simpler(training: Training, name: str) -> Iterator[Training]:
+    """Yield trainings that have less in one field, the plainest first."""
+    value, default = getattr(training, name), Training.__dataclass_fields__[name].default
+    if value == default:
+        return
+    yield training.but(**{name: default})
+    if isinstance(value, LocalSteps):
+        for each, plain in LocalSteps(value.every)._asdict().items():
+            if plain != getattr(value, each):
+                yield training.but(local=value._replace(**{each: plain}))
+    elif name in ("callbacks", "parts", "may_not_matter"):
+        yield from (training.but(**{name: (each,)}) for each in value)
+        yield from (training.but(**{name: tuple(other for other in value if other != each)}) for each in value)
+    elif name in ("epochs", "batches"):
+        yield training.but(**{name: value - 1})
+
+
+def minimal(training: Training, fails: Callable[[Training], bool], seconds: float) -> Training:
+    """Leave out of a training, for so many seconds, what it needs not to fail; nothing that makes it another matter."""
+    end, before = time.monotonic() + seconds, None
+    while training != before:
+        before = training
+        for field in reversed(dataclasses.fields(Training)[1:]):
+            each = (
+                each
+                for each in simpler(training, field.name)
+                if time.monotonic() < end and each.is_possible and not refusals(each) and fails(each)
+            )
+            training = next(each, training)
+    return training
+
+
+def drawn_freely(seed: int) -> Training:
+    """Draw a training, whatever is refused."""
+    chance = random.Random(seed)
+    pick: Callable[[Any], Any] = chance.choice
+
+    def seldom(share: float) -> bool:
+        return chance.random() < share
+
+    strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
+    is_local = seldom(0.35)
+    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad"])
+    local = _local(chance, strategy) if is_local else None
+    optimizers = pick([1, 1, 2, 2, 3])
+    by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
+    parts = tuple(part for part in PARTS if seldom(0.15))
+    unused = [part for part in parts if "used" in part]
+    parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
+    accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
+    epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
+    validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
+    points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
+    nodes = pick([1, 1, 1, 1, 2])
+    correction: Any = "auto"
+    if optimizer in ("adamw", "amsgrad"):
+        corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
+        correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
+    falls = seldom(0.3)
+    averages = pick(["EMA", "SWA"]) if seldom(0.15) else ""
+    training = Training(
+        seed=seed,
+        ranks=4 if nodes == 2 else pick([2, 2, 2, 3]),
+        nodes=nodes,
+        strategy=strategy,
+        density=pick([0.05, 0.1, 0.3]),
+        wire=pick(["float32", "float32", "bfloat16", "float16", "4bit", "2bit"]),
+        schedule=pick(["layerwise", "single"]),
+        exchange=pick(["auto", "auto", "gather", "owners"]),
+        levels=pick(["auto", 1, 2]) if nodes == 2 else 1,
+        correction=correction,
+        local=local,
+        callbacks=_callbacks(chance, strategy, optimizer),
+        finds_unused=seldom(0.2),
+        optimizer=optimizer,
+        optimizers=optimizers,
+        by_hand=by_hand,
+        shares=optimizers > 1 and (seldom(0.3) or bool({"frozen", "thawing"} & {*parts})),
+        backwards=pick([1, 1, 2, 3]) if by_hand else 1,
+        accumulates=accumulates,
+        syncs=seldom(0.5),
+        steps_bare=bool(by_hand) and seldom(0.15),
+        clips=pick([0.05, 0.5]) if seldom(0.25) else None,
+        falls=falls,
+        precision=pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"]),
+        parts=parts,
+        averages=averages if not (by_hand or falls) else averages and "EMA",
+        epochs=epochs,
+        batches=batches,
+        validates=validates,
+        saves=(pick(points), chance.randint(1, epochs * batches)) if seldom(0.6) else None,
+        silent=(0, chance.randrange(batches)) if seldom(0.15) else None,
+        skips=chance.randrange(batches) if by_hand and seldom(0.1) else None,
+    )
+    training = training if training.is_possible else training.but(finds_unused=True)
+    return training.but(may_not_matter=tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name)))
+
+
+def _local(chance: random.Random, strategy: str) -> LocalSteps:
+    every = chance.choice([2, 2, 3, 4])
+    momentum = chance.choice([0.0, 0.0, 0.5])
+    return LocalSteps(
+        every,
+        outer_lr=chance.choice([1.0, 1.0, 0.7]),
+        outer_momentum=momentum,
+        nesterov=momentum > 0 and chance.random() < 0.5,
+        residual_decay=0.9 if chance.random() < (0.05 if strategy in ("dense", "qsgd") else 0.3) else 1.0,
+        overlap_steps=chance.choice([0, 0, *range(1, every)]),
+        fragments=chance.choice([1, 1, *range(2, every + 1)]),
+        synchronous_steps=chance.choice([0, 0, 0, 2]),
+    )
+
+
+def _callbacks(chance: random.Random, strategy: str, optimizer: str) -> tuple[str, ...]:
+    takes = {"MomentumCorrection": ("topk", "lags", "omgs"), "AdaptiveDensity": ("topk", "lags", "dgc")}
+    fits = {"MomentumCorrection": optimizer == "momentum", "AdaptiveDensity": True}
+    return tuple(name for name in CALLBACKS if strategy in takes[name] and fits[name] and chance.random() < 0.15)
+
+
+def _can(training: Training, name: str) -> bool:
+    """Tell whether something changes no bit of a training, as pages say."""
+    if name in ("layerwise", "single", "merged", "greedy"):
+        return training.strategy != "auto" and is_grouping_free(training.subject)
+    if name == "OverlapTimeline":
+        return training.local is None
+    if name == "ReplicaSentinel":
+        return not training.drifts
+    if name == "AssumptionMonitor":
+        return training.subject.default_density is not None
+    if name == "average at validation":
+        return training.validates is not None and agrees(training.subject) and not training.averages
+    if "weights at" in name:
+        return "teacher" not in training.parts and not training.averages  # which copy the model before that
+    return True

@@ -1,0 +1,176 @@
+"""Trainings drawn at random: whatever people do, ranks train one model, and what may not matter changes no bit.
+
+A failure prints the :class:`~tests.helpers.random_trainings.Training` that was drawn, and what is left of it when all
+is taken away that it needs not to fail: ``python -m tests.test_trainings "Training(...)"`` runs one.
+``LIGHTNING_SPARSE_FAULTS=1`` draws other ones, and more; ``LIGHTNING_SPARSE_DRAWS=200:300`` those of these numbers.
+"""
+
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.pool import Pool, RemoteError
+from tests.helpers import random_trainings
+from tests.helpers.random_trainings import (
+    MAY_NOT_MATTER,
+    PARTS,
+    REFUSALS,
+    STRATEGIES,
+    Outcome,
+    Training,
+    drawn,
+    drawn_to_be_refused,
+    minimal,
+    refused,
+    train,
+)
+
+_DRAWS = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "0:100")
+_SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
+_PATIENCE = 10.0  # after the first of them has an answer
+_CUTTING_SECONDS = 90.0
+_AVERAGED = ("mean", "mask", "running_mean", "running_var")  # buffers of which replicas that drift have one value
+_OWN = ("count", "num_batches_tracked")  # those that are each rank's own, as with DDP between two forwards
+# Two sums of a few numbers in another order, through some 18 steps.
+_TOLERANCES = {"sgd": 1e-5, "momentum": 1e-5, "adamw": 1e-4, "amsgrad": 1e-4}
+_NARROW_TOLERANCE = 0.1  # roundings of bfloat16, and what comes of them
+
+
+def unlike(training: Training, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield where ranks are not one model, and what is not finite or was not validated."""
+    for name, values in outcomes[0].end.items():
+        if name != "mask" and not all(map(math.isfinite, values)):
+            yield f"{name} is not finite"
+    left_out = _OWN if training.drifts else _OWN + _AVERAGED
+    # What callbacks average, and show instead, is of each rank's own model.
+    shows_own = training.drifts and (training.averages or "average at validation" in training.may_not_matter)
+    places = {
+        "batch": [[] if training.drifts else outcome.batches for outcome in outcomes],
+        "validation": [[] if shows_own else outcome.validated for outcome in outcomes],
+        "save": [[outcome.saved] for outcome in outcomes],
+        "end": [[outcome.end] for outcome in outcomes],
+    }
+    for place, states_of in places.items():
+        for number, states in enumerate(zip(*states_of, strict=True), 1):
+            first, *others = (
+                {
+                    name: values
+                    for name, values in state.items()
+                    # With local steps a teacher is averaged from the end of the first round on.
+                    if name.rpartition(".")[2] not in left_out
+                    and not (training.local and place != "end" and name.startswith("teacher"))
+                }
+                for state in states
+            )
+            apart = {place.split("[")[0] for other in others for place in differences(first, other)}
+            if apart:
+                yield f"{place} {number}: ranks are not one model: {', '.join(sorted(apart))}"
+                break
+    if any(outcome.failures for outcome in outcomes):
+        yield "what was validated was not the average that a callback had put there"
+
+
+def other_bits(one: Outcome, other: Outcome) -> Iterator[str]:
+    """Yield the first difference of two trainings, of which the second may have begun later."""
+    skipped = len(one.batches) - len(other.batches)
+    for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
+        if found := differences(ours, theirs):
+            yield f"batch {number} has other numbers: {found[0]}, and {len(found) - 1} more"
+            return
+    if found := differences([one.end, one.optimizers], [other.end, other.optimizers]):
+        yield f"the end has other numbers: {found[0]}, and {len(found) - 1} more"
+
+
+def far(training: Training, one: Outcome, other: Outcome) -> Iterator[str]:
+    """Yield the first batch after which two trainings are further apart than roundings explain."""
+    tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES[training.optimizer]
+    for number, (ours, theirs) in enumerate(zip(one.batches, other.batches, strict=True), 1):
+        distances = {name: _distance(values, theirs[name]) for name, values in ours.items()}
+        if apart := [f"{name} by {each:.2g}" for name, each in distances.items() if not each <= tolerance]:
+            yield f"batch {number} is not DDP's: {', '.join(apart)}"
+            return
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(one, other, strict=True) if a != b), default=0.0)
+
+
+def findings(training: Training, ranks: Sequence[dict[str, Outcome]]) -> Iterator[str]:
+    """Yield what does not hold of a training, and of those that must end alike."""
+    for name, each in training.variants().items():
+        if name in ranks[0]:
+            yield from (f"{name}: {found}" for found in unlike(each, [outcomes[name] for outcomes in ranks]))
+    for rank, outcomes in enumerate(ranks):
+        where = f"on rank {rank}"
+        if "all" in outcomes and training.is_reproducible:
+            yield from (f"all {where}: {found}" for found in other_bits(outcomes["plain"], outcomes["all"]))
+        if "resumed" in outcomes:
+            saved = outcomes.get("all", outcomes["plain"])
+            yield from (f"resumed {where}: {found}" for found in other_bits(saved, outcomes["resumed"]))
+        if "ddp" in outcomes:
+            yield from (f"whole {where}: {found}" for found in far(training, outcomes["whole"], outcomes["ddp"]))
+
+
+def failures_of(pools: dict[int, Pool], training: Training, folder: Path) -> list[str]:
+    """Run what was drawn; return what does not hold."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            ranks = pools[training.ranks].run(train, training, place, timeout=_SECONDS, patience=_PATIENCE)
+    except RemoteError as error:
+        return [str(error)]
+    return list(findings(training, ranks))
+
+
+def kind_of(failures: Sequence[str]) -> str:
+    """Return what a failure is about: the name of an error, or of a law, and of the training that broke it."""
+    errors = [line for line in failures[0].splitlines() if re.match(r"[\w.]*(Error|Warning|Exception)\b", line)]
+    return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
+
+
+@pytest.mark.parametrize("seed", range(*map(int, _DRAWS.split(":"))))
+def test_whatever_is_drawn(pools: dict[int, Pool], tmp_path: Path, seed: int) -> None:
+    training = drawn(seed)
+    failures = failures_of(pools, training, tmp_path)
+    if not failures:
+        return
+
+    def fails_alike(simpler: Training) -> bool:
+        found = failures_of(pools, simpler, tmp_path)
+        return bool(found) and kind_of(found) == kind_of(failures)
+
+    least = minimal(training, fails_alike, _CUTTING_SECONDS)
+    pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}"]))
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_pages_say_is_refused(pools: dict[int, Pool], tmp_path: Path, message: str) -> None:
+    training = drawn_to_be_refused(message)
+    for said in pools[training.ranks].run(refused, training, str(tmp_path)):
+        assert message in said, repr(training)
+
+
+def test_draws_have_everything_in_them_and_are_few_words() -> None:
+    trainings = [drawn(seed) for seed in range(100)]
+    assert {training.strategy for training in trainings} == set(STRATEGIES)
+    assert {part for training in trainings for part in training.parts} == set(PARTS)
+    assert {name for training in trainings for name in training.may_not_matter} == set(MAY_NOT_MATTER)
+    for training in trainings:
+        assert eval(repr(training), vars(random_trainings)) == training
+
+
+if __name__ == "__main__":
+    largest = Pool(4)
+    told = failures_of(
+        {ranks: largest.first(ranks) for ranks in (1, 2, 3, 4)},
+        eval(sys.argv[1], vars(random_trainings)),
+        Path(tempfile.mkdtemp()),
+    )
+    largest.stop()
+    sys.exit("\n".join(told))
