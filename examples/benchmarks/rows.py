@@ -196,6 +196,9 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.001, AdamW, learning": _adamw(
         _top_k(0.001, optimizer_correction=AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=5))
     ),
+    "sparse_topk 0.001, AdamW, dense steps": _adamw(
+        _top_k(0.001, schedule="single", optimizer_correction=AdamCorrection(dense_steps=10_000))
+    ),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
     "sparse_diloco": _rounds(50, **_DILOCO),
     "sparse_diloco, late": _rounds(50, **_DILOCO, overlap_steps=20, fragments=2),
