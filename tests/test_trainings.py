@@ -48,7 +48,9 @@ def unlike(training: Training, outcomes: Sequence[Outcome]) -> Iterator[str]:
     for name, values in outcomes[0].end.items():
         if name != "mask" and not all(map(math.isfinite, values)):
             yield f"{name} is not finite"
-    left_out = _OWN if training.drifts else _OWN + _AVERAGED
+    # Synchronous steps are DDP's, and may be all that are made.
+    has_one = training.drifts and not (training.local is not None and training.local.synchronous_steps)
+    left_out = _OWN if has_one else _OWN + _AVERAGED
     # What callbacks average, and show instead, is of each rank's own model.
     shows_own = training.drifts and (training.averages or "average at validation" in training.may_not_matter)
     places = {

@@ -913,6 +913,8 @@ def _can(training: Training, name: str) -> bool:
     """Tell whether something changes no bit of a training, as pages say."""
     if name in ("layerwise", "single", "merged", "greedy"):
         return training.strategy != "auto" and is_grouping_free(training.subject)
+    if name == "gradients of their own":
+        return training.backwards == 1  # DDP itself, in synchronous and dense steps, rounds several otherwise then
     if name == "OverlapTimeline":
         return training.local is None
     if name == "ReplicaSentinel":
