@@ -154,6 +154,10 @@ class GradientStream(Uncopied):
         self._recorder.add_ready([local.name for local in gradients])
         self._worker.follow()  # a graph that was kept from before may write buckets of one group on several streams
         self._hold_arrived(self._known[bucket.index()])
+        # What an optimizer has stepped with may still lie there, where another one's turn has come.
+        spent = [local.gradient for local in gradients if local.is_used is False]
+        if spent:
+            self._worker.submit(partial(torch._foreach_zero_, spent))
         for local in gradients:
             self._group.append(local)
             self._group_numel += local.gradient.numel()
