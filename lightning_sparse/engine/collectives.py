@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional
 from typing_extensions import Self
@@ -254,7 +255,7 @@ def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
     """
     if isinstance(error, ExchangeError):
         return error
-    is_backends = isinstance(error, dist.DistError) or re.match(_NAMELESS, str(error))
+    is_backends = isinstance(error, DistError) or re.match(_NAMELESS, str(error))
     if not dist.is_initialized() or not isinstance(error, RuntimeError) or not is_backends or _is_of_this_rank(error):
         return None
     return ExchangeError.of(error, traceback.extract_tb(error.__traceback__)[-1].name)
