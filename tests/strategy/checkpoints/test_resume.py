@@ -126,7 +126,7 @@ def go_on_with_other_windows(rank: int, path: str) -> Any:
     """Save after two batches of three, go on in pairs; return what had gathered, and the gradients of the next step."""
     model = Idle()
     fit_numbered(rank, SparseDDPStrategy("dense"), Numbered(8, path), accumulate_grad_batches=3)
-    (part,) = Path(path).parent.rglob(f"rank_{rank:05d}.pt")
+    (part,) = Path(path).parent.rglob(f"rank_{rank:05d}.*.pt")
     fit_numbered(rank, SparseDDPStrategy("dense"), model, ckpt_path=path, accumulate_grad_batches=2)
     return torch.load(part, weights_only=True)["gradients"], model.gradients
 
