@@ -79,7 +79,7 @@ class PlanWatch(Callback):
         if isinstance(trainer.strategy, SparseDDPStrategy):
             self._plan = None if trainer.strategy.is_plain else trainer.strategy.exchange_plan()
             assert trainer.strategy.engine is not None
-            if trainer.strategy.engine.rounds is not None:
+            if trainer.strategy.is_plain or trainer.strategy.engine.rounds is not None:
                 return
             marks = trainer.strategy.engine.last_marks
             assert marks is not None
