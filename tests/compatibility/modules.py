@@ -93,6 +93,15 @@ class Adversaries(ByHand):
         return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.network, self.critic)]
 
 
+class AdversariesWithAdamW(Adversaries):
+    """The same, with AdamW."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each network."""
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (self.network, self.critic)]
+
+
 class PatientAdversaries(Adversaries):
     """The same, with gradients of two batches for a step."""
 

@@ -137,6 +137,13 @@ ROWS = (
         strategy=_SOON,
     ),
     Feature(
+        "AdamW, two optimizers that toggle (GAN), `find_unused_parameters=True`",
+        "both step in each batch",
+        checks.two_steps_a_batch,
+        module=modules.AdversariesWithAdamW,
+        strategy={"find_unused_parameters": True, **_SOON},
+    ),
+    Feature(
         "AdamW, `find_unused_parameters=True`",
         "a layer that no rank uses stays, one that a single rank uses now and then is trained",
         checks.one_step_a_batch,
