@@ -23,6 +23,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, watch_gradients
+from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import Interpreter, train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
@@ -111,19 +112,6 @@ def test_density_one_equals_ddp(
     for ours, twin in pair.run(train_both, optimizer, precision, is_joint, clip):
         for name in twin:
             torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
-
-
-class Adversaries(nn.Module):
-    """Two networks, each of which has a loss that needs both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, rows: Tensor, number: int) -> Tensor:
-        """Return the loss of one of them."""
-        made = self.maker(rows)
-        return (self.critic(made) - (1 - number)).square().mean() + number * (self.critic(rows) - 1).square().mean()
 
 
 def train_adversaries(rank: int, kind: str, strategy: Any) -> Tensors:

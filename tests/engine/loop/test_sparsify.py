@@ -21,6 +21,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import Branches, assert_mass_is_conserved
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
+from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import Interpreter, train_as_on_page
 from tests.helpers.devices import DEVICE
 
@@ -328,19 +329,6 @@ def test_parameters_may_go_unused(pair: Pool) -> None:
         assert not has_gradient
         assert moved["shared"]
         assert moved["sometimes"]
-
-
-class Adversaries(nn.Module):
-    """Two networks, each of which has a loss that needs both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, rows: Tensor, number: int) -> Tensor:
-        """Return the loss of one of them."""
-        made = self.maker(rows)
-        return (self.critic(made) - (1 - number)).square().mean() + number * (self.critic(rows) - 1).square().mean()
 
 
 def train_adversaries(
