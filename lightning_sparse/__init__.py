@@ -25,9 +25,9 @@ from lightning_sparse.registry.lightning_names import DOORS, FABRICS, present_do
 from lightning_sparse.strategy.names import register_names
 
 if TYPE_CHECKING:
-    from lightning_sparse.engine.ddp_hook import bucket_cap_mb
-    from lightning_sparse.engine.loop import Sparsifier, sparsify
+    from lightning_sparse.engine.step.hook import bucket_cap_mb
     from lightning_sparse.engine.wire import Owners
+    from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
     from lightning_sparse.strategy import SparseDDPStrategy, SparseFabricStrategy
 
@@ -37,9 +37,9 @@ __version__ = version("lightning-sparse")
 _LATER = {
     "Owners": "lightning_sparse.engine.wire",
     "Schedule": "lightning_sparse.schedule",
-    "Sparsifier": "lightning_sparse.engine.loop",
-    "bucket_cap_mb": "lightning_sparse.engine.ddp_hook",
-    "sparsify": "lightning_sparse.engine.loop",
+    "Sparsifier": "lightning_sparse.loop",
+    "bucket_cap_mb": "lightning_sparse.engine.step.hook",
+    "sparsify": "lightning_sparse.loop",
 }
 
 _MOVED = {

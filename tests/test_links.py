@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from lightning_sparse.engine.collectives import ExchangeError
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.ddp_hook import bucket_cap_mb
+from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps
 from torch.nn.parallel import DistributedDataParallel

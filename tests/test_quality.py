@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.engine.loop.optimizers import OptimizerView
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.helpers.devices import DEVICE

@@ -26,11 +26,12 @@ from typing_extensions import override
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives, rehearsed_pipeline
-from lightning_sparse.engine.loop.adam_steps import AdamSteps
-from lightning_sparse.engine.memory import AdamMemory, Memory
+from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.adam.steps import AdamSteps
+from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
 _BLOCK = (1 << 20, 1 << 10) * 4 + (1 << 10, 1 << 10, 1 << 22, 1 << 12, 1 << 22, 1 << 10, 1 << 10, 1 << 10)

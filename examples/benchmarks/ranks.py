@@ -37,9 +37,9 @@ from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.ddp_hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step import LocalGradient
+from lightning_sparse.engine.step.hook import bucket_cap_mb
+from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
 from lightning_sparse.schedule.cost.network import sent_bytes
 

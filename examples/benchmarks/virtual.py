@@ -18,15 +18,15 @@ from typing_extensions import override
 from lightning_sparse.compressors.density.table import Densities
 from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.loop.adam_steps import is_correctable
-from lightning_sparse.engine.loop.optimizers import OptimizerView
+from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import build_wires
-from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
 
 _DEVICE = torch.device("cpu")

@@ -16,19 +16,19 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.density.table import Densities
 from lightning_sparse.compressors.feedback import Clipping, Hyperparameters
 from lightning_sparse.compressors.layout import ModelLayout, layout_of
-from lightning_sparse.engine.arrived import ArrivedGradients
+from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.collectives import Collectives, Uncopied
-from lightning_sparse.engine.ddp_hook import GradientStream
-from lightning_sparse.engine.memory import AdamMemory
-from lightning_sparse.engine.node import Node
+from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder, StepMarks, plain_stats
-from lightning_sparse.engine.planner import StepPlanner
+from lightning_sparse.engine.planning.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
-from lightning_sparse.engine.rounds import Rounds
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step import Exchanged, Pipeline, StepContext
+from lightning_sparse.engine.step.arrived import ArrivedGradients
+from lightning_sparse.engine.step.hook import GradientStream
+from lightning_sparse.engine.step.node import Node
+from lightning_sparse.engine.step.step import Exchanged, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires, build_wires
-from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.schedule import Merged, Schedule
 from lightning_sparse.schedule.cost.network import dense_bytes
 from lightning_sparse.schedule.plain import plain
@@ -44,7 +44,7 @@ class Engine(Uncopied):
 
     Args:
         ddp: the wrapped model. It should have been built with the ``bucket_cap_mb`` that
-            :func:`~lightning_sparse.engine.ddp_hook.bucket_cap_mb` returns; its communication hook is registered here.
+            :func:`~lightning_sparse.engine.step.hook.bucket_cap_mb` returns; its communication hook is registered here.
         settings: what the user chose.
         timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
         say: called on rank 0 with lines for the user.

@@ -1,5 +1,6 @@
 """Settings: the user's choices, checked."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Optional, Union
 
@@ -14,10 +15,12 @@ from lightning_sparse.compressors.feedback import (
     AdamCorrection,
     Clipping,
     ErrorFeedback,
+    Hyperparameters,
     falling_density,
     same_everywhere,
 )
-from lightning_sparse.engine.memory import Memory, NoMemory, build_memory
+from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.memory import Memory, MomentumMemory, NoMemory, ResidualMemory
 from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_values
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
@@ -319,14 +322,31 @@ class Settings:
         ranks: int,
         share_of: Optional[Callable[[Tensor], Tensor]] = None,
     ) -> Memory:
-        """Choose the memory: what the compressor asks for, or none where nothing can be left over.
+        """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
-        Arguments are those of :func:`~lightning_sparse.engine.memory.build_memory`.
+        Args:
+            gradient_dtypes: of the gradients that are exchanged.
+            ranks: how many ranks the gradient is averaged over: the norm of a mean of that many independent gradients
+                is smaller by its square root, and a local clip has to allow for it.
+            share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
-        if self.compressor.is_lossless and wire_is_exact and self.feedback == ErrorFeedback():
+        feedback = self.feedback
+        if not feedback.keeps_residual:
             return NoMemory()
-        return build_memory(self.feedback, ranks, share_of)
+        if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
+            return NoMemory()
+        if feedback.adam is not None:
+            clip = Clipping(feedback.clip_norm, feedback.clip_value)
+            return AdamMemory(ranks, feedback.adam.refresh_steps, clip, feedback.follows_learning_rate, share_of)
+        local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
+        if feedback.momentum is None:
+            return ResidualMemory(local_clip_norm, feedback.follows_learning_rate, feedback.decay)
+        is_unknown = feedback.momentum == FROM_OPTIMIZER
+        without_optimizer = Hyperparameters(0.0, 0.0 if is_unknown else float(feedback.momentum), feedback.nesterov)
+        return MomentumMemory(
+            without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.follows_learning_rate
+        )
 
 
 def _check_correction(compressor: Compressor, correction: ErrorFeedback) -> None:

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.engine.loop.sparsify import Sparsifier
+from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.schedule import Plan
 from lightning_sparse.schedule import Schedule

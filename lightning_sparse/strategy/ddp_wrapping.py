@@ -9,8 +9,8 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.ddp_hook import bucket_cap_mb
-from lightning_sparse.engine.loop.checks import check_reducer
+from lightning_sparse.engine.step.hook import bucket_cap_mb
+from lightning_sparse.loop.checks import check_reducer
 from lightning_sparse.strategy.trained import TrainedParameters
 
 # The buckets along which torch.compile cuts its graph; DDP's own default.

@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping
-from lightning_sparse.engine.loop.optimizers import handled
-from lightning_sparse.engine.loop.sparsify import Sparsifier, check_facts, check_settings, start
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.optimizers import handled
+from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings, start
 from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy.checkpoints import (

@@ -11,7 +11,7 @@ from lightning_sparse.schedule.plain import plain, plan_from
 from lightning_sparse.strategy.whereabouts import told
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategy.strategy import SparseDDPStrategy
+    from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _KEY = "lightning_sparse"
 

@@ -8,7 +8,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.loop.optimizers import handled, waiting_gradients
+from lightning_sparse.loop.optimizers import handled, waiting_gradients
 
 
 class UnfinishedStep:

@@ -147,7 +147,7 @@ class TakingTurns:
 @contextmanager
 def changing_hands() -> Iterator[None]:
     """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
-    with patch("lightning_sparse.strategy.strategy.BackendChoice", TakingTurns):
+    with patch("lightning_sparse.strategy.trainer.BackendChoice", TakingTurns):
         yield
 
 

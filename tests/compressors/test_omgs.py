@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.compressors.group_selection import WholeSelection
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.selecting import GroupSelector, Workspace
+from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import Arrival, build_wires
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool

@@ -12,14 +12,14 @@ from unittest import mock
 
 import torch
 
-import lightning_sparse.engine.planner as planner_module
+import lightning_sparse.engine.planning.planner as planner_module
 import lightning_sparse.schedule.ways as ways_module
 import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.ddp_hook import GradientStream
-from lightning_sparse.engine.step import Pipeline
+from lightning_sparse.engine.step.hook import GradientStream
+from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.equality import differences
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -61,7 +61,7 @@ POINTS = {
     ),
     # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
-    "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
+    "planning": Point("lightning_sparse.engine.planning.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
     "changing wrappers": Point(SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),

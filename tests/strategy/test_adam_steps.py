@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors.feedback import AdamMoments, ErrorFeedback, Hyperparameters
-from lightning_sparse.engine.loop.optimizers import OptimizerView
-from lightning_sparse.engine.memory import AdamMemory
+from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients

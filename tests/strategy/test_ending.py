@@ -45,7 +45,7 @@ def fit(
     model: LightningModule = module()
     trainer = make_trainer(rank, strategy, **{"limit_val_batches": 0, **(arguments or {})})
     model.on_train_end = lambda: seen.update(strategy.compression_stats())  # type: ignore[method-assign]
-    with mock.patch("lightning_sparse.strategy.strategy.rank_zero_info", lines.append):
+    with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
         if module is Failing:
             with pytest.raises(KeyError):
                 trainer.fit(model)
@@ -137,7 +137,7 @@ def fit_auto(rank: int, steps: int) -> tuple[list[str], list[bool], dict[str, fl
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     model = Priced(nothing, much)
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
-    with mock.patch("lightning_sparse.strategy.strategy.rank_zero_info", lines.append):
+    with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
         model.fit(trainer)
     return lines, model.were_plain, strategy.compression_stats()
 

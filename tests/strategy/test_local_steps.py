@@ -681,7 +681,7 @@ def told(rank: int, local_steps: Any, arguments: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
     module = Adversaries if arguments.pop("by_hand", False) else Small
-    warn = "lightning_sparse.strategy.strategy.rank_zero_warn"
+    warn = "lightning_sparse.strategy.trainer.rank_zero_warn"
     with mock.patch(warn, lines.append), mock.patch.object(strategy, "_say", lines.append):
         run_fit(rank, strategy, module(), **arguments)
     return [line for line in lines if "rounds" in line]

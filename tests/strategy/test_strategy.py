@@ -31,8 +31,8 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
 from lightning_sparse.compressors.feedback import AdamCorrection, falling_density
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
-from lightning_sparse.engine.loop.checks import warning_of_meeting
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool

@@ -5,7 +5,7 @@ from typing import NamedTuple, Optional
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.candidates import Candidate
-from lightning_sparse.engine.rounds import fitting_steps
+from lightning_sparse.engine.local_steps import fitting_steps
 from lightning_sparse.schedule.cost.network import Network, sent_bytes
 from lightning_sparse.schedule.merge.simulator import predict
 
@@ -25,8 +25,7 @@ class SystemPrediction(NamedTuple):
         messages: groups in which the gradient travels.
         replicas_diverge: whether ranks apply different updates.
         local_steps: steps between two exchanges, over which times and bytes are averaged.
-        fitting_steps: how many would keep exchanges at :data:`~lightning_sparse.engine.rounds.COMMUNICATION_SHARE` of
-            the time, as ``local_steps="auto"`` chooses; 1 where gradients are exchanged in every step.
+        fitting_steps: how many ``local_steps="auto"`` would choose; 1 where gradients are exchanged in every step.
         complexity: see :class:`~lightning_sparse.cli.plan.Candidate`.
     """
 

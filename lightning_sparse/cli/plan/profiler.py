@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
-from lightning_sparse.engine.loop.adam_steps import is_correctable
+from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
 from lightning_sparse.schedule.comparison import spread
 

@@ -13,7 +13,7 @@ from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step import LocalGradient, Pipeline
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fit
 

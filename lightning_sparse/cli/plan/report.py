@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, alike, best_of
-from lightning_sparse.engine.loop.summary import in_bytes
+from lightning_sparse.loop.summary import in_bytes
 from lightning_sparse.schedule.cost.network import Network
 
 _HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")

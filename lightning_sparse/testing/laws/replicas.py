@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.engine.engine as engine_module
-from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.equality import assert_same

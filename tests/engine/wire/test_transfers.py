@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sparse.cli.plan import EngineSystem, Network, SettingsOf
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
-from lightning_sparse.engine.step import LocalGradient
+from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import Transfer
 from lightning_sparse.schedule.cost.network import sent_bytes
 from lightning_sparse.testing.pool import Pool

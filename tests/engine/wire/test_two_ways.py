@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.selecting import GroupSelector, Part
+from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, build_wires
 
 NUMELS = (7, 300, 1, 40)

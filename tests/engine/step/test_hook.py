@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.ddp_hook import GradientStream
+from lightning_sparse.engine.step.hook import GradientStream
 from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp

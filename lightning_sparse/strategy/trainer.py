@@ -23,10 +23,13 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import gather_apart, gather_together
-from lightning_sparse.engine.loop.adam_steps import is_correctable
-from lightning_sparse.engine.loop.checks import check_parameters, warning_of_meeting
-from lightning_sparse.engine.loop.optimizers import (
+from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
+from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
+from lightning_sparse.loop.optimizers import (
     TAKES_MOMENTUM,
     OptimizerView,
     can_correct,
@@ -36,10 +39,7 @@ from lightning_sparse.engine.loop.optimizers import (
     tells_warm_up,
     warning_for,
 )
-from lightning_sparse.engine.loop.summary import closing, summary
-from lightning_sparse.engine.rounds import Rounds
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
-from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.summary import closing, summary
 from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.backend_choice import BackendChoice

@@ -14,7 +14,7 @@ from typing import Any, Optional
 from lightning_sparse.compressors.density.table import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder, StepMarks
-from lightning_sparse.engine.step_samples import averaged
+from lightning_sparse.engine.planning.samples import averaged
 from lightning_sparse.schedule import ClosingAfter, Merged
 from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.hidden_density import hidden_densities

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.engine.selecting import Workspace
+from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.wire import Payload
 from lightning_sparse.functional import round_to
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
 from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.step_samples import averaged
+from lightning_sparse.engine.planning.samples import averaged
 
 
 class Told(EchoCollectives):

@@ -17,8 +17,9 @@ from lightning_sparse.compressors.feedback import (
     Hyperparameters,
     WarmUp,
 )
-from lightning_sparse.engine.loop.adam_steps import AdamSteps, ComingStep, is_correctable
-from lightning_sparse.engine.memory import AdamMemory, Memory
+from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
+from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.settings import Settings
 
 TAKES_MOMENTUM = (

@@ -15,8 +15,8 @@ import lightning_sparse.engine.engine as engine_module
 import lightning_sparse.strategy.ddp_wrapping as wrapping_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.ddp_hook import GradientStream
-from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.engine.step.hook import GradientStream
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
 from tests.helpers.sparse_ddp import batch, sparse_ddp

@@ -27,9 +27,9 @@ from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.replicas import ReplicaAverager, floats
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Payload
-from lightning_sparse.engine.worker import ExchangeWorker
 from lightning_sparse.functional import fingerprint, laid_flat, round_to
 from lightning_sparse.schedule import Schedule
 

@@ -1,6 +1,6 @@
 """The optimizer's part of a step whose updates were made before selection: apply what arrived, and weight decay.
 
-The rule stands at :class:`~lightning_sparse.AdamCorrection`; :mod:`lightning_sparse.engine.memory.adam` is the part
+The rule stands at :class:`~lightning_sparse.AdamCorrection`; :mod:`lightning_sparse.engine.adam.memory` is the part
 before the exchange.
 """
 
@@ -24,7 +24,7 @@ from lightning_sparse.compressors.feedback import (
     Hyperparameters,
     WarmUp,
 )
-from lightning_sparse.engine.memory import AdamMemory
+from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.base import in_widened
 from lightning_sparse.functional import apply_updates, laid_flat
 

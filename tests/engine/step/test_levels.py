@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_sparse.engine.node as node_module
+import lightning_sparse.engine.step.node as node_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import FixedSize

@@ -16,7 +16,7 @@ If anything that arrived is not finite, on any rank, no residual of the step cha
 scaler, as with DDP. Where no rank used a parameter, its residual does not change, and DDP leaves its gradient alone. A
 parameter whose density is 1 is a part of its group by itself, and is reduced whole: its residual goes with it.
 
-Where there are two levels (:class:`~lightning_sparse.engine.node.Node`), ``g`` is this rank's share of the mean
+Where there are two levels (:class:`~lightning_sparse.engine.step.node.Node`), ``g`` is this rank's share of the mean
 gradient of its node, the other ranks are those with the same share on the other nodes, and step 4 ends with handing the
 shares to the whole node.
 """
@@ -36,9 +36,9 @@ from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
-from lightning_sparse.engine.node import Node, Steps
 from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
-from lightning_sparse.engine.selecting import GroupSelector, Part
+from lightning_sparse.engine.step.node import Node, Steps
+from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
 from lightning_sparse.functional import layer_deltas, norm_of, round_to
 

@@ -517,7 +517,7 @@ def lines_said(rank: int) -> tuple[list[str], str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_sparse.engine.loop")
+    logger = logging.getLogger("lightning_sparse.loop")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with sparsified("AdamW", compressor="lags", density=0.05):

@@ -21,9 +21,11 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.loop.adam_steps import is_correctable
-from lightning_sparse.engine.loop.checks import check_parameters, check_reducer, warning_of_meeting
-from lightning_sparse.engine.loop.optimizers import (
+from lightning_sparse.engine.adam.steps import is_correctable
+from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
+from lightning_sparse.loop.optimizers import (
     TAKES_MOMENTUM,
     OptimizerView,
     can_correct,
@@ -33,9 +35,7 @@ from lightning_sparse.engine.loop.optimizers import (
     tells_warm_up,
     warning_for,
 )
-from lightning_sparse.engine.loop.summary import summary
-from lightning_sparse.engine.settings import AUTO, Settings
-from lightning_sparse.engine.wire import Owners
+from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Auto, Schedule
 
 _LOGGER = logging.getLogger(__name__)

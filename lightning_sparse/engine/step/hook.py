@@ -14,12 +14,12 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine.arrived import ArrivedGradients
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory import widened
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.step import Exchanged, LocalGradient, Pipeline
-from lightning_sparse.engine.worker import ExchangeWorker
+from lightning_sparse.engine.step.arrived import ArrivedGradients
+from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.schedule import Schedule
 
 # A bucket costs a call, a future and an event, some 15 microseconds of a CPU, so small parameters share one. They wait

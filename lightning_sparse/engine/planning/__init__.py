@@ -1,0 +1,1 @@
+"""PLANNING: which grouping of gradients is fastest, learned from finished steps."""
