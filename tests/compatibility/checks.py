@@ -18,17 +18,14 @@ CLIP = 0.01
 
 
 def steps(outcome: Outcome) -> list[int]:
-    """Return how many optimizer steps had been made after each batch."""
     return [batch.step for batch in outcome.batches]
 
 
 def rates(outcome: Outcome) -> list[float]:
-    """Return the learning rate of each step."""
     return [update.rate for update in outcome.updates]
 
 
 def windows(first: Outcome, second: Outcome) -> None:
-    """Ask for a step after four batches and after the other two, and for an exchange there, or where a round ends."""
     assert steps(first) == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
     for before, batch in zip(first.batches, first.batches[1:]):
         if batch.stats and not batch.is_plain and not before.is_plain:
@@ -38,13 +35,11 @@ def windows(first: Outcome, second: Outcome) -> None:
 
 
 def norms(first: Outcome, second: Outcome) -> None:
-    """Ask for gradients that were longer before than after clipping."""
     assert max(update.norm for update in first.updates) > CLIP
     assert max(batch.norm for batch in first.batches) == pytest.approx(CLIP, rel=1e-3)
 
 
 def fit_noting_types(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, and note in which types the network computes."""
     types = set()
     module.network[0].register_forward_hook(lambda layer, given, output: types.add(output.dtype))
     trainer.fit(module)
@@ -52,28 +47,23 @@ def fit_noting_types(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def types(first: Outcome, second: Outcome) -> None:
-    """Ask for a network that computes in bfloat16, and parameters that do not."""
     assert first.notes["types"] == {torch.bfloat16}
     assert {parameter.dtype for parameter in first.after.values()} == {torch.float32}
 
 
 def one_step_a_batch(first: Outcome, second: Outcome) -> None:
-    """Ask for a step in each of eight batches."""
     assert steps(first) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def two_steps_a_batch(first: Outcome, second: Outcome) -> None:
-    """Ask for two steps in each of eight batches."""
     assert steps(first) == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
 def two_steps_in_two_batches(first: Outcome, second: Outcome) -> None:
-    """Ask for two steps in every second of eight batches."""
     assert steps(first) == [0, 2, 2, 4, 4, 6, 6, 8]
 
 
 def fit_noting_the_wrapper(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, and note whether the wrapper of each batch took the graph to be static."""
     are_static = []
     module.on_train_batch_end = lambda *args: are_static.append(trainer.strategy.model.static_graph)
     trainer.fit(module)
@@ -81,12 +71,10 @@ def fit_noting_the_wrapper(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def static(first: Outcome, second: Outcome) -> None:
-    """Ask for a wrapper that took the graph to be static."""
     assert first.notes["are_static"] == [True] * 8
 
 
 def fit_noting_normalization(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, and note what normalises in each batch, and the statistics that it has gathered."""
     seen = []
 
     def note(*args: Any) -> None:
@@ -98,19 +86,16 @@ def fit_noting_normalization(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def normalized_together(first: Outcome, second: Outcome) -> None:
-    """Ask for statistics that are the same on both ranks after every batch, though their batches differ."""
     assert {kind for kind, _ in first.notes["seen"]} <= {"SyncBatchNorm", "NormTogether"}
     assert first.batches[0].total != second.batches[0].total
     assert first.notes["seen"] == second.notes["seen"]
 
 
 def halved_rates(first: Outcome, second: Outcome) -> None:
-    """Ask for the rates of the schedule."""
     assert rates(first) == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
 
 
 def fit_and_evaluate(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, validate, test and predict."""
     trainer.fit(module)
     fitted = weights(module)
     validated = trainer.validate(module, verbose=False)
@@ -120,7 +105,6 @@ def fit_and_evaluate(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def evaluated(first: Outcome, second: Outcome) -> None:
-    """Ask for the loss that the predictions have, on both ranks, and for parameters that stay as they were."""
     rows = Plain().val_dataloader().dataset.rows
     # A sampler gives every second row to each of two ranks.
     losses = [
@@ -135,7 +119,6 @@ def evaluated(first: Outcome, second: Outcome) -> None:
 
 
 def fit_twice(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit an epoch, and another one."""
     trainer.fit(module)
     fitted = weights(module)
     trainer.fit_loop.max_epochs += 1
@@ -144,7 +127,6 @@ def fit_twice(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def continued(first: Outcome, second: Outcome) -> None:
-    """Ask for sixteen steps, and for parameters that the last eight have moved."""
     assert steps(first) == list(range(1, 17))
     for name, parameter in first.notes["fitted"].items():
         assert torch.equal(parameter, second.notes["fitted"][name])
@@ -152,7 +134,6 @@ def continued(first: Outcome, second: Outcome) -> None:
 
 
 def fit_noting_the_optimizer(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, and note the kinds of tensors that the optimizer keeps."""
     kinds: set[str] = set()
     module.on_train_end = lambda: [kinds.update(state) for state in trainer.optimizers[0].state.values()]
     trainer.fit(module)
@@ -160,34 +141,28 @@ def fit_noting_the_optimizer(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def no_velocity(first: Outcome, second: Outcome) -> None:
-    """Ask for an optimizer that keeps no velocity."""
     assert steps(first) == list(range(1, 9))
     assert "momentum_buffer" not in first.notes["kinds"]
 
 
 def moments(first: Outcome, second: Outcome) -> None:
-    """Ask for an optimizer that keeps both moments."""
     assert first.notes["kinds"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def moments_of_windows(first: Outcome, second: Outcome) -> None:
-    """Ask for an optimizer that keeps both moments, and for a step after every second batch."""
     moments(first, second)
     assert steps(first) == [batch // 2 for batch in range(1, 17)]
 
 
 def two_epochs_by_turns(first: Outcome, second: Outcome) -> None:
-    """Ask for a step in each of sixteen batches."""
     assert steps(first) == list(range(1, 17))
 
 
 def fit_compiled(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit a module that is compiled as a whole."""
     return fit_counting_graphs(trainer, torch.compile(module, backend=COMPILER))
 
 
 def fit_counting_graphs(trainer: Trainer, module: Any) -> dict[str, Any]:
-    """Fit, and note how many graphs are compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     trainer.fit(module)
@@ -195,20 +170,17 @@ def fit_counting_graphs(trainer: Trainer, module: Any) -> dict[str, Any]:
 
 
 def compiled(first: Outcome, second: Outcome) -> None:
-    """Ask for graphs."""
     assert first.notes["graphs"] > 0
     assert steps(first) == list(range(1, 9))
 
 
 def each_row_once(first: Outcome, second: Outcome) -> None:
-    """Ask for all 64 rows, each on one rank."""
     totals = [batch.total for outcome in (first, second) for batch in outcome.batches]
     assert [batch.size for batch in first.batches + second.batches] == [4] * 16
     assert sum(totals) == pytest.approx(float(Plain().train_dataloader().dataset.rows.sum()), abs=1e-3)
 
 
 def short_last(first: Outcome, second: Outcome) -> None:
-    """Ask for a last batch of two rows."""
     assert [batch.size for batch in first.batches] == [4] * 7 + [2]
 
 
@@ -221,12 +193,10 @@ class Watched(EarlyStopping):
 
 
 def keepers(folder: str, patience: int) -> list[Any]:
-    """Return what watches the validation's loss."""
     return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=1), Watched(patience)]
 
 
 def fit_and_load_the_best(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit, and note the weights at the start of epochs and those of the best checkpoint."""
     starts: list[dict[str, Any]] = []
     module.on_train_epoch_start = lambda: starts.append(weights(module))
     trainer.fit(module)
@@ -237,14 +207,12 @@ def fit_and_load_the_best(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def stopped_early(first: Outcome, second: Outcome) -> None:
-    """Ask for two epochs of five, and for a checkpoint that is as good as it was said to be."""
     assert first.notes["epochs"] == 2
     assert steps(first)[-1] == 16
     assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
 
 
 def averaging(folder: str) -> dict[str, Any]:
-    """Average the weights of the last two epochs of three, and watch."""
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
     epochs = {
         "max_epochs": 3,
@@ -255,7 +223,6 @@ def averaging(folder: str) -> dict[str, Any]:
 
 
 def averaged(first: Outcome, second: Outcome) -> None:
-    """Ask for the mean of the weights with which the last two epochs started, over both ranks."""
     assert first.notes["epochs"] == 3
     assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
     for name, parameter in first.after.items():
@@ -274,26 +241,21 @@ class SwapsAtValidation(Callback):
         self.resumed: list[bool] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Note whether training goes on from where it was, or from what was put back."""
         self.resumed.append(any(_same(weights(pl_module), known) for known in (self.trained, self.own) if known))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Follow the weights."""
         self.trained = weights(pl_module)
         self.average = {name: 0.5 * (self.average.get(name, each) + each) for name, each in self.trained.items()}
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the average in the weights' place."""
         self.own = weights(pl_module)
         pl_module.load_state_dict(self.average, strict=False)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Note what is validated."""
         if self.average:
             self.validated.append(_same(weights(pl_module), self.average))
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the weights back."""
         pl_module.load_state_dict(self.own, strict=False)
 
 
@@ -302,7 +264,6 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def fit_swapping(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Fit with a callback that swaps weights around validations."""
     swaps = SwapsAtValidation()
     trainer.callbacks.insert(0, swaps)
     trainer.fit(module)
@@ -310,34 +271,29 @@ def fit_swapping(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def swapped(first: Outcome, second: Outcome) -> None:
-    """Ask for averages that were validated, and for training that went on from the weights."""
     for outcome in (first, second):
         assert outcome.notes["validated"] == [True] * 4
         assert outcome.notes["resumed"] == [True] * 8
 
 
 def fit_noting_the_buffer(trainer: Trainer, module: Tracking) -> dict[str, Any]:
-    """Fit, and note the buffer when steps started, and at the end."""
     trainer.fit(module)
     return {"started": module.started, "end": float(module.level)}
 
 
 def tracked(first: Outcome, second: Outcome) -> None:
-    """Ask for a buffer that is the same on both ranks where DDP broadcasts it, and with local steps at the end."""
     moment = "end" if "local_steps" in first.batches[-1].stats else "started"
     assert first.notes[moment] == second.notes[moment]
     assert first.notes["end"] != 0
 
 
 def means(first: Outcome, second: Outcome) -> None:
-    """Ask for the mean of what each rank lost, in every batch, of which both know."""
     for one, other in zip(first.batches, second.batches):
         assert one.logged["loss"] == other.logged["loss"] == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)
         assert one.loss != other.loss
 
 
 def same_batches(first: Outcome, second: Outcome) -> None:
-    """Ask for the same two batches in each of three epochs."""
     totals = [batch.total for batch in first.batches]
     assert totals == totals[:2] * 3
     assert totals[0] != totals[1]
@@ -345,13 +301,11 @@ def same_batches(first: Outcome, second: Outcome) -> None:
 
 
 def one_batch(first: Outcome, second: Outcome) -> None:
-    """Ask for one batch of each kind."""
     assert steps(first) == [1]
     assert first.validated == 1
 
 
 def find_a_rate(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    """Search for a learning rate, and fit with it."""
     before = weights(module)
     finder = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=24)
     found = weights(module)
@@ -366,7 +320,6 @@ def find_a_rate(trainer: Trainer, module: Plain) -> dict[str, Any]:
 
 
 def found_rate(first: Outcome, second: Outcome) -> None:
-    """Ask for a suggestion on which ranks agree, made without a trace, and for a training that follows it."""
     for outcome in (first, second):
         assert outcome.notes["stays"]
         assert outcome.notes["files"] == []

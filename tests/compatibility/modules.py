@@ -22,22 +22,18 @@ class Plain(Small):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
     @override
     def train_dataloader(self) -> Any:
-        """Return 8 batches for two ranks."""
         return DataLoader(Rows(64), batch_size=4)
 
     @override
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """Return two batches for two ranks."""
         return self.val_dataloader()
 
     @override
     def predict_step(self, batch: Tensor) -> Tensor:
-        """Reconstruct the batch."""
         return self.network(batch)
 
 
@@ -50,7 +46,6 @@ class ByHand(Plain):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Step one of the optimizers."""
         optimizer = self.optimizers()[batch_index % 2]
         loss = (self.network(batch) - batch).square().mean()
         optimizer.zero_grad()
@@ -59,7 +54,6 @@ class ByHand(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each layer."""
         return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
 
 
@@ -72,7 +66,6 @@ class Adversaries(ByHand):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Train one, then the other."""
         generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
         self._step(generator, (self.critic(self.network(batch)) - 1).square().mean())
@@ -89,7 +82,6 @@ class Adversaries(ByHand):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each network."""
         return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.network, self.critic)]
 
 
@@ -98,7 +90,6 @@ class AdversariesWithAdamW(Adversaries):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each network."""
         return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (self.network, self.critic)]
 
 
@@ -107,7 +98,6 @@ class PatientAdversaries(Adversaries):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Train one, then the other, and exchange and step in every second batch."""
         is_last = batch_index % 2 == 1
         for number, optimizer in enumerate(self.optimizers()):
             with optimizer.toggle_model(sync_grad=is_last):
@@ -124,7 +114,6 @@ class Silent(Plain):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch."""
         return (self.network(batch) - batch).square().mean()
 
 
@@ -146,7 +135,6 @@ class Unused(Plain):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Use it, or not."""
         given = self.seldom(batch) if self.global_rank == 0 and batch_index % 2 else batch
         return super().training_step(given, batch_index)
 
@@ -170,7 +158,6 @@ class Tracking(Plain):
 
     @override
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Follow the batches."""
         self.started.append(float(self.level))
         self.level = 0.5 * self.level + batch.mean()
         return super().training_step(batch, batch_index)
@@ -185,7 +172,6 @@ class Taught(Plain):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Follow."""
         self.teacher.data = 0.5 * (self.teacher.data + self.network[2].bias.data)
 
 
@@ -195,7 +181,6 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Add up values."""
         total = tensor.clone()
         dist.all_reduce(total)
         return total
@@ -203,7 +188,6 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Add up gradients."""
         return SumOverRanks.forward(ctx, gradients[0])
 
 
@@ -212,7 +196,6 @@ class NormTogether(nn.BatchNorm1d):
 
     @override
     def forward(self, given: Tensor) -> Tensor:
-        """Normalise with the statistics of all ranks' batches."""
         if not self.training:
             return super().forward(given)
         sums = SumOverRanks.apply(torch.stack([given.sum(0), given.square().sum(0)]))
@@ -228,13 +211,11 @@ class NormSync(LayerSync):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        """Replace it."""
         model.network[1] = NormTogether(64).to(model.device)
         return model
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        """Leave it: nobody looks any more."""
         return model
 
 
@@ -243,7 +224,6 @@ class Scheduled(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return SGD with a schedule by step."""
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -254,7 +234,6 @@ class WithoutMomentum(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return SGD without momentum."""
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
 
@@ -263,7 +242,6 @@ class WithAdam(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
@@ -272,7 +250,6 @@ class WithAdamW(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -281,7 +258,6 @@ class ByHandWithAdamW(ByHand):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each layer."""
         return [torch.optim.AdamW(self.network[layer].parameters(), lr=1e-3) for layer in (0, 2)]
 
 
@@ -290,7 +266,6 @@ class UnusedWithAdamW(Unused):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -298,7 +273,6 @@ class Stream(IterableDataset[Tensor]):
     """Rows that arrive one after the other, every second one for each of two ranks."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield this rank's rows."""
         return iter(Rows(64).rows[dist.get_rank() :: 2])
 
 
@@ -307,7 +281,6 @@ class Streaming(Plain):
 
     @override
     def train_dataloader(self) -> Any:
-        """Return 8 batches for each rank."""
         return DataLoader(Stream(), batch_size=4)
 
 
@@ -316,5 +289,4 @@ class Uneven(Plain):
 
     @override
     def train_dataloader(self) -> Any:
-        """Return 8 batches for two ranks, of which the last has two rows."""
         return DataLoader(Rows(60), batch_size=4)
