@@ -15,8 +15,6 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
-    "install.md": ("README.md", "Install"),
-    "monitor.md": ("README.md", "See what it does"),
     "glossary.md": ("CONTRIBUTING.md", "Words"),
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")

@@ -20,6 +20,15 @@ LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
         pools[2], name, "merged", "float32"
     ),
 }
+LAWS_BY_NAME = {
+    "mass_is_conserved",
+    "a_parameter_is_written_where_any_rank_used_it",
+    "replicas_are_identical_and_no_schedule_changes_a_bit",
+    "the_observer_changes_nothing",
+    "a_gradient_that_is_not_finite_moves_nothing_that_is_kept",
+    "edges",
+    "a_model_that_is_one_edge",
+}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -37,27 +46,26 @@ def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
         LAWS[law](pools, subject)
 
 
-def as_in_contributing(folder: Path) -> str:
-    """Write CONTRIBUTING's compressor to a module of the user's, beside a test of their own."""
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (folder / "mypackage.py").write_text(code)
+def as_on_the_page(folder: Path) -> str:
+    """Write the compressor that docs/writing-a-compressor.md shows to a module, beside a test of a user's own."""
+    text = (Path(__file__).parents[2] / "docs" / "writing-a-compressor.md").read_text()
+    (folder / "shared_random.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1])
     (folder / "test_mine.py").write_text("def test_mine():\n    pass\n")
-    return "mypackage:EveryNth"
+    return "shared_random:SharedRandom"
 
 
-def test_the_compressor_in_contributing_keeps_the_laws(
+def test_the_compressor_of_the_page_keeps_the_laws(
     forked: dict[int, Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # One row of each law; all of them is what CONTRIBUTING's reader runs.
-    code = run_kit(forked, tmp_path, as_in_contributing(tmp_path), "-k", "not layerwise and not single")
+    # One row of each law; all of them is what the page's reader runs.
+    code = run_kit(forked, tmp_path, as_on_the_page(tmp_path), "-k", "not layerwise and not single", "-vv")
     output = capsys.readouterr().out
     assert code == 0, output
-    assert re.search(r"\b\d\d+ passed", output), output
+    assert {law for law in LAWS_BY_NAME if f"::test_{law}[" in output} == LAWS_BY_NAME, output
 
 
-def test_the_command_in_contributing_collects_laws_alone(tmp_path: Path) -> None:
-    subject = as_in_contributing(tmp_path)
+def test_the_command_of_the_page_collects_laws_alone(tmp_path: Path) -> None:
+    subject = as_on_the_page(tmp_path)
     code, output = run_pytest(
         tmp_path, "-p", "lightning_sparse.testing.plugin", "--compressor", subject, "-k", "one_edge"
     )
@@ -67,7 +75,7 @@ def test_the_command_in_contributing_collects_laws_alone(tmp_path: Path) -> None
 
 
 def test_the_plugin_leaves_other_runs_alone(tmp_path: Path) -> None:
-    as_in_contributing(tmp_path)
+    as_on_the_page(tmp_path)
     (tmp_path / "test_mine.py").write_text(
         "import sys\n\ndef test_mine():\n    assert not any('torch' in name for name in sys.modules)\n"
     )
