@@ -105,8 +105,8 @@ def _requeue() -> bool:
     job = os.environ["SLURM_JOB_ID"]
     if shutil.which("scontrol") is None:
         rank_zero_warn(
-            f"scontrol is not to be found here, such as in a container; job {job} trains on until its end. The script"
-            " of lightning-sparse submit --container-image puts it back from outside"
+            f"scontrol is not to be found here, such as in a container; job {job} trains on until its end. Bind it and"
+            " SLURM's configuration into the image, or submit a new job with the checkpoint as ckpt_path"
         )
         return False
     done = subprocess.run(  # noqa: S603  # SLURM's own, with a number

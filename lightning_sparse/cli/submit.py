@@ -1,0 +1,409 @@
+"""The command ``lightning-sparse submit``: checks that a fit and its job agree, writes the job's script, submits it."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from jsonargparse import Namespace
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser
+from typing_extensions import override
+
+from lightning_sparse.cli.parser import SparseCLI
+
+_DESCRIPTION = """\
+Send a fit to SLURM: check that nodes, tasks and devices agree with its configuration, write the job's script, submit.
+A job that runs out of time saves, goes back into the queue and continues where it was."""
+_EPILOG = """\
+--model, --data, --trainer, --config, --ckpt_path and all else of "lightning-sparse fit" say what to train. Nodes,
+devices and accelerator need not be among them; where they are, they must agree. A script with a Trainer of its own
+comes last, after "--"; it is run as it is. Examples:
+
+  lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 --config fit.yaml --dry-run
+  lightning-sparse submit --nodes 4 --tasks-per-node 1 --cpus-per-task 8 --time 1-0 --interface ib0 --config fit.yaml
+  lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 -- python train.py --lr 0.1"""
+# Options of sbatch that are passed on under their own names.
+_OF_SBATCH = ("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude", "reservation", "dependency")
+_WRITTEN_HERE = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "--gres", "--time", "-t", "--signal", "--cpus", "-c")
+_RESERVED = ("bash", "interactive")  # jobs of these names are not SLURM's to Lightning
+_SIGNAL_SLACK = 60  # seconds by which SLURM may send the signal early
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
+    r"|(?P<hours>\d+):(?P<clock_minutes>\d+):(?P<clock_seconds>\d+)"
+    r"|(?P<minutes>\d+)(?::(?P<seconds>\d+))?)"
+)
+_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+
+
+class _Job(argparse.Namespace):
+    """The options of the command, as they are parsed."""
+
+    nodes: int
+    gpus_per_node: Optional[int]
+    tasks_per_node: Optional[int]
+    time: str
+    job_name: str
+    cpus_per_task: Optional[int]
+    interface: Optional[str]
+    signal_seconds: int
+    sbatch: list[str]
+    setup: list[str]
+    python: str
+    directory: Path
+    dry_run: bool
+
+    @property
+    def devices(self) -> int:
+        """Processes of each node, one for each device."""
+        return self.tasks_per_node or 0 if self.gpus_per_node is None else self.gpus_per_node
+
+    @property
+    def devices_option(self) -> str:
+        """How the user has said so."""
+        return f"--{'tasks' if self.gpus_per_node is None else 'gpus'}-per-node {self.devices}"
+
+    @property
+    def options(self) -> list[str]:
+        """Options of sbatch that are passed on."""
+        named = {name: getattr(self, name) for name in _OF_SBATCH}
+        return [*(f"--{name}={value}" for name, value in named.items() if value is not None), *self.sbatch]
+
+
+class _Training(NamedTuple):
+    """A training that fits its job.
+
+    ``words`` follow ``fit``, less the root, or are the user's own command; ``root`` is the user's ``default_root_dir``.
+    """
+
+    words: Sequence[str]
+    root: Optional[str] = None
+    has_checkpoint: bool = False
+    is_own: bool = False
+
+
+def submit(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: what follows the word ``submit``.
+
+    Raises:
+        SystemExit: with status 2 and a message, for arguments that make no sense, or if sbatch is missing or refuses.
+    """
+    parser = _parser()
+    ends = args.index("--") if "--" in args else len(args)
+    words, command = list(args[:ends]), args[ends + 1 :]
+    while "--sbatch" in words:  # argparse would take the option that follows it for one of its own
+        at = words.index("--sbatch")
+        words[at : at + 2] = ["=".join(words[at : at + 2])]
+    job, fit_args = parser.parse_known_args(words, namespace=_Job())
+    try:
+        _check(job)
+        if command and fit_args:
+            raise ValueError(f"{' '.join(fit_args)} cannot go together with a command after --: give the command alone")
+        training = _Training(command, is_own=True) if command else _agreed(fit_args, job)
+        _send(job, _script(job, training))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-sparse submit",
+        usage="%(prog)s --nodes N --gpus-per-node N --time LIMIT [OPTION ...] (--config FILE ... | -- COMMAND ...)",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="machines (default 1)")
+    devices = parser.add_mutually_exclusive_group(required=True)
+    devices.add_argument("--gpus-per-node", type=int, help="GPUs of each node, with one process for each")
+    devices.add_argument("--tasks-per-node", type=int, help="processes on each node, to train on its processors")
+    add("--time", required=True, help="limit: minutes, hours:minutes:seconds, days-hours, as for sbatch")
+    add("--job-name", default="train", help="also the name of script and log (default train)")
+    add("--cpus-per-task", type=int, help="processors of each process; left out, most clusters give it one")
+    add("--interface", help="network interface for gradients, such as ib0; found by gloo and NCCL if left out")
+    add("--signal-seconds", type=int, default=120, help="kept before the limit to save a checkpoint (default 120)")
+    for name in _OF_SBATCH:
+        add(f"--{name}", help="as for sbatch")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="any other, such as --sbatch=--exclusive")
+    add("--setup", action="append", default=[], metavar="COMMAND", help="run first, such as 'module load cuda/12.4'")
+    add("--python", default=sys.executable, help="that trains, such as 'apptainer exec --nv torch.sif python'")
+    add("--directory", type=Path, default=Path("jobs"), help="for scripts, logs and checkpoints (default jobs)")
+    add("--dry-run", action="store_true", help="check everything and print the script, but submit nothing")
+    return parser
+
+
+def _check(job: _Job) -> None:
+    """Refuse what the cluster would refuse, or Lightning would not survive."""
+    job.directory = job.directory.resolve()
+    counts = {"--nodes": job.nodes, job.devices_option.split()[0]: job.devices, "--signal-seconds": job.signal_seconds}
+    for option, count in {**counts, "--cpus-per-task": job.cpus_per_task}.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{option} {count} must be a whole number, at least 1")
+    if job.job_name in _RESERVED or not re.fullmatch(r"[\w.-]+", job.job_name):
+        raise ValueError(
+            f"--job-name {job.job_name!r} must consist of letters, digits, '.', '_' and '-', such as lags-0.01, and be"
+            f" none of {', '.join(_RESERVED)}, which Lightning takes for a shell"
+        )
+    if job.interface is not None and not re.fullmatch(r"[\w.,@-]+", job.interface):
+        raise ValueError(
+            f"--interface {job.interface!r} must be the name of a network interface, such as ib0; what only NCCL"
+            " understands is set by --setup 'export NCCL_SOCKET_IFNAME=^docker0'"
+        )
+    for text in (str(Path.cwd()), str(job.directory), *job.options):
+        if not text.isprintable():  # a line of the script would end there, and a shell would run the rest
+            raise ValueError(f"{text!r} has characters that are no text: rename it, or leave them out")
+    for option in job.options:
+        _check_option(option)
+    limit, needed = parse_time(job.time), job.signal_seconds + _SIGNAL_SLACK
+    if limit <= needed:
+        raise ValueError(
+            f"--time {job.time} is {limit} seconds, of which --signal-seconds {job.signal_seconds} and up to"
+            f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for a longer time, or for"
+            " fewer seconds if your checkpoint is written faster"
+        )
+
+
+def _check_option(option: str) -> None:
+    if not option.startswith("-"):
+        raise ValueError(f"--sbatch {option!r} must be one option of sbatch, such as --sbatch=--exclusive")
+    if option.startswith(("--array", "-a")):
+        raise ValueError(
+            f"--sbatch={option} cannot be used: tasks of an array would share what Lightning calls a job, its"
+            " checkpoints and its port. Submit each training as a job of its own, such as in a loop of the shell"
+        )
+    if option.startswith(_WRITTEN_HERE):
+        raise ValueError(
+            f"--sbatch={option} is for this command to write, since it must agree with the training: use --nodes,"
+            " --gpus-per-node, --tasks-per-node, --cpus-per-task, --time, --signal-seconds"
+        )
+
+
+def parse_time(time: str) -> int:
+    """Return the seconds of a time limit as SLURM writes it.
+
+    Raises:
+        ValueError: if it is written in another way, or is 0.
+
+    Example::
+
+        >>> parse_time("2:00:00"), parse_time("90"), parse_time("1-12")
+        (7200, 5400, 129600)
+    """
+    match = _TIME.fullmatch(time)
+    fields = match.groupdict() if match else {}
+    seconds = sum(int(digits or 0) * _UNITS[name.split("_")[-1]] for name, digits in fields.items())
+    if not seconds:
+        raise ValueError(
+            f"--time {time!r} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes"
+            " or days-hours:minutes:seconds, such as 90, 2:00:00 or 1-12, and more than 0"
+        )
+    return seconds
+
+
+class _ParsedError(Exception):
+    """Lightning has understood the arguments, and would build the model now."""
+
+
+class _FitReader(SparseCLI):
+    """Lightning's own parser of ``fit``, stopped before it builds anything."""
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self._parser("fit").prog = parser.prog  # the word is this module's, and not the user's
+        super().parse_arguments(parser, args)
+        assert isinstance(args, list)
+        raise _ParsedError(parser.parse_args(args, defaults=False)["fit"])
+
+
+def _agreed(args: Sequence[str], job: _Job) -> _Training:
+    """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
+    given = _given(args)
+    trainer = given.get("trainer") or Namespace()
+    words = list(args)
+    decided = {
+        "num_nodes": (job.nodes, f"--nodes {job.nodes}"),
+        "devices": (job.devices, job.devices_option),
+        # Said even so: with "auto" a node whose driver is broken would train on its processors, without a word.
+        "accelerator": ("cpu" if job.gpus_per_node is None else "gpu", job.devices_option),
+    }
+    for key, (value, option) in decided.items():
+        chosen = trainer.get(key)
+        if chosen in (None, "auto", -1, "-1"):
+            words.append(f"--trainer.{key}={value}")
+        elif _meaning(key, chosen) != value:
+            raise ValueError(
+                f"trainer.{key}={chosen!r} in the configuration does not agree with {option}: leave it out, and it is"
+                f" set to {value!r}, or say so with --trainer.{key}={value} after the configuration"
+            )
+    root = trainer.get("default_root_dir")
+    if root is not None:
+        _check_root(Path(root))
+    return _Training(words, None if root is None else str(root), given.get("ckpt_path") is not None)
+
+
+def _given(args: Sequence[str]) -> Namespace:
+    """Return what the arguments and their files say, without defaults."""
+    try:
+        with warnings.catch_warnings():
+            # They are those of the command line, less this command's own.
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+            _FitReader(args=["fit", *args], parser_kwargs={"prog": "lightning-sparse submit"})
+    except _ParsedError as parsed:
+        return parsed.args[0]  # type: ignore[no-any-return]  # the one that was given
+    raise AssertionError("the reader stops as soon as it has read")
+
+
+def _meaning(key: str, chosen: Any) -> Any:
+    """Return what a setting of the Trainer comes to: a kind of hardware, or a number."""
+    if key == "accelerator":
+        return "gpu" if chosen in ("gpu", "cuda") else chosen
+    if isinstance(chosen, str) and "," in chosen:
+        chosen = [word for word in chosen.split(",") if word.strip()]
+    return len(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
+
+
+def _check_root(root: Path) -> None:
+    leftovers = sorted(root.glob("hpc_ckpt_*.ckpt"))
+    if leftovers:
+        raise ValueError(
+            f"trainer.default_root_dir={str(root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
+            " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own; or"
+            " move the file away. To go on from it, do so and give --ckpt_path its new place"
+        )
+
+
+def _script(job: _Job, training: _Training) -> str:
+    """Compose what ``sbatch`` takes: each line that is easily left out, with its reason."""
+    resume = [_RESUME] if training.has_checkpoint else []
+    parts = [_header(job), _environment(job, training), *("\n".join(job.setup) for _ in job.setup[:1]), *resume]
+    return "\n\n".join([*parts, _command(job, training)]) + "\n"
+
+
+_RESUME = """\
+# The checkpoint that the command names would win over the one that this job has saved when it was put back.
+resume=()
+if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
+    resume=(--ckpt_path=hpc)
+fi"""
+
+
+def _header(job: _Job) -> str:
+    lines = [
+        "#!/bin/bash",
+        "# Written by lightning-sparse submit; sbatch takes it as it is.",
+        f"#SBATCH --job-name={job.job_name}",
+        f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}",
+        f"#SBATCH --output={shlex.quote(str(job.directory))}/%x-%j.log",
+        f"#SBATCH --time={job.time}",
+        f"#SBATCH --nodes={job.nodes}",
+        "# One task for each device; Lightning refuses --ntasks without it.",
+        f"#SBATCH --ntasks-per-node={job.devices}",
+    ]
+    if job.gpus_per_node is not None:
+        lines += [
+            "# Of the node, not of each task: Lightning picks each task's own among those that all of them see.",
+            f"#SBATCH --gpus-per-node={job.devices}",
+        ]
+    if job.cpus_per_task is not None:
+        lines.append(f"#SBATCH --cpus-per-task={job.cpus_per_task}")
+    lines += [
+        "# Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.",
+        f"#SBATCH --signal=SIGUSR1@{job.signal_seconds}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        *(f"#SBATCH {option}" for option in job.options),
+    ]
+    return "\n".join(lines)
+
+
+def _environment(job: _Job, training: _Training) -> str:
+    own_root = f'{shlex.quote(str(job.directory))}/"$SLURM_JOB_ID"'
+    lines = [
+        "set -eo pipefail",
+        "# Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.",
+        f"root={own_root if training.root is None else shlex.quote(training.root)}",
+    ]
+    if training.is_own:
+        lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
+        lines.append('export JOB_ROOT="$root"')
+    lines += [
+        "# Lightning would read names such as r[1-2]n[1-4] wrongly.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        "export MASTER_ADDR",
+    ]
+    if job.interface is not None:
+        lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
+        lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
+    if job.cpus_per_task is not None:
+        # On processors one is left to select and exchange.
+        threads = job.cpus_per_task if job.gpus_per_node is not None else max(1, job.cpus_per_task - 1)
+        lines.append("# srun does not take it from sbatch since SLURM 22.05.")
+        lines.append(f'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS={threads}')
+    return "\n".join(lines)
+
+
+def _command(job: _Job, training: _Training) -> str:
+    own = [] if training.is_own else [*shlex.split(job.python), "-u", "-m", "lightning_sparse", "fit"]
+    words = " ".join(map(shlex.quote, [*own, *training.words]))
+    root = "" if training.is_own else ' --trainer.default_root_dir="$root"'
+    resume = ' "${resume[@]}"' if training.has_checkpoint else ""
+    return (
+        "# Where one task fails, the others would wait for it until they time out.\n"
+        f"srun --kill-on-bad-exit=1 {words}{root}{resume}"
+    )
+
+
+def _send(job: _Job, script: str) -> None:
+    if job.cpus_per_task is None:
+        print("Without --cpus-per-task, such as 8, most clusters give each process one processor", file=sys.stderr)
+    # SLURM makes no folder for the log, and runs nothing where it cannot write one.
+    job.directory.mkdir(parents=True, exist_ok=True)
+    if job.dry_run:
+        print(script, end="")
+        return
+    if shutil.which("sbatch") is None:
+        raise ValueError(
+            "sbatch is not to be found: run this where the cluster's commands are, or print the script by --dry-run"
+        )
+    path = job.directory / f"{job.job_name}.sbatch"
+    path.write_text(script)
+    done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    if done.returncode:
+        raise ValueError(f"sbatch refuses {path}: {done.stderr.strip()}")
+    number = done.stdout.strip().partition(";")[0]  # of several clusters it also names one
+    print(f"Job {number} is submitted with {path}; its log is {job.directory / f'{job.job_name}-{number}.log'}")
+
+
+def check_step(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start where Lightning would wait for processes that nobody starts.
+
+    Raises:
+        RuntimeError: inside a SLURM job of several tasks, if this process was not started by srun, or if the job's name
+            is one that hides SLURM from Lightning.
+    """
+    tasks = int(environment.get("SLURM_NTASKS", 1))
+    name = environment.get("SLURM_JOB_NAME")
+    in_step = "SLURM_STEP_ID" in environment
+    if tasks == 1 or (name in _RESERVED and not in_step):
+        return  # in a shell of such a name Lightning starts processes itself
+    if not in_step:
+        raise RuntimeError(
+            f"this job has SLURM_NTASKS={tasks} tasks, but this process was not started by srun, so that it would wait"
+            " for the others forever: put srun before the command. To use one process, ask for one task."
+        )
+    if name in _RESERVED:
+        raise RuntimeError(
+            f"SLURM_JOB_NAME={name!r} in a job of {tasks} tasks: Lightning takes jobs of this name for a shell, and"
+            " starts every task as if it were alone. Give the job another name, such as --job-name=train"
+        )
