@@ -12,9 +12,9 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.cli.submit import check_step, parse_time
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
-FIT = ["--model=tests.cli.submit.models.Slow", "--trainer.strategy=sparse_topk"]
+FIT = ["--model=tests.cli.slow.Slow", "--trainer.strategy=sparse_topk"]
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ SHOWN = sorted(set(re.findall(r"^lightning-sparse submit (.*)$", PAGES, re.MULTI
 def test_a_command_of_the_pages_is_taken_as_it_stands_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
-    (tmp_path / "fit.yaml").write_text("model: tests.cli.submit.models.Slow\ntrainer: {strategy: sparse_topk}\n")
+    (tmp_path / "fit.yaml").write_text("model: tests.cli.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
     main(["submit", *shlex.split(command.removesuffix("--dry-run")), "--dry-run"])
     assert "fit --config fit.yaml" in capsys.readouterr().out
 

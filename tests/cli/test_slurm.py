@@ -15,9 +15,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cli.submit.cluster import REQUIRED, Cluster, missing
+from tests.cli.cluster import REQUIRED, Cluster, missing
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NODES = 3
 
 
@@ -108,9 +108,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster: Clu
 @pytest.mark.timeout(300)
 def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: Path) -> None:
     options = ["--nodes=2", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
-    told = cluster.run(
-        "lightning-sparse", "submit", *options, f"--config={ROOT}/tests/cli/submit/slow.yaml", folder=work
-    )
+    told = cluster.run("lightning-sparse", "submit", *options, f"--config={ROOT}/tests/cli/slow.yaml", folder=work)
     job = told.split()[1]
     log, steps = work / "jobs" / f"train-{job}.log", work / "steps.jsonl"
     assert str(log) in told
@@ -134,7 +132,7 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: P
 
 @pytest.mark.timeout(240)
 def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) -> None:
-    fit = "lightning-sparse fit --model=tests.cli.submit.models.Slow --trainer.strategy=sparse_topk"
+    fit = "lightning-sparse fit --model=tests.cli.slow.Slow --trainer.strategy=sparse_topk"
     job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=2", f"--wrap={fit}", folder=work).strip()
     assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"
     assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()
@@ -144,7 +142,7 @@ def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) ->
 def test_nothing_is_left_running_when_the_tests_are_killed(tmp_path: Path) -> None:
     or_skip()
     code = (
-        "import sys, time; from pathlib import Path; from tests.cli.submit.cluster import Cluster;"
+        "import sys, time; from pathlib import Path; from tests.cli.cluster import Cluster;"
         "Cluster(Path(sys.argv[1]), 1); print('ready', flush=True); time.sleep(200)"
     )
     tests = subprocess.Popen(
