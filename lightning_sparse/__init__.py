@@ -1,9 +1,7 @@
 """Train PyTorch Lightning models over ordinary networks: send only the part of each gradient that matters most.
 
-Importing this package registers its strategy names with Lightning, under whichever of its two names it is imported,
-before or after: ``Trainer(strategy="sparse_topk")`` works, and ``Fabric(strategy="sparse_topk")``.
-``SparseDDPStrategy`` and ``SparseFabricStrategy`` are for the Lightning that was imported first;
-:mod:`lightning_sparse.lightning` holds those for ``lightning`` whatever else was imported.
+Importing this package registers its strategy names with Lightning, imported before or after:
+``Trainer(strategy="sparse_topk")`` works, and ``Fabric(strategy="sparse_topk")``. It imports no Lightning by itself.
 """
 
 import sys
@@ -21,15 +19,15 @@ from lightning_sparse.compressors import Compressor, available_compressors, regi
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
-from lightning_sparse.registry.lightning_names import DOORS, FABRICS, present_door
-from lightning_sparse.strategy.names import register_names
+from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
     from lightning_sparse.engine.step.hook import bucket_cap_mb
     from lightning_sparse.engine.wire import Owners
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
-    from lightning_sparse.strategy import SparseDDPStrategy, SparseFabricStrategy
+    from lightning_sparse.strategy.fabric import SparseFabricStrategy
+    from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
 
@@ -37,28 +35,12 @@ __version__ = version("lightning-sparse")
 _LATER = {
     "Owners": "lightning_sparse.engine.wire",
     "Schedule": "lightning_sparse.schedule",
+    "SparseDDPStrategy": "lightning_sparse.strategy.trainer",
+    "SparseFabricStrategy": "lightning_sparse.strategy.fabric",
     "Sparsifier": "lightning_sparse.loop",
     "bucket_cap_mb": "lightning_sparse.engine.step.hook",
     "sparsify": "lightning_sparse.loop",
 }
-
-_MOVED = {
-    "checkpoints": "lightning_sparse.strategy.checkpoints",
-    "metrics": "lightning_sparse.callbacks",
-    "observe": "lightning_sparse.engine.observe",
-    "prediction": "lightning_sparse.cli.plan",
-    "rules": "lightning_sparse.callbacks",
-}
-
-
-class _Moved(MetaPathFinder):
-    """Answer whoever imports a module under its name before with where it is now."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Raise for a module that has moved; leave all others to whoever comes next."""
-        package, _, name = fullname.partition(".")
-        if package == __name__ and name in _MOVED:
-            raise ModuleNotFoundError(f"{fullname} has moved: import from {_MOVED[name]}", name=fullname)
 
 
 class _Serving(MetaPathFinder):
@@ -68,47 +50,34 @@ class _Serving(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        if fullname not in (*DOORS, *FABRICS):
+        if fullname not in TABLES:
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_serve(module: ModuleType) -> None:
+            def load_and_register(module: ModuleType) -> None:
                 load(module)
-                _serve(fullname)
+                register_names(fullname)
 
-            spec.loader.exec_module = load_and_serve  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _serve(lightning: str) -> None:
-    """Register our names with a Lightning, or a Fabric, that has been imported."""
-    strategies = import_module(f"{lightning}.strategies")
-    if lightning in FABRICS:
-        register_names(strategies.STRATEGY_REGISTRY, f"{FABRICS[lightning]}.strategy", "SparseFabricStrategy")
-    else:
-        register_names(strategies.StrategyRegistry, f"{DOORS[lightning]}.strategy", "SparseDDPStrategy")
-
-
 def __getattr__(name: str) -> Any:
-    place = _LATER.get(name)
-    if name in ("SparseDDPStrategy", "SparseFabricStrategy"):
-        place = f"{present_door(FABRICS if name == 'SparseFabricStrategy' else DOORS)}.strategy"
-    if place is None:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(place), name)
+    return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-sys.meta_path.append(_Moved())
 sys.meta_path.insert(0, _Serving())
-for _lightning in {**DOORS, **FABRICS}.keys() & sys.modules.keys():
-    _serve(_lightning)
+for _lightning in TABLES.keys() & sys.modules.keys():
+    register_names(_lightning)
 
 __all__ = [
     "AdamCorrection",

@@ -3,7 +3,6 @@
 import ast
 import re
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ ROOMS = [
     {"schedule"},
     {"engine"},
     {"loop"},
+    {"_lightning"},
     {"strategy"},
     {"testing", "callbacks"},
-    {"lightning"},
     {"__init__"},
     {"cli"},
     {"__main__"},
@@ -36,7 +35,6 @@ ENGINE = [
     {"engine"},
     {"__init__"},
 ]
-KNOWS_LIGHTNING = {"strategy", "callbacks", "lightning", "__init__", "cli"}
 
 
 @cache
@@ -85,17 +83,11 @@ def test_the_rooms_are_few() -> None:
     assert len(entries) <= 13
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "metrics", "observe", "prediction", "rules", "rules.warmup"])
-def test_modules_that_have_moved_say_where_they_are(name: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"has moved: import from lightning_sparse\.") as refusal:
-        import_module(f"lightning_sparse.{name}")
-    assert import_module(str(refusal.value).split()[-1])
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_doors_know_lightning(path: Path) -> None:
-    if noun(path) not in KNOWS_LIGHTNING:
-        assert not any("lightning" in name and not name.startswith("lightning_sparse") for name in imported(path))
+def test_only_the_doors_know_lightning_and_one_file_which(path: Path) -> None:
+    theirs = {name.partition(".")[0] for name in imported(path) if re.match(r"(pytorch_)?lightning(?!_sparse)", name)}
+    known = {"_lightning": theirs, "callbacks": {"lightning_utilities"}, "strategy": {"lightning_utilities"}}
+    assert theirs <= known.get(noun(path), set())
 
 
 def test_tests_lie_where_what_they_test_does() -> None:

@@ -148,8 +148,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
 @each_page
 def test_names_exist(page: Path) -> None:
     for span in spans(page):
-        # The second door needs the other Lightning, which need not be installed.
-        if re.fullmatch(r"lightning_sparse(\.\w+)+", span) and not span.startswith("lightning_sparse.lightning"):
+        if re.fullmatch(r"lightning_sparse(\.\w+)+", span):
             path, _, name = span.rpartition(".")
             found = hasattr(importlib.import_module(path), name) or importlib.util.find_spec(span) is not None
             assert found, span

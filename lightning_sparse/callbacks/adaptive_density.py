@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import (
     StepObserver,
     checked_interval,
@@ -23,7 +23,7 @@ from lightning_sparse.callbacks.reporting.tensorboard import log_text
 from lightning_sparse.compressors.density import Measurement, Moment, Rule
 from lightning_sparse.compressors.density.table import RULES, is_other_density
 from lightning_sparse.engine import Engine
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"
 _NEWS = 2.0  # times: a rule that steers a density changes it a little after every measurement

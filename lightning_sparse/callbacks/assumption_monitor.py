@@ -3,9 +3,9 @@
 from typing import Any, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import (
     StepObserver,
     checked_interval,
@@ -16,7 +16,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.layer_delta import LayerDelta
 from lightning_sparse.engine import Engine
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _LIMIT = 1.0
 

@@ -3,12 +3,11 @@
 from typing import Any, ClassVar, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.engine import Engine
-from lightning_sparse.registry.lightning_names import door_of, where_to_import
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class StepObserver(Callback):
@@ -43,10 +42,7 @@ class StepObserver(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         name = type(self).__name__
         if not isinstance(trainer, Trainer):
-            raise TypeError(
-                f"this {name} is {where_to_import(Trainer.__module__, '.callbacks')}. The Trainer is one of"
-                f" {door_of(type(trainer).__module__)}, which has classes of its own."
-            )
+            raise TypeError(f"this {name} is {CURE}")
         if not isinstance(trainer.strategy, SparseDDPStrategy):
             raise TypeError(f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: {self.cure}")
         alike = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]

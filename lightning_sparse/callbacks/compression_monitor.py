@@ -4,10 +4,9 @@ from collections import deque
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, parameter_tag, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import sum_over_ranks
 from lightning_sparse.callbacks.reporting.history import History
@@ -25,7 +24,7 @@ from lightning_sparse.callbacks.reporting.tensorboard import (
 from lightning_sparse.callbacks.reporting.throughput import Throughput
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepVolume
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _MOST_STEPS = 256  # over which means are taken
 

@@ -3,15 +3,15 @@
 from typing import ClassVar, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
 from lightning_sparse.callbacks.reporting.statistics import memory_statistics
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class MomentumCorrection(StepObserver):

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import clock_offsets, gather_objects
 from lightning_sparse.callbacks.reporting.pictures import draw_steps, figure_class
 from lightning_sparse.callbacks.reporting.tensorboard import log_picture
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe.timeline import RecordedStep, Slice, step_slices, trace
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _EVERY_N_STEPS = 100
 

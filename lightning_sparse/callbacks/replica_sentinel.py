@@ -4,14 +4,14 @@ from typing import ClassVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, sparse_strategy
 from lightning_sparse.callbacks.reporting.gathering import gather_counts
 from lightning_sparse.functional import fingerprint
 from lightning_sparse.registry import one_of
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class ReplicaError(RuntimeError):

@@ -8,11 +8,10 @@ import threading
 from types import FrameType
 from typing import Any, Optional
 
-from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from pytorch_lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse._lightning import Callback, LightningModule, SLURMEnvironment, Trainer
 from lightning_sparse.strategy.notes import Notes
 
 

@@ -5,16 +5,16 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_sparse.cli.door import is_for_other
+from lightning_sparse.cli.door import import_named
 
 if TYPE_CHECKING:
-    from pytorch_lightning.cli import ArgsType
+    from lightning_sparse._lightning import ArgsType
 
 
 def main(args: "ArgsType" = None) -> None:
     """Run ``lightning-sparse fit|validate|test|predict|plan|submit`` for a model and data module given by class path.
 
-    Both may be ``pytorch_lightning``'s or ``lightning.pytorch``'s; the other of the two is not imported.
+    Both may be ``pytorch_lightning``'s or ``lightning.pytorch``'s.
 
     Args:
         args: what to parse instead of the process's arguments.
@@ -22,5 +22,6 @@ def main(args: "ArgsType" = None) -> None:
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there
     words = sys.argv[1:] if args is None else args
-    package = "lightning_sparse.lightning.cli" if isinstance(words, list) and is_for_other(words) else __name__
-    import_module(f"{package}.commands").run(args)
+    if isinstance(words, list):
+        import_named(words)
+    import_module(f"{__name__}.commands").run(args)

@@ -1,12 +1,12 @@
-"""The subcommands, for the Lightning that the model is of."""
+"""The subcommands."""
 
 import argparse
 import sys
 from typing import Any
 
-from pytorch_lightning.cli import ArgsType
 from typing_extensions import override
 
+from lightning_sparse._lightning import ArgsType
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan import plan
 from lightning_sparse.cli.submit import check_step, submit

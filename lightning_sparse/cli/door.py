@@ -1,25 +1,23 @@
-"""Which of Lightning's two names a command line is for: that of the model and the data that it names."""
+"""The Lightning of a command line is that of its model and data: they are imported first."""
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-OTHER = "lightning.pytorch"
 
+def import_named(words: Sequence[str]) -> None:
+    """Import the modules of the model and the data that a command line names.
 
-def is_for_other(words: Sequence[str]) -> bool:
-    """Return whether the model, or the data, that a command line names is one of ``lightning.pytorch``.
-
-    Args:
-        words: of the command line. What cannot be read or imported is left for Lightning's parser to refuse.
+    What cannot be read or imported is left for Lightning's parser to refuse.
     """
-    return any(
-        base.__module__.startswith(f"{OTHER}.") for class_path in _class_paths(words) for base in _bases(class_path)
-    )
+    for class_path in _class_paths(words):
+        with suppress(Exception):  # whatever a user's module raises, it raises again when the parser imports it
+            import_module(class_path.rpartition(".")[0])
 
 
 def _class_paths(words: Sequence[str]) -> Iterator[str]:
@@ -49,12 +47,3 @@ def _named_by(value: Any) -> Iterator[str]:
         value = value.get("class_path")
     if isinstance(value, str):
         yield value
-
-
-def _bases(class_path: str) -> tuple[type, ...]:
-    module, _, name = class_path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except Exception:  # whatever a user's module raises, it raises again when the parser imports it
-        return ()
-    return found.__mro__ if isinstance(found, type) else ()

@@ -13,12 +13,10 @@ from typing import Any, NoReturn, Optional
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from jsonargparse._typehints import ActionTypeHint
-from pytorch_lightning import Callback
-from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-from pytorch_lightning.strategies import StrategyRegistry
 from typing_extensions import override
 
 import lightning_sparse  # noqa: F401  # registers the strategy names
+from lightning_sparse._lightning import ArgsType, Callback, LightningArgumentParser, LightningCLI, StrategyRegistry
 from lightning_sparse.callbacks import (  # noqa: F401  # help and short names know what has been imported
     adaptive_density,
     assumption_monitor,
@@ -34,8 +32,8 @@ from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.strategy.names import meant_by, systems
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from jsonargparse import Namespace
-from pytorch_lightning.cli import ArgsType, LightningArgumentParser
 from typing_extensions import override
 
+from lightning_sparse._lightning import ArgsType, LightningArgumentParser
 from lightning_sparse.cli.parser import SparseCLI
 
 _DESCRIPTION = """\

@@ -9,22 +9,20 @@ from functools import partial
 from typing import Any, Optional, Union
 
 import torch
-from lightning_fabric.strategies import ddp as fabric_ddp
 from lightning_utilities.core.rank_zero import rank_zero_info
-from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse._lightning import CURE, CheckpointIO, FabricDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings, start
-from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
@@ -41,7 +39,7 @@ from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
 _PARTS = ("memory", "compressor", "plan")  # of an engine's state
 
 
-class SparseFabricStrategy(fabric_ddp.DDPStrategy):
+class SparseFabricStrategy(FabricDDPStrategy):
     """Fabric's data-parallel training that sends only the part of each gradient that matters most.
 
     Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
@@ -98,7 +96,7 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
         )
         check_settings(self.settings)
         check_facts(None, total_steps)
-        check_ddp_arguments(type(self), fabric_ddp.DDPStrategy, self.settings.compressor, ddp_kwargs)
+        check_ddp_arguments(type(self), FabricDDPStrategy, self.settings.compressor, ddp_kwargs)
         self._total_steps = total_steps
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -109,8 +107,8 @@ class SparseFabricStrategy(fabric_ddp.DDPStrategy):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
-        # A Fabric of Lightning's other name refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {where_to_import(fabric_ddp.__name__)}>"
+        # A Fabric of the other Lightning refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {CURE}>"
 
     def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
         """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_sparse._lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_sparse.schedule.plain import plain, plan_from
 from lightning_sparse.strategy.whereabouts import told
 

@@ -18,6 +18,16 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("_notebook_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
 )
 
+_TRAINERS = ("StrategyRegistry", "lightning_sparse.strategy.trainer", "SparseDDPStrategy")
+_FABRICS = ("STRATEGY_REGISTRY", "lightning_sparse.strategy.fabric", "SparseFabricStrategy")
+# For each package of a Lightning the table of its strategies, and where our class for it is.
+TABLES = {
+    "pytorch_lightning": _TRAINERS,
+    "lightning.pytorch": _TRAINERS,
+    "lightning_fabric": _FABRICS,
+    "lightning.fabric": _FABRICS,
+}
+
 
 class System(NamedTuple):
     """A named composition.
@@ -25,7 +35,7 @@ class System(NamedTuple):
     Attributes:
         name: what the user writes.
         description: one line for people who list the names.
-        arguments: arguments of :class:`~lightning_sparse.strategy.SparseDDPStrategy`.
+        arguments: arguments of :class:`~lightning_sparse.SparseDDPStrategy`.
     """
 
     name: str
@@ -104,42 +114,44 @@ class _Names(list[str]):
 
 
 class _Row(dict[str, Any]):
-    """A row of Lightning's table, whose class is imported when somebody asks for it.
+    """A row of a Lightning's table, whose class is imported when somebody asks for it."""
 
-    Args:
-        place: module that the class is in.
-        kind: its name.
-        facts: the rest of the row.
-    """
-
-    def __init__(self, place: str, kind: str, **facts: Any) -> None:
+    def __init__(self, lightning: str, **facts: Any) -> None:
         super().__init__(**facts)
-        self._place = place
-        self._kind = kind
+        self._lightning = lightning
 
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
-        self[key] = getattr(import_module(self._place), self._kind)
-        return self[key]
+        ours = import_module("lightning_sparse._lightning")
+        if _fits(self._lightning, ours.NAME):
+            _, module, kind = TABLES[self._lightning]
+            self[key] = getattr(import_module(module), kind)
+            return self[key]
+        raise TypeError(f"strategy={self['strategy_name']!r} is {ours.CURE}")
 
 
-def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
+def _fits(lightning: str, other: str) -> bool:
+    """Tell whether two packages are of one Lightning."""
+    return lightning.startswith("lightning.") == other.startswith("lightning.")
+
+
+def register_names(lightning: str) -> None:
     """Register the systems that there are, and each whose compressor is registered later, without importing a class.
 
     Of a Lightning that is imported anew the table is the same, and nothing is left to do.
 
     Args:
-        strategies: table of Lightning, by name.
-        place: module that the class is in.
-        kind: its name.
+        lightning: package, one of :data:`TABLES`, that has been imported.
     """
+    table, _, kind = TABLES[lightning]
+    strategies = getattr(import_module(f"{lightning}.strategies"), table)
     # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
     path = f"lightning_sparse.{kind}".lower()
     if path in strategies:
         return
-    known = strategies.available_strategies  # type: ignore[attr-defined]  # of Lightning's registry
-    strategies.available_strategies = lambda: _Names(known())  # type: ignore[attr-defined]
+    known = strategies.available_strategies
+    strategies.available_strategies = lambda: _Names(known())
 
     def register(system: System) -> None:
         variants, compressor = system.variants(), system.arguments["compressor"]
@@ -148,13 +160,13 @@ def register_names(strategies: dict[str, Any], place: str, kind: str) -> None:
             raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
         for name, arguments in variants.items():
             facts = {"description": system.description, "init_params": arguments, "strategy_name": name}
-            strategies[name] = _Row(place, kind, **facts)
+            strategies[name] = _Row(lightning, **facts)
 
     for system in _OWN:
         register(system)
     COMPRESSORS.announce(lambda name, description: register(_system_of(name, description)))
     facts = {"description": "the class, with its defaults", "init_params": {}, "strategy_name": path}
-    strategies[path] = _Row(place, kind, **facts)
+    strategies[path] = _Row(lightning, **facts)
 
 
 def _system_of(name: str, description: str) -> System:

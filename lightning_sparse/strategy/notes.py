@@ -4,8 +4,8 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import Strategy
 
+from lightning_sparse._lightning import Strategy
 from lightning_sparse.engine.collectives import Uncopied
 
 

@@ -6,9 +6,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Optional
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.utilities.exceptions import SIGTERMException
-
+from lightning_sparse._lightning import SIGTERMException, Trainer
 from lightning_sparse.strategy.notes import Notes
 
 

@@ -7,18 +7,22 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from pytorch_lightning import Trainer
-from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO
-from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse._lightning import (
+    CURE,
+    AsyncCheckpointIO,
+    CheckpointIO,
+    DDPStrategy,
+    GradClipAlgorithmType,
+    MisconfigurationException,
+    Trainer,
+)
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
 from lightning_sparse.compressors.layout import layout_of
@@ -40,7 +44,6 @@ from lightning_sparse.loop.optimizers import (
     warning_for,
 )
 from lightning_sparse.loop.summary import closing, summary
-from lightning_sparse.registry.lightning_names import where_to_import
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
@@ -203,8 +206,8 @@ class SparseDDPStrategy(DDPStrategy):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
-        # A Trainer of Lightning's other name refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {where_to_import(DDPStrategy.__module__)}>"
+        # A Trainer of the other Lightning refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {CURE}>"
 
     @property
     def is_plain(self) -> bool:

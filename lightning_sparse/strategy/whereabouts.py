@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from textwrap import shorten
 from typing import Any
 
-from pytorch_lightning import Trainer
-
+from lightning_sparse._lightning import Trainer
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
 
 _MOST = 3  # ranks that a message names

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.observe.timeline import ClockOffset, clock_offset
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 # The slowest rank is the one that all wait for, and samples of all ranks are trained on.
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {

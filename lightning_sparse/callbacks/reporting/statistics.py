@@ -8,7 +8,7 @@ from lightning_sparse.callbacks.base import engine_of
 from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepVolume, compression_ratio, mean_stats
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 def memory_statistics(engine: Engine) -> dict[str, float]:

@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
-
+from lightning_sparse._lightning import Logger, TensorBoardLogger, Trainer
 from lightning_sparse.callbacks.reporting.pictures import as_image
 
 _LOG10_OF_2 = 0.3010299956639812

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
-
+from lightning_sparse._lightning import ClusterEnvironment
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.candidates import DENSITIES, measure_candidates
 from lightning_sparse.cli.plan.forecast import predict_systems

@@ -5,10 +5,8 @@ from typing import Optional
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from lightning_sparse._lightning import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning_sparse.cli.plan.measured import measure_network
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.schedule.cost.network import Network

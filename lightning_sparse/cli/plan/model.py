@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
-from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-from pytorch_lightning import Trainer
-from pytorch_lightning.cli import LightningArgumentParser
 from typing_extensions import override
 
+from lightning_sparse._lightning import LightningArgumentParser, LightningEnvironment, Trainer
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.cli.plan.profiler import BackwardProfiler

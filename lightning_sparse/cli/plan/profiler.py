@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any, NamedTuple, Optional
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.nn import Parameter
 from typing_extensions import override
 
+from lightning_sparse._lightning import Callback, LightningModule, Trainer
 from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark

@@ -7,11 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple, Optional, Union
 from uuid import uuid4
 
-from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from pytorch_lightning.plugins import AsyncCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy
 
+from lightning_sparse._lightning import AsyncCheckpointIO, DDPStrategy, FabricDDPStrategy
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (

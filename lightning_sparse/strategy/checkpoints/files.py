@@ -7,9 +7,9 @@ from typing import Any, Optional, Union
 
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from lightning_fabric.utilities.cloud_io import get_filesystem
-from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
+
+from lightning_sparse._lightning import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem
 
 PathLike = Union[str, Path]
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Optional, Union
 from zlib import crc32
 
 import torch
-from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor
 
+from lightning_sparse._lightning import CheckpointIO
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 

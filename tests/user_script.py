@@ -1,4 +1,5 @@
-"""A script of a user of ``pytorch_lightning``, as type checkers see it: `make lint`.
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=error
+"""A user's script, as type checkers see it: `make lint`.
 
 The last two lines are wrong. A checker that does not find them wrong has nothing to check them by, and says that it is
 told to ignore nothing.

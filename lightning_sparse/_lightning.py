@@ -1,0 +1,80 @@
+"""The Lightning of this process: of ``pytorch_lightning`` and ``lightning.pytorch``, the one that was imported first.
+
+They are the same code, but each has classes of its own. All of ours take Lightning's names from here; the choice falls
+when the first of them is imported. Type checkers take it for ``pytorch_lightning``.
+"""
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+_PACKAGES = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
+_DEFAULT = "pytorch_lightning" if find_spec("pytorch_lightning") else "lightning.pytorch"
+_FIRST = next((name for name in sys.modules if name in _PACKAGES), _DEFAULT)
+NAME = "lightning.pytorch" if _FIRST.startswith("lightning.") else "pytorch_lightning"
+
+if TYPE_CHECKING or NAME == "pytorch_lightning":
+    from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+    from lightning_fabric.utilities.cloud_io import get_filesystem
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from pytorch_lightning.loggers import Logger, TensorBoardLogger
+    from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+    from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from pytorch_lightning.utilities import GradClipAlgorithmType
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
+else:
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
+    from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"
+CURE = f"for {NAME}, which this process has imported first; to use {OTHER}, import that before {NAME}"
+
+__all__ = [
+    "CURE",
+    "NAME",
+    "ArgsType",
+    "AsyncCheckpointIO",
+    "Callback",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "FabricDDPStrategy",
+    "GradClipAlgorithmType",
+    "LightningArgumentParser",
+    "LightningCLI",
+    "LightningEnvironment",
+    "LightningModule",
+    "Logger",
+    "MisconfigurationException",
+    "SIGTERMException",
+    "SLURMEnvironment",
+    "Strategy",
+    "StrategyRegistry",
+    "TensorBoardLogger",
+    "TorchCheckpointIO",
+    "TorchElasticEnvironment",
+    "Trainer",
+    "_MultiProcessingLauncher",
+    "_SubprocessScriptLauncher",
+    "get_filesystem",
+]

@@ -1,0 +1,141 @@
+"""Lightning's two names: ``lightning`` is made here as Lightning makes it, from ``pytorch_lightning``."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning_fabric
+import pytest
+import pytorch_lightning
+
+from tests.helpers.commands import Interpreter
+
+FIT = """
+import lightning.pytorch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, MomentumCorrection, Warmup
+
+if __name__ == "__main__":
+    quiet = dict(accelerator="cpu", devices=2, max_epochs=2, limit_train_batches=4, limit_val_batches=1,
+                 logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    def fit(path):
+        model = BoringModel()
+        trainer = lightning.pytorch.Trainer(strategy="sparse_topk", **quiet, callbacks=[
+            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1, unit="step")]),
+        ])
+        trainer.fit(model, ckpt_path=path)
+        return trainer
+    trainer = fit(None)
+    assert 0 < trainer.strategy.compression_stats()["density"] < 0.2
+    trainer.save_checkpoint("half.ckpt")
+    assert fit("half.ckpt").global_step == 8
+"""
+SERVED = """
+import sys
+assert sys.modules.keys().isdisjoint({{"lightning_sparse.engine", "lightning_sparse.schedule"}})  # not before use
+import {fabric}
+import importlib
+importlib.reload(importlib.import_module("{fabric}"))  # a Lightning that is imported again is served once
+from {name} import Trainer
+quiet = dict(accelerator="cpu", devices=1, logger=False)
+for strategy in ("sparse_lags", "lightning_sparse.SparseDDPStrategy", lightning_sparse.SparseDDPStrategy(density=0.1)):
+    assert isinstance(Trainer(strategy=strategy, **quiet).strategy, lightning_sparse.SparseDDPStrategy)
+from {fabric} import Fabric
+for strategy in ("sparse_lags", "lightning_sparse.SparseFabricStrategy", lightning_sparse.SparseFabricStrategy()):
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    assert isinstance(fabric.strategy, {fabric}.strategies.DDPStrategy)
+assert {other!r} not in sys.modules
+import {other} as other
+from {other}.demos.boring_classes import BoringModel
+from lightning_sparse.callbacks import CompressionMonitor
+for strategy, callbacks in (
+    ("sparse_lags", []), (lightning_sparse.SparseDDPStrategy(), []), ("auto", [CompressionMonitor()])
+):
+    try:
+        other.Trainer(strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet).fit(BoringModel())
+    except (TypeError, ValueError) as error:
+        assert "to use {other}, import that before {name}" in str(error), error
+    else:
+        raise AssertionError(strategy)
+"""
+OWN_SCRIPT = """
+import lightning_sparse
+from lightning.pytorch.cli import LightningCLI
+
+if __name__ == "__main__":
+    LightningCLI()
+"""
+CONFIG = """
+model: model.Model
+trainer:
+  strategy:
+    class_path: lightning_sparse.SparseDDPStrategy
+    init_args: {density: 0.1}
+  callbacks:
+    - class_path: lightning_sparse.callbacks.CompressionMonitor
+  accelerator: cpu
+  devices: 2
+  fast_dev_run: 2
+"""
+COMMAND = "from lightning_sparse.cli import main\nif __name__ == '__main__':\n    main()\n"
+FABRICS = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that holds a package ``lightning``, and a model of it."""
+    root = tmp_path_factory.mktemp("unified")
+    for package, name in ((pytorch_lightning, "pytorch"), (lightning_fabric, "fabric")):
+        target = root / "lightning" / name
+        shutil.copytree(Path(package.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in target.rglob("*.py"):
+            text = re.sub(r"\bpytorch_lightning\b", "lightning.pytorch", path.read_text())
+            path.write_text(re.sub(r"\blightning_fabric\b", "lightning.fabric", text))
+    (root / "lightning" / "__init__.py").touch()
+    model = "from lightning.pytorch.demos.boring_classes import BoringModel\n\n\nclass Model(BoringModel): ...\n"
+    (root / "model.py").write_text(model)
+    (root / "fit.yaml").write_text(CONFIG)
+    return root
+
+
+@pytest.fixture
+def run(unified: Path, interpreter: Interpreter) -> Run:
+    """Return a function that runs a script which finds the package."""
+
+    def run_script(script: str, *arguments: str, ranks: int = 1) -> str:
+        path = unified / "script.py"
+        path.write_text(script)
+        paths = os.pathsep.join([str(unified), str(Path(__file__).parents[1])])
+        environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "HOME": str(unified), "CUDA_VISIBLE_DEVICES": ""}
+        done = interpreter.run(path, *arguments, environment=environment, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    return run_script
+
+
+def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run: Run) -> None:
+    assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", FABRICS)
+def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(
+    run: Run, name: str, is_first: bool
+) -> None:
+    imports = ["import lightning_sparse\n", f"import {name}\n"][:: -1 if is_first else 1]
+    other = next(each for each in FABRICS if each != name)
+    run("".join(imports) + SERVED.format(name=name, other=other, fabric=FABRICS[name]))
+
+
+@pytest.mark.parametrize("script", [OWN_SCRIPT, COMMAND], ids=["own", "ours"])
+def test_class_paths_and_the_command_serve_the_other_name(run: Run, script: str) -> None:
+    assert "SparseDDPStrategy: TopK sends 0.1" in run(script, "fit", "--config=fit.yaml", ranks=2)
+
+
+def test_plan_takes_models_of_the_other_name(run: Run) -> None:
+    network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")
+    assert "Nothing pays" in run(COMMAND, "plan", "--model=model.Model", *network)
