@@ -1,5 +1,7 @@
 """Compressors: WHAT is sent. One paper, one file; ``base`` says what a compressor is."""
 
+import inspect
+
 from lightning_sparse.compressors.a2sgd import A2SGD
 from lightning_sparse.compressors.base import Compressor, Gather, element_count
 from lightning_sparse.compressors.dense import Dense
@@ -11,57 +13,54 @@ from lightning_sparse.compressors.omgs import OMGS
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.registry import NamedTable
 
-# The rows of this table are all that strategy names and the command ``plan`` know of compressors, in this order.
-COMPRESSORS: NamedTable[Compressor] = NamedTable(
-    "compressor",
-    Compressor,
-    {
-        "lags": LAGS,
-        "omgs": OMGS,
-        "a2sgd": A2SGD,
-        "sdagc": SDAGC,
-        "exdyna": ExDyna,
-        "topk": TopK,
-        "dgc": DGC,
-        "micro": MiCRO,
-        "qsgd": QSGD,
-        "dense": Dense,
-    },
-    group="lightning_sparse.compressors",
-)
+# All that strategy names and the command ``plan`` know of compressors, in this order.
+COMPRESSORS: dict[str, type[Compressor]] = {
+    "lags": LAGS,
+    "omgs": OMGS,
+    "a2sgd": A2SGD,
+    "sdagc": SDAGC,
+    "exdyna": ExDyna,
+    "topk": TopK,
+    "dgc": DGC,
+    "micro": MiCRO,
+    "qsgd": QSGD,
+    "dense": Dense,
+}
+STRATEGIES_WITH_SETTINGS = ("auto", "diloco", "loco")  # sparse_<name> is more than a compressor
 
 
 def available_compressors() -> dict[str, str]:
     """Return the names that ``compressor=`` understands, and for each one line that says what it sends.
-
-    Of one that another installed package brings, the line says which package.
 
     Example::
 
         >>> available_compressors()["topk"]
         'Send exactly ``max(1, round(density * n))`` largest magnitudes of every parameter of ``n`` elements.'
     """
-    return COMPRESSORS.descriptions()
+    return {name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in COMPRESSORS.items()}
 
 
 def register_compressor(name: str, compressor: type[Compressor]) -> None:
     """Give a compressor of your own a name that ``compressor=`` understands, and its strategies theirs.
 
     ``register_compressor("mine", Mine)`` makes ``Trainer(strategy="sparse_mine")`` work, too, and the same with
-    ``_spawn`` and the other suffixes. A package that is installed need not be imported for that, if it names its class
-    in the group ``lightning_sparse.compressors`` of its entry points.
+    ``_spawn`` and the other suffixes.
 
     Args:
         name: new name.
         compressor: class that is built without arguments.
 
     Raises:
-        ValueError: if the name, or one of its strategies, is taken.
+        ValueError: if the name, or its strategy's, is taken.
         TypeError: if the class is not a :class:`Compressor`.
     """
-    COMPRESSORS.register(name, compressor)
+    if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
+        raise TypeError(f"compressor {name!r} must be a subclass of Compressor, got {compressor!r}")
+    if name in COMPRESSORS or name in STRATEGIES_WITH_SETTINGS:
+        taken = f"compressor {name!r} is {COMPRESSORS[name]!r}" if name in COMPRESSORS else f"sparse_{name} is ours"
+        raise ValueError(f"{taken}: choose another name. Taken: {', '.join(COMPRESSORS)}")
+    COMPRESSORS[name] = compressor
 
 
 __all__ = [
@@ -72,6 +71,7 @@ __all__ = [
     "OMGS",
     "QSGD",
     "SDAGC",
+    "STRATEGIES_WITH_SETTINGS",
     "Compressor",
     "Dense",
     "ExDyna",

@@ -4,47 +4,51 @@ Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable 
 (arXiv 2402.13781).
 """
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.exclusive import ExclusiveSelection
-from lightning_sparse.compressors.exclusive.partitions import (
-    Partitions,
-    balanced_cuts,
-    even_cuts,
-    published_edges,
-    shifted_cuts,
-    spread_edges,
-)
+from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.functional import indices_reaching_each, magnitude_histogram, magnitude_quantile, top_k_indices
 
+_SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
+_LARGEST = 2.0**127
+_GAIN = 0.05  # settles in some 25 steps; three times as much oscillates
+_LEAST_GAIN = _GAIN / 100  # gradients that hardly change make an element wait for hundreds of steps
+_CALMING = 0.5  # of the gain, where the density swings,
+_RECOVERY = 1.05  # and where it does not
+_CHANCE = 2.0  # sigmas, within which a density on the other side is no swing
+_LARGEST_STEP = 0.1
+_FAR_OFF = 2.0  # times too many or too few elements: measuring anew is then faster than any number of such steps,
+_SIGMAS = 4.0  # unless there are so few that chance does that
+_BLOCKS = 1024  # published: enough for balance, few enough to keep a load for each
+_LEAST_BLOCK = 32  # elements, published; no block is smaller where the model has more elements than that for a rank
 _LOAD_MEMORY = 0.95  # of a block's load, a step; a step alone selects too few elements to tell blocks apart
 _STEPS_BETWEEN_CUTS = 16
 
 
-class ExDyna(ExclusiveSelection):
+class ExDyna(Compressor):
     """Send what reaches one threshold, each rank looking in a part of the model that is cut to hold as much as others.
 
-    The flat vector is cut into some 1024 blocks, and runs of them are the partitions. All ranks know the union of all
-    choices, so each knows what every block held, and cuts as all others do without asking.
+    The model is one flat vector, in the order of its definition, cut into some 1024 blocks; runs of them are the
+    partitions, one for each rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod ranks`` of its accumulated
+    gradient for magnitudes that reach the threshold. Every rank then sends its values at the union of all choices, so
+    that nobody keeps anything there. Partitions do not overlap: the union is as large as the choices together, however
+    many ranks there are. As all ranks know it, each knows what every block held, and cuts as all others do without
+    asking.
 
-    Differs from the paper, unless ``mode="paper"``, in three things:
+    Without a threshold (at the start, and where one has selected twice as much as wanted, or half), each rank takes the
+    largest magnitudes of each tensor in its partition, in proportion, and counts the magnitudes there. The counts of
+    all ranks together (8 KiB from each) give the threshold of the next step.
 
-    * the threshold starts and moves as in :class:`~lightning_sparse.compressors.micro.MiCRO`;
-    * partitions are cut at equal sums of a moving average of the blocks' loads, every 16 steps, instead of moving one
-      block between neighbours each step: that takes hundreds of steps where loads are uneven, and stops at a floor;
-    * blocks differ by one element at most, instead of leaving up to 32 767 elements to the last one.
-
-    In both modes it differs as MiCRO does, and small models have fewer blocks, down to one for each rank.
-
-    Args:
-        mode: ``"default"`` or ``"paper"``.
-
-    Raises:
-        ValueError: if the mode is unknown.
+    The number of elements wanted follows from the density of the whole model, but is at least the number of ranks. What
+    differs from the paper is a table in ``docs/systems/exdyna.md``.
 
     Example::
 
@@ -55,31 +59,261 @@ class ExDyna(ExclusiveSelection):
         tensor([-3.])
     """
 
-    @override
-    def _first_partitions(self, layout: ModelLayout) -> Partitions:
-        edges = (published_edges if self.mode == "paper" else spread_edges)(layout.numel, layout.ranks)
-        self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
-        return Partitions(edges, even_cuts(len(edges) - 1, layout.ranks))
+    default_density: ClassVar[Optional[float]] = 0.01
+    wire_format: ClassVar[str] = "union"
+    rebalances: ClassVar[bool] = True  # cut anew; else partitions are of equal size, and stay
+
+    def __init__(self) -> None:
+        self.begin(ModelLayout((), (), 0, 1, torch.device("cpu")))
 
     @override
-    def _next_partitions(self, positions: Tensor) -> None:
+    def begin(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._starts = layout.starts()
+        self._density = self.default_density or 1.0
+        self._step = 0
+        self._threshold = ThresholdState()
+        self._histogram: Optional[Tensor] = None
+        edges = (block_edges if self.rebalances else even_cuts)(layout.numel, layout.ranks)
+        self._partitions = Partitions(edges, even_cuts(len(edges) - 1, layout.ranks))
+        self._loads = torch.zeros(len(edges) - 1, dtype=torch.float64, device="cpu")
+
+    @override
+    def density_of(self, name: str, density: float) -> float:
+        self._density = density
+        return density
+
+    @override
+    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> list[Selection]:
+        owned = self._partitions.owned(self._layout.rank, self._step)
+        # One element is enough to void the step, in whosever partition it lies.
+        spoilt = _first_not_finite(accumulated)
+        starts = [self._starts[name] for name in names]
+        ranges = [
+            (0, 0) if indices is not None else _within(owned, start, tensor.numel())
+            for start, tensor, indices in zip(starts, accumulated, spoilt)
+        ]
+        pieces = [tensor[first:last] for tensor, (first, last) in zip(accumulated, ranges)]
+        chosen = self._choose(pieces, [start + first for start, (first, _) in zip(starts, ranges)])
+        return [
+            Selection(piece.index_select(0, found), found + first, tensor.numel())
+            if indices is None
+            else Selection(tensor.index_select(0, indices), indices, tensor.numel())
+            for tensor, indices, piece, found, (first, _) in zip(accumulated, spoilt, pieces, chosen, ranges)
+        ]
+
+    def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+        """Return positions in pieces of the model, of which each starts at a place of the flat vector."""
+        if self._wanted(self._layout.numel) == self._layout.numel:
+            return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
+        if self._threshold.threshold is not None:
+            return indices_reaching_each(pieces, self._threshold.threshold)
+        return [self._measure(piece, start) for piece, start in zip(pieces, starts)]
+
+    def _measure(self, piece: Tensor, start: int) -> Tensor:
+        """Choose a piece's share of what is wanted, and count its magnitudes."""
+        numel, wanted = self._layout.numel, self._wanted(self._layout.numel)
+        # Differences of a running total: over the whole model they add up to what is wanted, however it is cut.
+        count = wanted * (start + piece.numel()) // numel - wanted * start // numel
+        if piece.numel():
+            histogram = magnitude_histogram(piece)
+            self._histogram = histogram if self._histogram is None else self._histogram.add_(histogram)
+        return top_k_indices(piece, count) if count else torch.empty(0, dtype=torch.int64, device=piece.device)
+
+    def _wanted(self, numel: int) -> int:
+        return min(numel, max(self._layout.ranks, round(self._density * numel)))
+
+    @override
+    def finish_step(
+        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
+    ) -> Sequence[Selection]:
+        histogram, self._histogram = self._histogram, None
+        # The state is the host's: it decides what the next step looks at. Waiting for this one bool costs little where
+        # the sizes of all messages had to be waited for.
+        if not bool(finite):
+            return means
+        positions = torch.cat([_positions(mean) + self._starts[name] for name, mean in zip(names, means)])
+        numel = sum(mean.numel for mean in means)  # without parameters whose gradients have a sparse layout
+        wanted = self._wanted(numel)
+        if wanted < numel and self._threshold.threshold is not None:
+            self._threshold = self._threshold.followed(positions.numel(), wanted)
+        elif wanted < numel:
+            counted = magnitude_histogram(positions[:0].float()) if histogram is None else histogram
+            # Half the bytes of int64; a count that fp32 rounds is rounded alike for all who receive it.
+            gathered = all_gather(counted.float())
+            measured = magnitude_quantile(gathered.double().sum(dim=0), wanted) or None
+            self._threshold = ThresholdState(measured, self._threshold.gain)
+        if self.rebalances:
+            self._rebalance(positions)
+        self._step += 1
+        return means
+
+    def _rebalance(self, positions: Tensor) -> None:
+        """Cut anew now and then, after a step that has selected ``positions`` (int64 ``[count]``) of the model."""
         loads = self._partitions.block_loads(positions)
-        if self.mode == "paper":
-            cuts = shifted_cuts(self._partitions, loads.tolist())
-            self._partitions = self._partitions._replace(cuts=cuts)
-            return
         self._loads = self._loads.mul(_LOAD_MEMORY).add_(loads, alpha=1 - _LOAD_MEMORY)
         if (self._step + 1) % _STEPS_BETWEEN_CUTS == 0 and self._loads.any():
-            cuts = balanced_cuts(self._loads, self._layout.ranks)
-            self._partitions = self._partitions._replace(cuts=cuts)
+            self._partitions = self._partitions._replace(cuts=balanced_cuts(self._loads, self._layout.ranks))
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step counter, the threshold (0 for none), where partitions are cut, and the load of each block."""
-        return {**super().state_dict(), "loads": self._loads}
+        """Return the step, the threshold (0 for none) with its gain and error, the cuts, and the load of each block."""
+        cuts = torch.tensor(self._partitions.cuts, device="cpu")
+        threshold, gain, error = self._threshold
+        state = {"step": self._step, "threshold": threshold or 0.0, "gain": gain, "error": error, "cuts": cuts}
+        return {**state, "loads": self._loads} if self.rebalances else state
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["loads"].numel() == self._loads.numel():
+        """Replace the state; for another number of ranks, or another model, partitions start anew.
+
+        Raises:
+            ValueError: if the state is another method's.
+        """
+        expected = self.state_dict().keys()
+        if state.keys() != expected:
+            raise ValueError(
+                f"{type(self).__name__} keeps {', '.join(expected)}, but was given a state of"
+                f" {', '.join(map(str, state)) or 'nothing'}; load it into the compressor that it was saved with"
+            )
+        self._step = int(state["step"])
+        self._threshold = ThresholdState(float(state["threshold"]) or None, float(state["gain"]), float(state["error"]))
+        cuts = tuple(state["cuts"].tolist())
+        present = self._partitions.cuts
+        if len(cuts) == len(present) and cuts[-1] == present[-1]:
+            self._partitions = self._partitions._replace(cuts=cuts)
+        if self.rebalances and state["loads"].numel() == self._loads.numel():
             self._loads = state["loads"].clone()
+
+
+class ThresholdState(NamedTuple):
+    """One threshold for the whole model, the same on all ranks: what a step selected changes it for the next.
+
+    Attributes:
+        threshold: of the next step; ``None`` to measure it in that step.
+        gain: of the logarithm of the threshold for that of the density over the one wanted.
+        error: the latter in the last step, 0 if the threshold was measured in it.
+    """
+
+    threshold: Optional[float] = None
+    gain: float = _GAIN
+    error: float = 0.0
+
+    def followed(self, selected: int, wanted: int) -> "ThresholdState":
+        """Return that of the next step, after one in which the threshold has selected so many elements."""
+        assert self.threshold is not None
+        error = math.log(max(selected, 0.5) / wanted)
+        # Lowering a threshold sends what waits just below it, once: where little of it is new, half as much comes next,
+        # and raising the threshold again holds back what is due. With too large a gain that goes to and fro for ever.
+        swings = error * self.error < 0 and min(abs(error), abs(self.error)) * math.sqrt(wanted) > _CHANCE
+        gain = max(_LEAST_GAIN, self.gain * _CALMING) if swings else min(_GAIN, self.gain * _RECOVERY)
+        is_far_off = not wanted / _FAR_OFF < selected < wanted * _FAR_OFF
+        # After a measurement, whose step has sent all that it saw above the threshold, there is less for a step.
+        if self.error and is_far_off and abs(selected - wanted) >= _SIGMAS * math.sqrt(wanted):
+            return ThresholdState(None, gain)
+        step = max(-_LARGEST_STEP, min(_LARGEST_STEP, gain * error))
+        return ThresholdState(min(max(self.threshold * math.exp(step), _SMALLEST), _LARGEST), gain, error)
+
+
+class Partitions(NamedTuple):
+    """Partitions of the flat model, one for each rank.
+
+    Attributes:
+        edges: where each block starts in the flat vector, ascending, and where the last one ends.
+        cuts: for each partition its first block, ascending, and the number of blocks.
+    """
+
+    edges: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    def owned(self, rank: int, step: int) -> tuple[int, int]:
+        """Return the first element of a rank's partition in a step, and the one after the last.
+
+        In every step each partition belongs to one rank, and every rank visits every partition in as many steps as
+        there are ranks.
+
+        Example::
+
+            >>> partitions = Partitions(edges=(0, 4, 8, 12), cuts=(0, 1, 3))
+            >>> partitions.owned(rank=0, step=0), partitions.owned(rank=0, step=1)
+            ((0, 4), (4, 12))
+        """
+        partition = (step + rank) % (len(self.cuts) - 1)
+        return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
+
+    def block_loads(self, positions: Tensor) -> Tensor:
+        """Count how many of some positions in the flat vector (int64, on any device) lie in each block."""
+        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64, device=positions.device)
+        blocks = torch.bucketize(positions, edges, right=True)
+        loads = torch.zeros(len(self.edges) - 1, dtype=torch.int64, device=positions.device)
+        return loads.index_add_(0, blocks, torch.ones_like(blocks)).cpu()
+
+
+def even_cuts(total: int, parts: int) -> tuple[int, ...]:
+    """Cut ``total`` things into parts that differ by one at most, the larger ones first.
+
+    Example::
+
+        >>> even_cuts(11, 3)
+        (0, 4, 8, 11)
+    """
+    size, larger = divmod(total, parts)
+    return tuple(part * size + min(part, larger) for part in range(parts + 1))
+
+
+def block_edges(numel: int, ranks: int) -> tuple[int, ...]:
+    """Cut a model into blocks that differ by one element at most.
+
+    Example::
+
+        >>> block_edges(numel=100, ranks=2)
+        (0, 33, 66, 100)
+    """
+    blocks = max(ranks, min(_BLOCKS, numel // _LEAST_BLOCK))
+    return tuple(block * numel // blocks for block in range(blocks + 1))
+
+
+def balanced_cuts(loads: Tensor, ranks: int) -> tuple[int, ...]:
+    """Cut blocks into one run for each rank, as equal in load as blocks allow, each of one block at least.
+
+    Loads are float64 ``[blocks]``, on CPU, not all zero, and at least as many as ranks.
+
+    Example::
+
+        >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), ranks=2)
+        (0, 1, 6)
+    """
+    blocks = loads.numel()
+    reached = torch.cat([loads.new_zeros(1), loads.cumsum(0)])
+    targets = torch.arange(1, ranks, dtype=loads.dtype) * (reached[-1] / ranks)
+    after = torch.searchsorted(reached, targets).clamp_(1, blocks)
+    before = after - 1
+    is_nearer = targets - reached[before] < reached[after] - targets
+    cuts = [0]
+    for rank, nearest in enumerate(torch.where(is_nearer, before, after).tolist(), start=1):
+        cuts.append(min(max(nearest, cuts[-1] + 1), blocks - ranks + rank))
+    return (*cuts, blocks)
+
+
+def _first_not_finite(tensors: Sequence[Tensor]) -> list[Optional[Tensor]]:
+    """Return, by tensor, the position (int64 ``[1]``) of an element that is not finite; ``None`` where all are."""
+    # The sum of squares is the fastest look at every element; it may itself overflow, so only a norm that is finite
+    # proves anything. The host has to wait for it, as it has for the number of elements that reach a threshold.
+    are_finite = torch.stack(torch._foreach_norm(list(tensors))).isfinite().tolist()
+    return [None if is_finite else _not_finite(tensor) for tensor, is_finite in zip(tensors, are_finite)]
+
+
+def _not_finite(tensor: Tensor) -> Optional[Tensor]:
+    indices = tensor.isfinite().logical_not_().nonzero().squeeze(1)[:1]
+    return indices if indices.numel() else None
+
+
+def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
+    """Return which part of a tensor that starts somewhere in the flat vector is owned."""
+    first, last = (min(max(edge - start, 0), numel) for edge in owned)
+    return first, last
+
+
+def _positions(mean: Selection) -> Tensor:
+    assert mean.indices is not None
+    return mean.indices.flatten()

@@ -22,6 +22,7 @@ from lightning_sparse.compressors.feedback import (
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory import Memory, MomentumMemory, NoMemory, ResidualMemory
 from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_values
+from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
 AUTO = "auto"
@@ -139,10 +140,10 @@ class Settings:
         local_steps: Optional[LocalSteps] = None,
         levels: Union[str, int] = AUTO,
     ) -> None:
-        self.compressor = COMPRESSORS.resolve(compressor)
+        self.compressor = resolve("compressor", Compressor, COMPRESSORS, compressor)
         self.density = _checked_density(density, self.compressor)
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
-        self.schedule = SCHEDULES.resolve(schedule)
+        self.schedule = resolve("schedule", Schedule, SCHEDULES, schedule)
         self.wire, self.wire_bits = wire_values(wire)
         _check_wire(wire, self.wire_bits, self.compressor)
         self.overlaps_backward = overlaps_backward

@@ -1,17 +1,17 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
-from lightning_sparse.registry import NamedTable
 from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.merge.exact import plan_groups
 from lightning_sparse.schedule.merged import Auto, Greedy, Merged
 from lightning_sparse.schedule.plan import Plan, Way
 
-SCHEDULES: NamedTable[Schedule] = NamedTable(
-    "schedule",
-    Schedule,
-    {"auto": Auto, "greedy": Greedy, "layerwise": Layerwise, "merged": Merged, "single": Single},
-    former={"omgs": "greedy"},  # sparse_omgs does not use it
-)
+SCHEDULES: dict[str, type[Schedule]] = {
+    "auto": Auto,
+    "greedy": Greedy,
+    "layerwise": Layerwise,
+    "merged": Merged,
+    "single": Single,
+}
 
 __all__ = [
     "SCHEDULES",

@@ -5,7 +5,7 @@ import warnings
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
-from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.compressors import available_compressors
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("", {"start_method": "popen"}),
@@ -82,7 +82,7 @@ def systems() -> list[System]:
         >>> [system.name for system in systems()][:4]
         ['sparse_auto', 'sparse_diloco', 'sparse_loco', 'sparse_lags']
     """
-    return [*_OWN, *(_system_of(*row) for row in COMPRESSORS.descriptions().items())]
+    return [*_OWN, *(_system_of(*row) for row in available_compressors().items())]
 
 
 def meant_by(name: str) -> Optional[str]:
@@ -137,7 +137,7 @@ def _fits(lightning: str, other: str) -> bool:
 
 
 def register_names(lightning: str) -> None:
-    """Register the systems that there are, and each whose compressor is registered later, without importing a class.
+    """Register the systems, and those of compressors that are registered later, without importing a class.
 
     Of a Lightning that is imported anew the table is the same, and nothing is left to do.
 
@@ -151,20 +151,20 @@ def register_names(lightning: str) -> None:
     if path in strategies:
         return
     known = strategies.available_strategies
-    strategies.available_strategies = lambda: _Names(known())
 
     def register(system: System) -> None:
-        variants, compressor = system.variants(), system.arguments["compressor"]
-        taken = [name for name in variants if name in strategies]
-        if taken:
-            raise ValueError(f"strategy {taken[0]!r} exists already: choose another name than {compressor!r}")
-        for name, arguments in variants.items():
+        for name, arguments in system.variants().items():
             facts = {"description": system.description, "init_params": arguments, "strategy_name": name}
             strategies[name] = _Row(lightning, **facts)
 
-    for system in _OWN:
-        register(system)
-    COMPRESSORS.announce(lambda name, description: register(_system_of(name, description)))
+    def names() -> list[str]:
+        for system in systems():  # of compressors that have been registered since, too
+            if system.name not in strategies:
+                register(system)
+        return _Names(known())
+
+    strategies.available_strategies = names
+    names()
     facts = {"description": "the class, with its defaults", "init_params": {}, "strategy_name": path}
     strategies[path] = _Row(lightning, **facts)
 

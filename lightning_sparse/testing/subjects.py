@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any, Optional, Union
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.registry import resolve
 
-COMPRESSOR_NAMES = COMPRESSORS.names()
+COMPRESSOR_NAMES = sorted(COMPRESSORS)
 SCHEDULE_NAMES = ["layerwise", "merged", "single"]
 WIRES = ["float32", "bfloat16", "float16"]
 _DENSITY = 0.05
@@ -42,7 +43,7 @@ def built(compressor: Union[str, Compressor]) -> Union[str, Compressor]:
 
 def subject_of(name: str) -> Compressor:
     """Build a compressor to look at what it declares."""
-    return COMPRESSORS.resolve(built(name))
+    return resolve("compressor", Compressor, COMPRESSORS, built(name))
 
 
 def density_for(name: str) -> Optional[float]:

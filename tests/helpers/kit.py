@@ -22,7 +22,7 @@ def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str
         mock.patch.object(plugin, "Pool", return_value=lender),
         mock.patch.dict(StrategyRegistry),  # modules may register their compressors
         mock.patch.dict(STRATEGY_REGISTRY),
-        mock.patch.dict(COMPRESSORS._rows),
+        mock.patch.dict(COMPRESSORS),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.chdir(folder)

@@ -34,6 +34,7 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.registry import resolve
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
@@ -145,7 +146,7 @@ class Training:
     @property
     def subject(self) -> Compressor:
         """The compressor."""
-        return COMPRESSORS.resolve(STRATEGIES[self.strategy]()["compressor"])
+        return resolve("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
 
     @property
     def drifts(self) -> bool:
@@ -217,7 +218,7 @@ class Training:
 
 
 STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
-    **{name: lambda name=name: {"compressor": name} for name in COMPRESSORS.names()},  # type: ignore[misc]
+    **{name: lambda name=name: {"compressor": name} for name in sorted(COMPRESSORS)},  # type: ignore[misc]
     "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},

@@ -236,7 +236,6 @@ REFUSALS = {
     "warm-up of nothing": ({"compressor": "qsgd", "warmup_epochs": 4}, ValueError, r"QSGD, which has no density to"),
     "compressor class": ({"compressor": TopK}, TypeError, r"a Compressor object, got .*a class: call it"),
     "schedule": ({"schedule": "merge"}, ValueError, r"schedule='merge' is unknown.*greedy, layerwise, merged, single"),
-    "schedule of old": ({"schedule": "omgs"}, ValueError, r"schedule='omgs' is called 'greedy' now: use"),
     "schedule object": ({"schedule": 3}, TypeError, r"schedule must be one of .* got 3"),
     "wire": ({"wire": "fp16"}, ValueError, r"wire='fp16' is unknown.*float32, bfloat16, float16"),
     "hook": ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.* registers a hook of its own.*DDPStrategy"),

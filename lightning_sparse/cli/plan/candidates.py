@@ -280,7 +280,7 @@ def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
         if "local_steps" in given:
             yield system.name, SettingsOf(*(given.get(name, default) for name, default in _DEFAULTS.items()))
             continue
-        has_density = COMPRESSORS.resolve(compressor).default_density is not None
+        has_density = COMPRESSORS[compressor].default_density is not None
         for density in densities if has_density else (None,):
             yield system.name, SettingsOf(compressor, density)
 

@@ -17,28 +17,22 @@ from tests.helpers.devices import DEVICE
 class Reference:
     """``ranks`` workers with residuals, in one process, on the device under test: others divide to other bits."""
 
-    def __init__(self, method: str, mode: str, numels: list[int], ranks: int, density: float) -> None:
-        self.method, self.mode, self.numels, self.ranks = method, mode, numels, ranks
+    def __init__(self, method: str, numels: list[int], ranks: int, density: float) -> None:
+        self.method, self.numels, self.ranks = method, numels, ranks
         self.numel = sum(numels)
         self.wanted = max(ranks, round(density * self.numel))
         self.step_count = 0
-        self.theta = None if mode == "default" else 1 / (2 * math.sqrt(self.wanted))
+        self.theta = None
         self.gain, self.last_error = 0.05, None
         self.residuals = [torch.zeros(self.numel, device=DEVICE) for _ in range(ranks)]
         self._cut_first()
 
     def _cut_first(self) -> None:
-        if self.method == "micro":
-            blocks, size = self.ranks, None
-        else:
+        if self.method == "exdyna":
             blocks = max(self.ranks, min(1024, self.numel // 32))
-            size = self.numel // blocks // 32 * 32
-        if self.method == "exdyna" and self.mode == "paper":
-            self.edges = [size * block for block in range(blocks)] + [self.numel]
-        elif self.method == "exdyna":
             self.edges = [math.floor(block * self.numel / blocks) for block in range(blocks + 1)]
         else:
-            self.edges = [0]
+            blocks, self.edges = self.ranks, [0]
             for block in range(blocks):
                 self.edges.append(self.edges[-1] + self.numel // blocks + (block < self.numel % blocks))
         self.owner_blocks = [blocks // self.ranks + (rank < blocks % self.ranks) for rank in range(self.ranks)]
@@ -67,7 +61,7 @@ class Reference:
             mean[union] += vector[union] / self.ranks
             vector[union] = 0.0
         self.residuals = accumulated
-        self._learn(chosen, union.tolist(), counted)
+        self._learn(union.tolist(), counted)
         return chosen, mean
 
     def _first_choice(self, vector: Tensor, start: int, end: int, counted: Counter) -> list[int]:
@@ -83,7 +77,7 @@ class Reference:
             counted[exponent, math.floor((value / 2.0**exponent - 1) * 8)] += 1
         return sorted(chosen)
 
-    def _learn(self, chosen: list[list[int]], union: list[int], counted: Counter) -> None:
+    def _learn(self, union: list[int], counted: Counter) -> None:
         ratio = len(union) / self.wanted
         if self.theta is None:
             above = 0
@@ -96,7 +90,7 @@ class Reference:
                     self.last_error = None
                     break
                 above += count
-        elif self.mode == "default":
+        else:
             error = math.log(ratio) if union else math.log(0.5 / self.wanted)
             sides = sorted([error, self.last_error or 0.0])
             sigma = 1 / math.sqrt(self.wanted)
@@ -110,30 +104,9 @@ class Reference:
                 self.last_error = error
             else:
                 self.theta = None
-        else:
-            inside = 1.00125 if ratio > 1 else 0.9987
-            self.theta *= 1.005 if ratio > 1.1 else inside if ratio > 0.909 else 0.995
-        if self.method == "exdyna" and self.mode == "paper":
-            self._shift(chosen, len(union))
-        elif self.method == "exdyna":
+        if self.method == "exdyna":
             self._balance(union)
         self.step_count += 1
-
-    def _shift(self, chosen: list[list[int]], total: int) -> None:
-        found = {(self.step_count + rank) % self.ranks: float(len(positions)) for rank, positions in enumerate(chosen)}
-        average = total // self.ranks
-        moved = int(self.edges[1] * (total / self.numel))
-        least = (len(self.edges) - 1) / (4 * self.ranks)
-        for left in range(self.ranks - 1):
-            right = left + 1
-            for giver, taker in ((left, right), (right, left)):
-                if found[giver] / average > 1.05 and found[taker] / average < 0.95238:
-                    if self.owner_blocks[giver] - 1 >= least:
-                        self.owner_blocks[giver] -= 1
-                        self.owner_blocks[taker] += 1
-                        found[giver] -= moved
-                        found[taker] += moved
-                    break
 
     def _balance(self, union: list[int]) -> None:
         held = Counter(bisect.bisect_right(self.edges, position) - 1 for position in union)
