@@ -28,7 +28,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.remove(file)
     texts: dict[str, str] = {}
     images: set[str] = set()
-    waiting = [*SECTIONS, *(f"docs/{file.src_uri}" for file in own if file.is_documentation_page())]
+    waiting = ["README.md", *SECTIONS, *(f"docs/{file.src_uri}" for file in own if file.is_documentation_page())]
     while waiting:
         path = waiting.pop()
         texts[path] = _text(path)

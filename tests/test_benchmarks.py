@@ -3,7 +3,6 @@
 import csv
 import importlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_sparse.engine.observe.timeline import WORKER, RecordedStep, Slice
-
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 
 
@@ -27,24 +24,8 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
 
 
-shape, network, launch, results, rows, worker, memory, selection, plot, step, adaptation, speed_up = map(
-    _load,
-    [
-        "shape",
-        "network",
-        "launch",
-        "results",
-        "rows",
-        "worker",
-        "memory",
-        "selection",
-        "plot",
-        "step",
-        "adaptation",
-        "speed_up",
-    ],
-)
-training = _load("training")
+MODULES = ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "training"]
+shape, network, launch, results, rows, worker, memory, selection, plot, step, training = map(_load, MODULES)
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
 RECEIVE = """
@@ -68,9 +49,10 @@ connection.sendall(bytes(4_000_000))
 """
 
 
-def test_rates_and_delays_are_read() -> None:
+def test_rates_and_delays_are_read_and_bursts_grow_with_fast_links_only() -> None:
     assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
     assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]
+    assert [shape.burst_bytes(bits) >> 10 for bits in (10**7, 10**9, 10**10)] == [32, 128, 1280]
 
 
 @pytest.mark.parametrize("text", ["1", "gbit", "1gbps", "0mbit", "-1gbit", "1 gbit", "ms", "-1ms", "1min"])
@@ -79,10 +61,6 @@ def test_other_rates_and_delays_are_refused(text: str) -> None:
         shape.parse_rate(text)
     with pytest.raises(ValueError, match=r"must be a number .* us, ms, s"):
         shape.parse_delay(text)
-
-
-def test_bursts_grow_with_fast_links_only() -> None:
-    assert [shape.burst_bytes(bits) >> 10 for bits in (10**7, 10**9, 10**10)] == [32, 128, 1280]
 
 
 def test_lines_compare_within_the_run() -> None:
@@ -94,12 +72,6 @@ def test_lines_compare_within_the_run() -> None:
     assert (ddp.median_ms, ddp.sent_mb, ddp.link_mb) == pytest.approx((500.0, 8.0, 13.0))
     assert (ddp.to_ddp, ddp.to_no_communication) == pytest.approx((1.0, 5.0))
     assert (still.to_ddp, still.to_no_communication) == pytest.approx((0.2, 1.0))
-
-
-def test_lines_without_their_reference_have_no_ratio() -> None:
-    (line,) = results.summarise("model", {"other": [results.Measurement([0.1], 0.0, 0.0)]}, "ddp", "still")
-    assert (line.to_ddp, line.to_no_communication) == (None, None)
-    assert results.as_text([line]).splitlines()[1].split()[-6:] == ["-", "-", "0.000", "0.000", "-", "1.00"]
 
 
 @pytest.mark.parametrize(("values", "spread"), [([1.0, 2.0, 3.0, 4.0, 100.0], 2.0), ([7.0], 0.0)])
@@ -115,38 +87,12 @@ def test_csv_has_comments_and_reads_back() -> None:
     assert (read["row"], float(read["median_ms"]), read["to_no_communication"]) == ("ddp, accumulate 2", 10.0, "")
 
 
-def test_predictions_are_drawn_where_there_are_any(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    without = results.Line("model", "ddp", 10.0, 1.0, 1.0, None, 1.0, 2.0)
-    path = tmp_path / "predictions.png"
-    assert not plot.draw_predictions([without], "title", path)
-    assert not path.exists()
-    assert plot.draw_predictions([without, without._replace(predicted_ms=11.0)], "title", path)
-    assert path.stat().st_size > 5000
-
-
 def test_predictions_of_all_ranks_are_pooled() -> None:
     seen = [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)]
     (line,) = results.summarise("model", {"planned": seen}, "ddp", "still")
     assert line.predicted_ms == pytest.approx(300.0)
-    assert results.as_text([line]).splitlines()[1].endswith("300.0 ms    1.00")
-
-
-def test_the_step_that_is_drawn_is_one_of_median_length() -> None:
-    pytest.importorskip("matplotlib")
-    rows = [[[(1.0, 2.0)], [(1.5, 4.0)]], [[(0.0, 9.0)]], [[(3.0, 4.0), (4.0, 5.0)]]]  # of 3, 9 and 2 seconds
-    steps = [
-        RecordedStep(number, [[Slice(WORKER, "exchange", "", *span, {}) for span in spans] for spans in ranks], [])
-        for number, ranks in enumerate(rows)
-    ]
-    assert _load("overlap").median_step(steps) is steps[0]
-
-
-def test_adaptation_counts_the_steps_until_nothing_changes_any_more() -> None:
-    plain, ours = adaptation.Step(0.1, True), adaptation.Step(0.2, False)
-    steps = [plain] * 50 + [plain] * 30 + [ours] * 4 + [plain] * 8 + [ours] * 60
-    assert adaptation.adaptation(steps, 50) == pytest.approx((100.0, 200.0, True, False, 42))
-    assert adaptation.adaptation([plain] * 100, 50).steps == 0
+    assert (line.to_ddp, line.to_no_communication) == (None, None)  # neither is in this run
+    assert results.as_text([line]).splitlines()[1].split()[-7:] == ["-", "-", "0.000", "0.000", "300.0", "ms", "1.00"]
 
 
 def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,55 +134,20 @@ def test_bytes_follow_from_shapes() -> None:
     assert rows.power_sgd_bytes(shapes, rank=20) == rows.dense_bytes(shapes)
 
 
-def test_speed_ups_are_those_of_the_table_in_the_readme() -> None:
-    text = (BENCHMARKS / "README.md").read_text()
-    times = speed_up.step_times(text)
-    assert list(times) == ["lstm", "deep_narrow", "transformer"]
-    # The table also says its times relative to DDP, rounded.
-    line = re.findall(r"^\| sparse_topk 0.001 \|.*$", text, re.MULTILINE)[0]
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    for model, to_ddp in zip(times, (cells[2], cells[6], cells[10])):
-        shown = speed_up.speed_ups(times[model])
-        assert 1 / shown["sparse_topk, density 0.001"] == pytest.approx(float(to_ddp), abs=0.006)
-        assert shown["ddp"] == 1.0
-
-
-def test_a_text_without_step_times_is_refused() -> None:
-    with pytest.raises(ValueError, match="no table has a column"):
-        speed_up.step_times("| script | measures |\n| --- | --- |\n| `step.py` | time |\n")
-
-
-def test_speed_ups_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    speed_up.main(["--output", str(tmp_path / "picture.png")])
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
 def test_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.draw([results.Line("model", "ddp", 10.0, 1.0, 1.0, 2.0, 1.0, 2.0)], "title", tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
-def test_root_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(SystemExit, match="need root: run this with sudo"):
-        step.main(["--output", str(tmp_path)])
-
-
-def test_iproute2_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+@pytest.mark.parametrize(("user", "missing"), [(1000, "need root"), (0, "ip and tc not found")])
+def test_a_network_needs_root_and_iproute2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int, missing: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    with pytest.raises(SystemExit, match="ip and tc not found: install iproute2"):
+    with pytest.raises(SystemExit, match=missing):
         step.main(["--output", str(tmp_path)])
-
-
-def test_wrong_rates_are_refused_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        step.main(["--rate", "1gbps"])
-    assert (
-        "rate='1gbps' must be a number followed, without a space, by one of kbit, mbit, gbit" in capsys.readouterr().err
-    )
 
 
 class HereNetwork(network.ShapedNetwork):
@@ -265,15 +176,16 @@ def test_progress_of_rank_0_is_shown(here: HereNetwork, tmp_path: Path, capsys: 
     assert capsys.readouterr().out == "  round 0 of 2\n"
 
 
-def test_failing_rank_is_reported_with_its_log(here: HereNetwork, tmp_path: Path) -> None:
-    program = ["-S", "-c", "import time; 1 / {rank}; time.sleep(60)"]
-    with pytest.raises(launch.WorkerError, match=r"rank 0 ended with status 1(.|\n)*ZeroDivisionError"):
-        launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + 60, show="round ")
-
-
-def test_time_limit_is_kept(here: HereNetwork, tmp_path: Path) -> None:
-    with pytest.raises(launch.WorkerError, match="time is up"):
-        launch.run_on_all_hosts(here, ["-S", "-c", "import time; time.sleep(60)"], tmp_path, 0.0, show="round ")
+@pytest.mark.parametrize(
+    ("code", "seconds", "error"),
+    [("1 / {rank}", 60.0, r"rank 0 ended with status 1(.|\n)*ZeroDivisionError"), ("pass", 0.0, "time is up")],
+)
+def test_a_rank_that_fails_or_is_late_ends_the_run(
+    here: HereNetwork, tmp_path: Path, code: str, seconds: float, error: str
+) -> None:
+    program = ["-S", "-c", f"import time; {code}; time.sleep(60)"]
+    with pytest.raises(launch.WorkerError, match=error):
+        launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + seconds, show="round ")
 
 
 @pytest.fixture

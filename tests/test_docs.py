@@ -175,6 +175,7 @@ def test_arguments_exist(page: Path) -> None:
 def test_options_of_examples_exist(page: Path) -> None:
     for command in re.findall(r"python (examples/[\w/]+\.py)([^\n`]*)", page.read_text()):
         script, options = command
+        assert (ROOT / script).is_file(), script
         folders = (ROOT / script).parent.glob("*.py"), (ROOT / "examples").glob("*.py")
         text = "".join(path.read_text() for folder in folders for path in folder)
         for option in re.findall(r"(--[\w-]+)", options):

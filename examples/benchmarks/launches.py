@@ -5,8 +5,6 @@ tensors say that they are a device's, so that all goes the way that it goes ther
 see :class:`Launches`::
 
     python examples/benchmarks/launches.py
-    python examples/benchmarks/launches.py --growth
-    python examples/benchmarks/launches.py --operations topk
 """
 
 import argparse
@@ -36,7 +34,7 @@ from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepConte
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
 _BLOCK = (1 << 20, 1 << 10) * 4 + (1 << 10, 1 << 10, 1 << 22, 1 << 12, 1 << 22, 1 << 10, 1 << 10, 1 << 10)
 SIZES = (30522 << 10, 1 << 19, *_BLOCK * 24)
-RANKS, FEW_RANKS, FEW_TENSORS = 64, 4, 40
+RANKS = 64
 PHASES = ("compensate", "select", "encode, decode", "exchange", "commit", "optimizer")
 _LIST = 100  # tensors that one launch of torch's multi-tensor kernels takes: 30 to 110 by operation
 _BUCKET_MB = 1  # DDP's, as the strategy asks for them
@@ -120,7 +118,6 @@ class Launches(TorchDispatchMode):
     Attributes:
         phase: of what is done now.
         by_phase: launches.
-        operations: the same, by the name of the operation.
         waits: how often the host waited for the device, by the name of the operation.
     """
 
@@ -128,7 +125,6 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.phase = ""
         self.by_phase: Counter[str] = Counter()
-        self.operations: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.is_on_device = False
         self._tensors_a_launch = tensors_a_launch
@@ -136,13 +132,12 @@ class Launches(TorchDispatchMode):
 
     def clear(self) -> None:
         """Start anew."""
-        for counter in (self.by_phase, self.operations, self.waits):
+        for counter in (self.by_phase, self.waits):
             counter.clear()
 
-    def add(self, operation: str, launches: int = 1) -> None:
+    def add(self, launches: int = 1) -> None:
         """Count."""
         self.by_phase[self.phase] += launches
-        self.operations[operation] += launches
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -176,7 +171,7 @@ class Launches(TorchDispatchMode):
             if not (func.is_view or name in _WITHOUT_LAUNCH or _is_empty(result)):
                 tensors = max(map(_listed, args), default=1)
                 is_one_by_one = name.startswith("_foreach") and any(map(_is_laid_otherwise, args))
-                self.add(name, tensors if is_one_by_one else -(-tensors // self._tensors_a_launch))
+                self.add(tensors if is_one_by_one else -(-tensors // self._tensors_a_launch))
         return result
 
 
@@ -232,7 +227,7 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if devices == {_META} and name in ("__bool__", "__int__"):  # whether the step is finite
-            self._launches.add("copy")
+            self._launches.add()
             self._launches.waits[name] += 1
             return name == "__bool__" or 1
         if _PRETENDED in asked:
@@ -244,7 +239,7 @@ class _Functions(TorchFunctionMode):
         finally:
             launches.is_on_device = False
         if is_copied or name in ("cpu", "tolist"):
-            launches.add("copy")
+            launches.add()
         if name in ("cpu", "tolist"):
             launches.waits[name] += 1
             return result.as_subclass(Tensor) if name == "cpu" else result
@@ -288,7 +283,7 @@ class CountedCollectives(EchoCollectives):
     def run(self, name: str, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         with mock.patch.object(self._launches, "add"):  # what it takes to echo is not the step's
             received = super().run(name, tensor, out)
-        self._launches.add(name)
+        self._launches.add()
         return received
 
 
@@ -296,7 +291,6 @@ def launches_of_a_step(
     system: System,
     ranks: int = RANKS,
     sizes: Optional[Sequence[int]] = None,
-    groups: int = 1,
     bucket_mb: float = _BUCKET_MB,
     tensors_a_launch: int = _LIST,
 ) -> Launches:
@@ -306,7 +300,6 @@ def launches_of_a_step(
         system: what is counted.
         ranks: how many are played.
         sizes: elements of the tensors, in the order of definition; ``None`` for the system's own.
-        groups: into which the tensors are cut, of about as many elements; one for each tensor where there are as many.
         bucket_mb: size from which on a bucket of DDP is handed over; what is in one lies side by side in memory.
         tensors_a_launch: see :class:`Launches`.
     """
@@ -328,7 +321,7 @@ def launches_of_a_step(
                 if adam is not None:
                     pipeline.context = adam.context(step)
                 launches.clear()
-                _make_step(pipeline, _grouped(gradients, groups), launches)
+                _make_step(pipeline, gradients, launches)
                 if adam is not None:
                     with launches.during("optimizer"):
                         adam.step(gradients)
@@ -353,22 +346,10 @@ def _gradients(sizes: Sequence[int], bucket_mb: float, device: torch.device) -> 
     return gradients
 
 
-def _grouped(gradients: Mapping[int, Tensor], groups: int) -> list[list[LocalGradient]]:
-    local = [LocalGradient(str(place), gradient, None) for place, gradient in gradients.items()]
-    total = sum(each.gradient.numel() for each in local)
-    if groups >= len(local):
-        return [[each] for each in local]
-    grouped: list[list[LocalGradient]] = [[] for _ in range(groups)]
-    numel = 0
-    for each in local:
-        grouped[numel * groups // total].append(each)
-        numel += each.gradient.numel()
-    return [group for group in grouped if group]
-
-
-def _make_step(pipeline: Pipeline, groups: Sequence[Sequence[LocalGradient]], launches: Launches) -> None:
+def _make_step(pipeline: Pipeline, gradients: Mapping[int, Tensor], launches: Launches) -> None:
+    group = [LocalGradient(str(place), gradient, None) for place, gradient in gradients.items()]
     with launches.during("encode, decode"):
-        exchanged = [part for group in groups for part in pipeline.exchange(group)]
+        exchanged = list(pipeline.exchange(group))
     with launches.during("commit"):
         pipeline.commit(exchanged)
         pipeline.recorder.end_step()
@@ -414,36 +395,14 @@ def by_phase(systems: Sequence[str]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(map(str, cells))} | {counted.waits.total()} |"
 
 
-def growth(systems: Sequence[str]) -> Iterator[str]:
-    """Yield a Markdown table of the launches of a step by what they may grow with."""
-    yield f"| launches | {FEW_TENSORS} tensors | {FEW_RANKS} ranks | | 8 groups | layer by layer |"
-    yield "| --- |" + " ---: |" * 5
-    for name in systems:
-        system = SYSTEMS[name]
-        cells = [
-            launches_of_a_step(system, sizes=system.sizes[:FEW_TENSORS]),
-            launches_of_a_step(system, ranks=FEW_RANKS),
-            launches_of_a_step(system),
-            launches_of_a_step(system, groups=8),
-            launches_of_a_step(system, groups=len(SIZES)),
-        ]
-        yield f"| {name} | {' | '.join(str(cell.by_phase.total()) for cell in cells)} |"
-
-
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--growth", action="store_true", help="by tensors, ranks and groups, in place of by phase")
-    parser.add_argument("--operations", action="store_true", help="name the operations, most frequent first")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for line in (growth if options.growth else by_phase)(options.systems):
+    for line in by_phase(options.systems):
         print(line, flush=True)
-    if options.operations:
-        for name in options.systems:
-            counted = launches_of_a_step(SYSTEMS[name])
-            print(name, counted.operations.most_common(), counted.waits)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw the table of the step benchmark."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,67 +34,6 @@ def draw(lines: Sequence[Line], title: str, path: Path) -> None:
     all_axes[0].invert_yaxis()
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
-
-
-def draw_predictions(lines: Sequence[Line], title: str, path: Path) -> bool:
-    """Write a picture of what plans foresaw against what was measured; return whether there was any.
-
-    Args:
-        lines: of one run or several; those without a prediction are left out.
-        title: what the numbers depend on.
-        path: where to, with an ending that matplotlib knows.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
-    from matplotlib.figure import Figure
-
-    predicted = [line for line in lines if line.predicted_ms is not None]
-    if not predicted:
-        return False
-    figure = Figure(figsize=(6.0, 5.4), layout="constrained")
-    axes = figure.subplots()
-    for workload in dict.fromkeys(line.workload for line in predicted):
-        points = [line for line in predicted if line.workload == workload]
-        measured = [line.median_ms for line in points]
-        errors = [line.spread_ms / 2 for line in points]
-        axes.errorbar(measured, [line.predicted_ms or 0.0 for line in points], xerr=errors, fmt="o", label=workload)
-    furthest = 1.1 * max(max(line.median_ms, line.predicted_ms or 0.0) for line in predicted)
-    ends = (0.0, furthest)
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(ends, [0.85 * end for end in ends], [1.15 * end for end in ends], alpha=0.15, label="15 %")
-    axes.set(xlabel="measured step (ms)", ylabel="predicted step (ms)", xlim=ends, ylim=ends, title=title)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    return True
-
-
-def draw_speed_ups(speed_ups: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
-    """Write a picture: for each workload a bar for each way to train, and how many times faster than DDP it is.
-
-    Args:
-        speed_ups: by workload and way; the last way is the bound that none can pass.
-        title: what the numbers depend on.
-        path: where to, with an ending that matplotlib knows.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.0 + 2.6 * len(speed_ups), 3.0), layout="constrained")
-    all_axes = figure.subplots(1, len(speed_ups), sharey=True, squeeze=False)[0]
-    for axes, (workload, ways) in zip(all_axes, speed_ups.items()):
-        *_, bound = ways
-        colours = ["tab:blue" if way.startswith("sparse") else "tab:gray" for way in ways]
-        colours[list(ways).index(bound)] = "lightgray"
-        bars = axes.barh(list(ways), list(ways.values()), color=colours)
-        axes.bar_label(bars, [f"{times:.1f}" for times in ways.values()], padding=3)
-        axes.set(title=workload, xlabel="times faster than DDP", xlim=(0, 1.2 * max(ways.values())))
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=130)
 
 
 def _draw_workload(axes: Any, lines: Sequence[Line], rows: Sequence[str]) -> None:

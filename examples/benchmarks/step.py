@@ -24,7 +24,7 @@ import torch
 from launch import WorkerError, run_on_all_hosts
 from models import WORKLOADS
 from network import NetworkRefusedError, ShapedNetwork
-from plot import draw, draw_predictions
+from plot import draw
 from results import Line, Measurement, as_csv, as_text, summarise
 from rows import DDP, DEFAULT_ROWS, NO_COMMUNICATION, ROWS
 from shape import parse_delay, parse_rate
@@ -85,7 +85,6 @@ def _measure(
 def _draw(lines: Sequence[Line], title: str, output: Path) -> None:
     try:
         draw(lines, title, output / "step.png")
-        draw_predictions(lines, title, output / "predictions.png")
     except ImportError:
         print("No picture: it needs matplotlib (pip install matplotlib).")
 

@@ -18,7 +18,7 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
 Tensors = dict[str, Tensor]
 each_example = pytest.mark.parametrize("example", ["train_accelerate", "train_hugging_face"])

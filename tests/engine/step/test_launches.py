@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "examples" / "benchmarks"
 with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):  # the script finds others beside it
     launches = importlib.import_module("launches")
 
