@@ -501,7 +501,7 @@ class Rounds:
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
         device = self._collectives.device
-        self._has_begun = state.get("has_begun", True)  # versions before knew no synchronous steps
+        self._has_begun = bool(state["has_begun"])
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
         if not isinstance(self._local.every, int) and state["every"] is not None:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None

@@ -45,16 +45,11 @@ def _profile(
         tuple(elements),
         tuple(counts),
         tuple(ready),
-        _cost(select),
-        _cost(exchange),
+        CostModel(*select),
+        CostModel(*exchange),
         commit_seconds,
         None if dense is None else CostModel(*dense),
     )
-
-
-def _cost(numbers: list[Any]) -> CostModel:
-    # Checkpoints of before have how good the fit was behind the model, and the model in a list of its own.
-    return CostModel(*(numbers[0] if isinstance(numbers[0], list) else numbers))
 
 
 def _lists(value: Any) -> Any:

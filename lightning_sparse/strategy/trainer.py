@@ -769,10 +769,7 @@ class SparseDDPStrategy(DDPStrategy):
         unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
-        # Older files name the optimizers for which all has been exchanged that they say nothing else of.
-        exchanged = [each for each, is_exchanged in zip(self.optimizers, kept.get("exchanged", ())) if is_exchanged]
-        done = {parameter for optimizer in exchanged for parameter in handled(optimizer)}
-        self.engine.arrived.restore({**{each: gradients[each] for each in gradients if each in done}, **arrived})
+        self.engine.arrived.restore(arrived)
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._step.restore(gradients, is_begun, [trained[name] for name in used if name in trained])
         if self.lightning_module.trainer.gradient_clip_val is None:  # users clip, after the backward that it is for

@@ -1,4 +1,4 @@
-"""Plans survive being written to a file, in the form of today and in that of before."""
+"""Plans survive being written to a file."""
 
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,3 @@ def through_a_file(state: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize("plan", [planned(), planned(dense=True), planned(has_profile=False)])
 def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert plan_from(through_a_file(plain(plan), tmp_path)) == plan
-
-
-@pytest.mark.parametrize("plan", [planned(), planned(dense=True)])
-def test_a_plan_is_read_that_says_how_good_its_fits_were(plan: Plan, tmp_path: Path) -> None:
-    # As all checkpoints had it until a fit was nothing but its model.
-    state = plain(plan)
-    elements, counts, ready, _, _, *rest = state["profile"]
-    doubts = ["startup came out at -0.1 and is held at 0, as nothing takes less than no time"]
-    select, exchange = [list(SELECT), 0.034, 57, []], [list(EXCHANGE), 0.3, 12, doubts]
-    state["profile"] = [elements, counts, ready, select, exchange, *rest]
-    assert plan_from(through_a_file(state, tmp_path)) == plan

@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
@@ -223,37 +221,4 @@ def test_resumed_within_the_steps_it_goes_on_to_the_bit(
     module = partial(Adversaries, kind=kind, every=every)
     for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, module):
         assert resumed == list(range(save_after + 1, 13))
-        assert found == []
-
-
-class Cadence(Adversaries):
-    """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, kind="momentum", every=(1, 3))
-
-    losses = Sharing.losses
-
-    @contextmanager
-    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
-        """Exchange."""
-        yield
-
-
-def resume_from_older(rank: int, path: str) -> Any:
-    """Resume from a file that names the optimizers whose gradients have arrived."""
-
-    def older(step: UnfinishedStep, *arguments: Any) -> dict[str, Any]:
-        found = state(step, *arguments)
-        return {**{key: found[key] for key in ("gradients", "is_accumulating")}, "arrived": {}, "exchanged": [1, 1]}
-
-    state = UnfinishedStep.state
-    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **WITH["momentum"])
-    with mock.patch.object(UnfinishedStep, "state", older):
-        return resume_exactly(rank, build, path, 8, {}, Cadence)
-
-
-def test_files_that_name_optimizers_still_load(pair: Pool, tmp_path: Path) -> None:
-    for resumed, found in pair.run(resume_from_older, str(tmp_path / "mid.ckpt")):
-        assert resumed == [9, 10, 11, 12]
         assert found == []

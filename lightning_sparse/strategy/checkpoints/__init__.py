@@ -8,8 +8,7 @@ therefore leaves the old checkpoint or the new one.
 
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
-from lightning_sparse.strategy.checkpoints.layouts import saved_layouts
-from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore_engine
+from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore_engine, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save, on_host
 
 __all__ = [

@@ -54,7 +54,6 @@ class Checkpointer:
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}
-        self._superseded: dict[str, set[str]] = {}
 
     def save(
         self,
@@ -78,9 +77,7 @@ class Checkpointer:
         if kept is None:
             write_file(checkpoint, filepath, storage_options)
             self._written[str(filepath)] = ""
-            if self._is_asynchronous:
-                self._superseded[str(filepath)] = set(saves_beside(filepath))
-            elif self._strategy.is_global_zero:
+            if self._strategy.is_global_zero and not self._is_asynchronous:
                 with _only_warned_of(state_folder(filepath)):
                     if saves_beside(filepath):
                         self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
@@ -97,19 +94,16 @@ class Checkpointer:
         complaint = f"{filepath} stays as it was: another rank could not write its part"
         try:
             self.together(partial(write_shard, {**header, **kept}, path, storage_options), complaint)
-            if superseded := self._superseded.pop(str(filepath), None):
-                self._remove_saves(filepath, superseded)
+            if self._is_asynchronous and (last := self._written.get(str(filepath))) is not None:
+                self._remove_saves(filepath, set(saves_beside(filepath)) - {last, save.name})
             self.together(partial(write_file, {**checkpoint, **header}, filepath, storage_options), complaint)
         except Exception:
             if not self._is_asynchronous:  # such a plugin may still be writing the file that names this save
                 self._remove_saves(filepath, {save.name})
             raise
         self._written[str(filepath)] = save.name
-        others = set(saves_beside(filepath)) - {save.name}
-        if self._is_asynchronous:
-            self._superseded[str(filepath)] = others
-        else:
-            self._remove_saves(filepath, others)
+        if not self._is_asynchronous:  # or what the old file names is removed at the next save, when it is replaced
+            self._remove_saves(filepath, set(saves_beside(filepath)) - {save.name})
 
     @property
     def _topology(self) -> tuple[int, int]:
@@ -214,12 +208,7 @@ class Checkpointer:
             raise error or CheckpointError(f"{complaint}, see its output.")
 
     def close(self) -> None:
-        """Delete what the last files have superseded, now that they are written, and forget what was read."""
-        for path, saves in self._superseded.items() if self._strategy.is_global_zero else ():
-            # The file that an asynchronous plugin was writing is there now, which no other rank can know. Only what was
-            # there before it: somebody else may have saved under that name since.
-            self._remove_saves(path, saves)
-        self._superseded.clear()
+        """Forget what was written and read."""
         self._written.clear()
         self.loaded = None
 

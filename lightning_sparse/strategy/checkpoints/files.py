@@ -79,21 +79,15 @@ def state_folder(path: PathLike) -> str:
     return beside(path, ".sparse")
 
 
-def shard_path(path: PathLike, save: str, rank: int, names_save: bool = True) -> str:
+def shard_path(path: PathLike, save: str, rank: int) -> str:
     """Return where a rank writes its part of a save, whose name torch's cache of downloads needs in that of the file.
-
-    Args:
-        path: of Lightning's file.
-        save: its name.
-        rank: from 0.
-        names_save: whether the file's name holds that of the save; not before version 3 of the format.
 
     Example::
 
         >>> shard_path("last.ckpt", "0123abcd", 3)
         'last.ckpt.sparse/0123abcd/rank_00003.0123abcd.pt'
     """
-    return os.path.join(state_folder(path), save, f"rank_{rank:05d}.{save}.pt" if names_save else f"rank_{rank:05d}.pt")
+    return os.path.join(state_folder(path), save, f"rank_{rank:05d}.{save}.pt")
 
 
 def saves_beside(path: PathLike) -> list[str]:

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.strategy.checkpoints.layouts import relaid, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CURE, NUMBERS, RATES, CheckpointError, Save
 
 
@@ -31,8 +31,7 @@ def restore_engine(
         state: of an engine, as saved.
         save: where the state comes from.
         parameters: of the model, by name, also those that are frozen now.
-        layouts: of the parameters when the state was saved, as :func:`saved_layouts` returned them; empty where an
-            earlier version saved it.
+        layouts: of the parameters when the state was saved, as :func:`saved_layouts` returned them.
         source: of the state, for messages.
 
     Returns:
@@ -150,13 +149,49 @@ def _fitted_tensor(tensor: Tensor, engine: Engine, save: Save, parameter: Tensor
     """
     if not _are_shares(engine, save):
         whole = tensor[: parameter.numel()]
-        return engine.share_of(whole if layout is None else relaid(whole, layout, parameter))
+        return engine.share_of(whole if layout is None else _relaid(whole, layout, parameter))
     if layout is not None and layout != (now := saved_layouts({"": parameter})[""]):
         raise ValueError(
             f"it was saved with the shape and the order {layout}, and has {now} now. Of the ranks of a node each keeps"
             " a share of it: resume with the same memory_format, or with SparseDDPStrategy(levels=1)"
         )
     return tensor
+
+
+def saved_layouts(parameters: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
+    """Return, by name, shape and strides of what is kept of each parameter, which lies in memory as its gradient does.
+
+    Example::
+
+        >>> saved_layouts({"weight": torch.zeros(2, 3).t(), "bias": torch.zeros(3)})
+        {'weight': [[3, 2], [1, 3]], 'bias': [[3], [1]]}
+    """
+    return {name: [list(parameter.shape), _strides(parameter)] for name, parameter in parameters.items()}
+
+
+def _strides(parameter: Tensor) -> list[int]:
+    """Return those of the gradient in DDP: the parameter's where that fills its memory, else row by row."""
+    fills = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    strides = parameter.stride() if fills else torch.empty(parameter.shape, device="meta").stride()
+    return [stride if size > 1 else 1 for size, stride in zip(parameter.shape, strides)]
+
+
+def _relaid(flat: Tensor, layout: Any, parameter: Tensor) -> Tensor:
+    """Return what was kept of a parameter in the order in which it lies in memory now.
+
+    Raises:
+        ValueError: if the shape has changed, or the layout is none.
+    """
+    shape, strides = layout if isinstance(layout, list) and len(layout) == 2 else (layout, [])
+    if shape != list(parameter.shape):
+        raise ValueError(f"it was saved with the shape {shape}, and has {list(parameter.shape)} now")
+    try:
+        before = flat.as_strided(shape, strides)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{layout!r} is no layout") from error
+    now = torch.empty_strided(shape, _strides(parameter), dtype=flat.dtype, device=flat.device)
+    now.copy_(before)
+    return now.as_strided((flat.numel(),), (1,))
 
 
 def fitted_gradients(

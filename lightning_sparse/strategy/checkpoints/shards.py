@@ -14,8 +14,7 @@ from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
-_VERSION = 3
-_NAMING_SAVES = 3  # from which on a part has the save in its file's name
+_VERSION = 4
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 RATES = "learning_rate"
@@ -39,14 +38,12 @@ class Save(NamedTuple):
         ranks: how many ranks wrote a part.
         compressor: class name of what their state belongs to.
         node_ranks: how many ranks, one after the other, had shares of the same parameters; 1 where each kept all.
-        version: of the format.
     """
 
     name: str
     ranks: int
     compressor: str
     node_ranks: int = 1
-    version: int = _VERSION
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -55,19 +52,19 @@ class Save(NamedTuple):
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
-        header = {"version": self.version, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
+        header = {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
         return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
 
     def shard_path(self, path: PathLike, rank: int) -> str:
         """Return where the part of a rank lies, beside Lightning's file."""
-        return shard_path(path, self.name, rank, self.version >= _NAMING_SAVES)
+        return shard_path(path, self.name, rank)
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
     """Return the save that a file says it belongs to; ``None`` if it says nothing.
 
     Raises:
-        CheckpointError: if what it says makes no sense, or is of a later version.
+        CheckpointError: if what it says makes no sense, or is of another version.
     """
     if not isinstance(content, dict) or content.get(KEY) is None:
         return None
@@ -79,12 +76,12 @@ def read_header(content: Any, source: str) -> Optional[Save]:
     # The name becomes part of a path.
     if not (is_whole and isinstance(name, str) and re.fullmatch("[0-9a-f]{32}", name)):
         raise CheckpointError(f"{source} holds {KEY!r}, but not as this package writes it. {CURE}")
-    if version > _VERSION:
+    if version != _VERSION:
         raise CheckpointError(
-            f"{source} was written by a later version of lightning-sparse (format {version}, this one reads up to"
-            f" {_VERSION}): upgrade the package. {CURE}"
+            f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
+            f" {_VERSION}): use that version. {CURE}"
         )
-    return Save(name, ranks, compressor, node_ranks, version)
+    return Save(name, ranks, compressor, node_ranks)
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
