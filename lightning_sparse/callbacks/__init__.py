@@ -3,7 +3,6 @@
 from lightning_sparse.callbacks.adaptive_density import AdaptiveDensity
 from lightning_sparse.callbacks.assumption_monitor import AssumptionMonitor
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
-from lightning_sparse.callbacks.layer_delta import LayerDelta
 from lightning_sparse.callbacks.momentum_correction import MomentumCorrection
 from lightning_sparse.callbacks.overlap_timeline import OverlapTimeline
 from lightning_sparse.callbacks.replica_sentinel import ReplicaSentinel
@@ -23,7 +22,6 @@ __all__ = [
     "CompressionMonitor",
     "CriticalRegime",
     "ErrorBudget",
-    "LayerDelta",
     "Measurement",
     "Moment",
     "MomentumCorrection",

@@ -18,8 +18,8 @@ from lightning_sparse.callbacks.base import (
     step_of,
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
-from lightning_sparse.callbacks.reporting.gathering import gather_rows
-from lightning_sparse.callbacks.reporting.tensorboard import log_text
+from lightning_sparse.callbacks.over_ranks import gather_rows
+from lightning_sparse.callbacks.tensorboard import log_text, table
 from lightning_sparse.compressors.density import Measurement, Moment, Rule
 from lightning_sparse.compressors.density.table import RULES, is_other_density
 from lightning_sparse.engine import Engine
@@ -135,11 +135,11 @@ class AdaptiveDensity(StepObserver):
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         engine = engine_of(strategy)
         samples, engine.memory.is_watched = engine.recorder.last_samples, False
-        if samples is None or strategy.is_plain:
+        if samples is None:
             return  # the step was left to plain DDP: nothing waits
-        norms = samples.norms_by_parameter()
-        names = [name for name in self._asked if name in norms]
-        rows = gather_rows(strategy, [norm**2 for name in names for norm in norms[name]])
+        facts = samples.facts()
+        names = [name for name in self._asked if name in facts]
+        rows = gather_rows(strategy, [norm**2 for name in names for norm in facts[name][2:]])
         means = [math.sqrt(sum(column) / len(column)) for column in zip(*rows)]
         gradients, residuals, added = (dict(zip(names, means[kind::3])) for kind in range(3))
         updates = {name: norm for name, norm in added.items() if name in samples.update_norms}
@@ -189,10 +189,8 @@ class AdaptiveDensity(StepObserver):
             return
         self._told, self._told_of = present, deciders
         say(self, f"step {moment.step}: {_summary(present, reasons)}")
-        rows = [f"| {name} | {density:.4g} | {reasons[name]} |" for name, density in present.items()]
-        log_text(
-            trainer, "sparse/densities", "\n".join(["| parameter | density | why |", "|-|-|-|", *rows]), moment.step
-        )
+        rows = [[name, f"{density:.4g}", reasons[name]] for name, density in present.items()]
+        log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), moment.step)
 
     def _reason(self, name: str, density: float, winners: Mapping[str, Rule]) -> str:
         if name in winners:

@@ -1,8 +1,7 @@
 """Watch whether the assumption under which LAGS-SGD converges holds."""
 
-from typing import Any, Optional
-
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_sparse._lightning import LightningModule, Trainer
@@ -14,7 +13,6 @@ from lightning_sparse.callbacks.base import (
     parameter_tag,
     sparse_strategy,
 )
-from lightning_sparse.callbacks.layer_delta import LayerDelta
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
@@ -35,7 +33,8 @@ class AssumptionMonitor(StepObserver):
         every_n_steps: look at every so many steps.
 
     Attributes:
-        metric: the averages over all steps that were looked at since the same layers are trained; ``None`` before.
+        means: by parameter name, a :class:`torchmetrics.MeanMetric` over the steps that were looked at since training
+            began.
 
     Raises:
         ValueError: for an interval below 1; at the start of ``fit``, for a method that does not select.
@@ -47,13 +46,12 @@ class AssumptionMonitor(StepObserver):
 
     def __init__(self, every_n_steps: int = 100) -> None:
         self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 0
-        self.metric: Optional[LayerDelta] = None
+        self.means: dict[str, MeanMetric] = {}
         self._exceeding: set[str] = set()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.metric = None
-        self._exceeding = set()
+        self.means, self._exceeding = {}, set()
         engine = sparse_strategy(trainer).engine
         if engine is not None and engine.compressor.default_density is None:
             raise ValueError(
@@ -67,24 +65,22 @@ class AssumptionMonitor(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.sample_layer_deltas()
+        engine.recorder.samples_deltas = True
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        deltas = engine_of(strategy).layer_deltas()
-        if not deltas:
-            return  # every gradient was sparse_coo: nothing was selected
-        if self.metric is None or set(self.metric.names) != deltas.keys():  # others are trained now
-            self.metric = LayerDelta(list(deltas)).to(strategy.root_device)
-        self.metric.update(deltas)
-        if not trainer.is_global_zero:
-            return
-        numbers = {name: float(delta) for name, delta in deltas.items()}
-        scalars: dict[str, float] = {parameter_tag("delta", name): delta for name, delta in numbers.items()}
-        log_scalars(trainer, {"sparse/delta": max(numbers.values()), **scalars}, step)
-        self._warn(numbers, step)
+        last = engine_of(strategy).recorder.last
+        if last is None or not last.deltas:
+            return  # nothing was selected: every gradient was sparse_coo, or plain DDP made the step
+        for name, delta in last.deltas.items():
+            self.means.setdefault(name, MeanMetric().to(strategy.root_device)).update(delta)
+        if trainer.is_global_zero:
+            deltas = {name: float(delta) for name, delta in last.deltas.items()}
+            tagged = {parameter_tag("delta", name): delta for name, delta in deltas.items()}
+            log_scalars(trainer, {"sparse/delta": max(deltas.values()), **tagged}, step)
+            self._warn(deltas, step)
 
-    def _warn(self, deltas: dict[str, Any], step: int) -> None:
+    def _warn(self, deltas: dict[str, float], step: int) -> None:
         exceeding = {name: delta for name, delta in deltas.items() if delta > _LIMIT and name not in self._exceeding}
         if exceeding:
             self._exceeding |= exceeding.keys()

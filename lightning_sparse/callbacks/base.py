@@ -94,6 +94,12 @@ def step_of(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def is_logged(trainer: Trainer, step: int) -> bool:
+    """Tell whether the Trainer's ``log_every_n_steps`` names a step."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
+    return every > 0 and (step + 1) % every == 0
+
+
 def parameter_tag(statistic: str, parameter: str) -> str:
     """Return the tag of a parameter's statistic; under a prefix of its own, as there are hundreds of them."""
     return f"sparse_parameters/{statistic}/{parameter}"

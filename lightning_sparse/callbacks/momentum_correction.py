@@ -6,9 +6,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse._lightning import LightningModule, Trainer
-from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, sparse_strategy
-from lightning_sparse.callbacks.reporting.gathering import gather_rows, reduce_rows
-from lightning_sparse.callbacks.reporting.statistics import memory_statistics
+from lightning_sparse.callbacks.base import StepObserver, engine_of, is_logged, log_scalars, sparse_strategy
+from lightning_sparse.callbacks.over_ranks import reduce_over_ranks
+from lightning_sparse.callbacks.statistics import memory_statistics
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -85,8 +85,7 @@ class MomentumCorrection(StepObserver):
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
-        return bool(trainer.loggers) and every > 0 and (step + 1) % every == 0
+        return bool(trainer.loggers) and is_logged(trainer, step)
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
@@ -94,8 +93,7 @@ class MomentumCorrection(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        mine = memory_statistics(engine_of(strategy))
-        means = reduce_rows(list(mine), gather_rows(strategy, list(mine.values())))
+        means = reduce_over_ranks(strategy, memory_statistics(engine_of(strategy)))
         log_scalars(trainer, {f"sparse/{name}": value for name, value in means.items()}, step)
 
     @override

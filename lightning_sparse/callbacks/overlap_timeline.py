@@ -1,23 +1,62 @@
-"""Show when backward and exchange happened, on every rank."""
+"""Show when backward and exchange happened, on every rank: a callback, its trace for Perfetto, and its picture."""
 
 import json
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse._lightning import LightningModule, Trainer
+from lightning_sparse._lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
-from lightning_sparse.callbacks.reporting.gathering import clock_offsets, gather_objects
-from lightning_sparse.callbacks.reporting.pictures import draw_steps, figure_class
-from lightning_sparse.callbacks.reporting.tensorboard import log_picture
+from lightning_sparse.callbacks.over_ranks import gather, gather_rows
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe.timeline import RecordedStep, Slice, step_slices, trace
+from lightning_sparse.engine.observe import Clock, Mark, StepMarks
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
+BACKWARD, WORKER, QUEUE = ROWS = ("backward", "exchange worker", "ready, waiting for the worker")
+
 _EVERY_N_STEPS = 100
+_CLOCK_ROUNDS = 8
+_GAP_SECONDS = 1e-3  # between steps in a trace; what lay between them is left out
+_COLOURS = {
+    "gradient": "#9aa5b1",
+    "wait": "#d64545",
+    "select": "#f0b429",
+    "encode": "#8d6e63",
+    "exchange": "#2186eb",
+    "commit": "#3f9142",
+}
+_LABELS = {"gradient": "backward", "wait": "exposed: optimizer waits"}
+_DRAWN_RANKS = 8
+_FONT_SIZE = 14  # TensorBoard first shows a picture some 300 pixels wide, however large it is
+
+
+class Slice(NamedTuple):
+    """A stretch of time, from ``start`` to ``end`` in seconds, on one of :data:`ROWS`.
+
+    ``stage`` is ``"backward"``, ``"gradient"``, ``"wait"`` (of the optimizer for the exchange), ``"group"``, that of a
+    :class:`~lightning_sparse.engine.observe.Span`, or ``"queue"`` (of a group for the worker).
+    """
+
+    row: str
+    stage: str
+    name: str
+    start: float
+    end: float
+    details: Mapping[str, Any]
+
+
+class RecordedStep(NamedTuple):
+    """The slices of each rank on the clock of rank 0, and by how many seconds its clock may be off to either side."""
+
+    step: int
+    ranks: Sequence[Sequence[Slice]]
+    uncertainties: Sequence[float]
 
 
 class OverlapTimeline(StepObserver):
@@ -67,7 +106,7 @@ class OverlapTimeline(StepObserver):
         self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or _EVERY_N_STEPS
         self.max_steps = checked_interval("max_steps", max_steps) or 0
         self.path = path
-        self._figure_class = figure_class(self) if pictures else None
+        self._figure_class = _figure_class() if pictures else None
         self.recorded: list[RecordedStep] = []
         self._target = Path()
 
@@ -100,18 +139,20 @@ class OverlapTimeline(StepObserver):
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
-        engine = engine_of(strategy)
-        engine.recorder.is_watched = False
-        slices = _slices(pl_module, engine)
-        offsets = clock_offsets(strategy)
-        ranks = [[Slice(*row) for row in rows] for rows in gather_objects(strategy, slices)]
-        aligned = [
-            [each._replace(start=each.start - offset.seconds, end=each.end - offset.seconds) for each in rank]
-            for rank, offset in zip(ranks, offsets)
+        recorder = engine_of(strategy).recorder
+        recorder.is_watched = False
+        slices: list[Slice] = []
+        if recorder.last is not None and recorder.last.marks.ready:
+            numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
+            slices = step_slices(recorder.last.marks, *recorder.clock.reference(), numels)
+        offsets = _clock_offsets(strategy)
+        ranks = [
+            [each._replace(start=each.start - offset, end=each.end - offset) for each in rank]
+            for rank, (offset, _) in zip(_gather_slices(strategy, slices), offsets)
         ]
         if not all(ranks):
-            return  # every gradient was sparse_coo: there are no groups to show
-        self.recorded.append(RecordedStep(step, aligned, [offset.uncertainty for offset in offsets]))
+            return  # there are no groups: every gradient was sparse_coo, or plain DDP made the step
+        self.recorded.append(RecordedStep(step, ranks, [uncertainty for _, uncertainty in offsets]))
         if trainer.is_global_zero:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self._target.write_text(json.dumps(trace(self.recorded)))
@@ -128,17 +169,215 @@ class OverlapTimeline(StepObserver):
         say(self, f"{len(self.recorded)} steps are in {self._target}; open it in https://ui.perfetto.dev")
         if self._figure_class is not None and trainer.is_global_zero:
             figure = self._figure_class(layout="constrained")
-            draw_steps(figure, {"": self.recorded[-1]})
+            draw_step(figure, self.recorded[-1])
             figure.savefig(self._target.with_suffix(".png"))
-            log_picture(trainer, "sparse/overlap", figure, self.recorded[-1].step)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_figure("sparse/overlap", figure, self.recorded[-1].step, close=False)
 
 
-def _slices(pl_module: LightningModule, engine: Engine) -> list[Slice]:
-    marks = engine.last_marks
-    if marks is None or not marks.ready:
-        return []
-    numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
-    return step_slices(marks, *engine.recorder.clock.reference(), numels)
+def step_slices(marks: StepMarks, reference: Mark, reference_seconds: float, numels: Mapping[str, int]) -> list[Slice]:
+    """Put a step that has ended on the host's clock, on which ``reference`` passed at ``reference_seconds``.
+
+    On a device this waits for it. The slices are in the order of their start, longer ones first.
+    """
+
+    def seconds(mark: Mark) -> float:
+        return reference_seconds - Clock.seconds(mark, reference)
+
+    slices = [*_main_slices(marks, seconds, numels), *_worker_slices(marks, seconds)]
+    return sorted(slices, key=lambda each: (each.start, -each.end))
+
+
+def _main_slices(marks: StepMarks, seconds: Callable[[Mark], float], numels: Mapping[str, int]) -> Iterator[Slice]:
+    ready = {name: seconds(mark) for name, mark in marks.ready.items() if mark is not None}
+    end = max([seconds(marks.backward_end), *ready.values()])
+    first = min(ready.values(), default=end)
+    start = first if marks.backward_start is None else min(first, seconds(marks.backward_start))
+    yield Slice(BACKWARD, "backward", "backward", start, end, {"gradients": len(marks.ready)})
+    for name, is_ready in sorted(ready.items(), key=lambda item: item[1]):
+        yield Slice(BACKWARD, "gradient", name, start, is_ready, {"elements": numels.get(name, 0)})
+        start = is_ready
+    yield Slice(BACKWARD, "wait", "waits for the exchange", end, max(end, seconds(marks.end)), {})
+
+
+def _worker_slices(marks: StepMarks, seconds: Callable[[Mark], float]) -> Iterator[Slice]:
+    for position, group in enumerate(marks.groups):
+        stages = [(span.stage, seconds(span.start), seconds(span.end)) for span in group.spans]
+        start, end = min(stage[1] for stage in stages), max(stage[2] for stage in stages)
+        details = {
+            "elements": group.elements,
+            "bytes": group.wire_bytes,
+            "asked for": group.counts + group.dense_elements,
+            "parameters": ", ".join(group.names),
+        }
+        title = group.names[0] if len(group.names) == 1 else f"{group.names[0]} and {len(group.names) - 1} more"
+        yield Slice(WORKER, "group", f"group {position}: {title}", start, end, details)
+        for stage, began, ended in stages:
+            yield Slice(WORKER, stage, f"{stage} {position}", began, max(began, ended), details)
+        if group.ready is not None and (is_ready := seconds(group.ready)) < start:
+            yield Slice(QUEUE, "queue", f"group {position} waits", is_ready, start, {"elements": group.elements})
+    for span in marks.spans:
+        began = seconds(span.start)
+        yield Slice(WORKER, span.stage, span.stage, began, max(began, seconds(span.end)), {})
+
+
+def clock_offset(
+    entries: Sequence[float], exits: Sequence[float], other_entries: Sequence[float], other_exits: Sequence[float]
+) -> tuple[float, float]:
+    """Return by how many seconds another rank's clock is ahead, and how far that may be off to either side.
+
+    Each rank noted on its own clock when it entered and left collectives that no rank leaves before all have entered.
+    The other rank's exit comes after the entry here, the exit here after its entry; the tightest bounds count, as in
+    NTP.
+
+    Example::
+
+        >>> clock_offset([0.0, 1.0], [0.5, 1.25], [10.25, 11.0], [10.5, 11.25])
+        (10.0, 0.25)
+    """
+    least = max(entry - exit_here for entry, exit_here in zip(other_entries, exits))
+    most = min(exit_there - entry for exit_there, entry in zip(other_exits, entries))
+    return (least + most) / 2, abs(most - least) / 2
+
+
+def _clock_offsets(strategy: SparseDDPStrategy) -> list[tuple[float, float]]:
+    """Compare each rank's ``time.perf_counter`` with that of rank 0; all ranks must call."""
+    times: list[float] = []
+    for _ in range(_CLOCK_ROUNDS):
+        times.append(time.perf_counter())
+        gather_rows(strategy, [0.0])
+        times.append(time.perf_counter())
+    rows = gather_rows(strategy, times)
+    return [clock_offset(rows[0][::2], rows[0][1::2], row[::2], row[1::2]) for row in rows]
+
+
+def _gather_slices(strategy: SparseDDPStrategy, slices: Sequence[Slice]) -> list[list[Slice]]:
+    content = zlib.compress(json.dumps(slices).encode())
+    sizes = [int(size) for (size,) in gather_rows(strategy, [len(content)])]
+    padded = bytearray(content.ljust(max(sizes), b"\0"))
+    rows = gather(strategy, torch.frombuffer(padded, dtype=torch.uint8))
+    written = [json.loads(zlib.decompress(row[:size].numpy().tobytes())) for row, size in zip(rows, sizes)]
+    return [[Slice(*each) for each in rank] for rank in written]
+
+
+def trace(steps: Sequence[RecordedStep]) -> dict[str, Any]:
+    """Write steps in Chrome's JSON format, a process for each rank and a row for each of :data:`ROWS`.
+
+    Steps are moved together, a millisecond apart; ``metadata`` says when they really began, counted from the first.
+    ``traceEvents`` are in the order of their times, in microseconds.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(max((len(step.ranks) for step in steps), default=0)):
+        named = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+        events += [{"ph": "M", "pid": rank, "name": name, "args": told} for name, told in named.items()]
+        events += [
+            {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": row}}
+            for number, row in enumerate(ROWS, 1)
+        ]
+    timed: list[dict[str, Any]] = []
+    metadata: list[dict[str, Any]] = []
+    end, origin = 0.0, None
+    for step in steps:
+        first, last = _bounds(step.ranks)
+        origin = first if origin is None else origin
+        for rank, slices in enumerate(step.ranks):
+            for position, each in enumerate(slices):
+                timed += _events(each, rank, step.step, f"{step.step}.{rank}.{position}", end - first)
+        end += last - first + _GAP_SECONDS
+        told = {"began_seconds": first - origin, "clock_uncertainty_seconds": list(step.uncertainties)}
+        metadata.append({"step": step.step, **told})
+    # Longer slices first, so that those inside them are drawn below.
+    timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    return {"traceEvents": [*events, *timed], "displayTimeUnit": "ms", "metadata": {"steps": metadata}}
+
+
+def _bounds(ranks: Sequence[Sequence[Slice]]) -> tuple[float, float]:
+    slices = [each for rank in ranks for each in rank]
+    return min(each.start for each in slices), max(each.end for each in slices)
+
+
+def _events(each: Slice, rank: int, step: int, identity: str, shift: float) -> list[dict[str, Any]]:
+    # In whole nanoseconds, so that what begins or ends together still does after the conversion.
+    start, end = (round(1e6 * (seconds + shift), 3) for seconds in (each.start, each.end))
+    common = {
+        "pid": rank,
+        "tid": ROWS.index(each.row) + 1,
+        "name": f"{each.name}, step {step}" if each.stage == "backward" else each.name,
+        "cat": each.stage,
+        "args": {"step": step, **each.details},
+    }
+    if each.row != QUEUE:
+        return [{**common, "ph": "X", "ts": start, "dur": round(end - start, 3)}]
+    # Groups wait at the same time; asynchronous events may overlap where slices may only nest.
+    ended = {**common, "ph": "e", "id": identity, "ts": end, "args": {}}
+    return [{**common, "ph": "b", "id": identity, "ts": start}, ended]
+
+
+def draw_step(figure: Any, recorded: RecordedStep) -> None:
+    """Draw backward and exchange worker of each rank in an empty figure, on one axis of time."""
+    from matplotlib import rc_context
+    from matplotlib.patches import Patch
+
+    ranks, count = recorded.ranks[:_DRAWN_RANKS], len(recorded.ranks)
+    figure.set_size_inches(9, 1.9 + 0.9 * len(ranks))
+    figure.set_dpi(160)
+    with rc_context({"font.size": _FONT_SIZE}):
+        axes = figure.subplots()
+        _draw_ranks(axes, ranks)
+        some = f" (the first {_DRAWN_RANKS} of {count} ranks)" if count > _DRAWN_RANKS else ""
+        axes.set_title(f"step {recorded.step}{some}: {_summary(recorded.ranks)}", fontsize=_FONT_SIZE)
+        axes.set_xlabel("ms")
+        handles = [Patch(color=colour, label=_LABELS.get(stage, stage)) for stage, colour in _COLOURS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+
+
+def _draw_ranks(axes: Any, ranks: Sequence[Sequence[Slice]]) -> None:
+    origin, _ = _bounds(ranks)
+    places = {}
+    for rank, slices in enumerate(ranks):
+        for row, place, label in ((BACKWARD, 2.0 * rank, f"rank {rank}"), (WORKER, 2.0 * rank + 0.8, "its exchange")):
+            places[place] = label
+            for stage, colour in _COLOURS.items():
+                drawn = [each for each in slices if (each.row, each.stage) == (row, stage)]
+                bars = [(1e3 * (each.start - origin), 1e3 * (each.end - each.start)) for each in drawn]
+                # Edges tell neighbouring gradients apart, and would hide slices that are thinner than they.
+                edge = "white" if stage == "gradient" else colour
+                axes.broken_barh(bars, (place - 0.35, 0.7), facecolors=colour, edgecolors=edge, linewidth=0.4)
+    axes.set_yticks(list(places), list(places.values()))
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _summary(ranks: Sequence[Sequence[Slice]]) -> str:
+    """Say what the collectives of a step took, in the mean of its ranks."""
+    rows = [(stage_seconds(rank, "exchange"), hidden_seconds(rank), stage_seconds(rank, "wait")) for rank in ranks]
+    exchange, hidden, exposed = (1e3 * sum(column) / len(ranks) for column in zip(*rows))
+    return f"{exchange:.0f} ms in collectives,\n{hidden:.0f} of them behind backward; {exposed:.0f} exposed"
+
+
+def hidden_seconds(slices: Sequence[Slice]) -> float:
+    """Return for how long exchange and backward went on at the same time."""
+    backward = [each for each in slices if each.stage == "backward"]
+    exchange = [each for each in slices if each.stage == "exchange"]
+    pairs = [(one, other) for one in exchange for other in backward]
+    return sum(max(0.0, min(one.end, other.end) - max(one.start, other.start)) for one, other in pairs)
+
+
+def stage_seconds(slices: Sequence[Slice], stage: str) -> float:
+    """Return the time spent in a stage."""
+    return sum(each.end - each.start for each in slices if each.stage == stage)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "the pictures of OverlapTimeline need matplotlib, which is not installed: pip install"
+            " 'lightning-sparse[plot]', or give pictures=False"
+        ) from error
+    return Figure
 
 
 def _checked_steps(steps: Any) -> frozenset[int]:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, sparse_strategy
-from lightning_sparse.callbacks.reporting.gathering import gather_counts
+from lightning_sparse.callbacks.over_ranks import gather
 from lightning_sparse.functional import fingerprint
 from lightning_sparse.registry import one_of
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -68,7 +68,7 @@ class ReplicaSentinel(StepObserver):
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         parameters = dict(pl_module.named_parameters())
-        rows = gather_counts(strategy, torch.stack([fingerprint(parameter) for parameter in parameters.values()]))
+        rows = gather(strategy, torch.stack([fingerprint(parameter) for parameter in parameters.values()]))
         differs = (rows != rows[0]).any(dim=0)
         if not differs.any():
             return

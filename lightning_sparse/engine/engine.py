@@ -19,7 +19,7 @@ from lightning_sparse.compressors.layout import ModelLayout, layout_of
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.observe import Recorder, StepMarks, plain_stats
+from lightning_sparse.engine.observe import Recorder, StepMarks, mean_stats
 from lightning_sparse.engine.planning.planner import StepPlanner
 from lightning_sparse.engine.replicas import ReplicaAverager
 from lightning_sparse.engine.settings import Settings
@@ -30,7 +30,6 @@ from lightning_sparse.engine.step.step import Exchanged, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires, build_wires
 from lightning_sparse.schedule import Merged, Schedule
-from lightning_sparse.schedule.cost.network import dense_bytes
 from lightning_sparse.schedule.plain import plain
 from lightning_sparse.schedule.plan import Plan
 
@@ -92,7 +91,6 @@ class Engine(Uncopied):
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
         self._numels = self._exchanged_numels()
         self._learned: Optional[Mapping[str, Any]] = None
-        self._samples_deltas = False
         self._epoch = 0
         compressor.begin(self._exchanged_layout())
         # Those of frozen parameters, too: they may be unfrozen.
@@ -284,12 +282,12 @@ class Engine(Uncopied):
         self._learned = None
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = settled >= 1
-        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self._samples_deltas)
+        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self.recorder.samples_deltas)
         self.densities.density = self._settings.density_at(epoch, settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
-        self.recorder.totals.add_plain(self._plain_bytes, self.topology[1])
+        self.recorder.add_plain_step(self._layout.numel)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
         """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.
@@ -304,14 +302,14 @@ class Engine(Uncopied):
             self._epoch = epoch
             self.rounds.end_step(optimizer, self._begin_exchange, agreed)
             return
-        self._samples_deltas = False
+        self.recorder.samples_deltas = False
         if self._averager is not None and self._averager.count_step():
             self.synchronize_replicas()
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
         epoch = self._epoch
-        samples_deltas, self._samples_deltas = self._samples_deltas, False
+        samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
             self.densities.density = self._settings.density_at(epoch)
@@ -346,36 +344,17 @@ class Engine(Uncopied):
 
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
-        if self.recorder.last is None:
+        recorder = self.recorder
+        if recorder.last is None:
             return {}
-        stats = {**self.recorder.last.as_stats(), **self._totals()}
+        waited_seconds = None if self.rounds is None else self.rounds.total_waited_seconds
+        totals = recorder.totals.as_stats(recorder.has_levels, waited_seconds)
+        stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
+        if recorder.last.is_plain:
+            return stats
         if self.rounds is not None:
             return self.rounds.in_stats(stats)
         return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
-
-    def plain_stats(self) -> dict[str, float]:
-        """Return the facts of a step that was left to plain DDP, as far as they are known."""
-        return {**plain_stats(self._plain_bytes), **self._totals()}
-
-    def _totals(self) -> dict[str, float]:
-        waited_seconds = None if self.rounds is None else self.rounds.total_waited_seconds
-        return self.recorder.totals.as_stats(self._node is not None, waited_seconds)
-
-    @property
-    def _plain_bytes(self) -> float:
-        """Bytes that leave this rank in a step of plain DDP."""
-        return dense_bytes(self._layout.numel, self._collectives.ranks)
-
-    def sample_layer_deltas(self) -> None:
-        """Ask for :meth:`layer_deltas` of the next step. It costs a dense all-reduce; all ranks must ask."""
-        self._samples_deltas = True
-
-    def layer_deltas(self) -> dict[str, Tensor]:
-        """Return, by parameter name, ``delta`` of LAGS' assumption in the last step; empty if it was not asked for.
-
-        See :class:`~lightning_sparse.callbacks.layer_delta.LayerDelta`, which averages them over steps.
-        """
-        return {} if self.recorder.last is None else dict(self.recorder.last.deltas)
 
     def settle(self) -> None:
         """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.

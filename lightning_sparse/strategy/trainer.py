@@ -220,11 +220,10 @@ class SparseDDPStrategy(DDPStrategy):
         After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
 
         Returns:
-            ``density`` (fraction of elements that this rank sent), ``union_density`` (that any rank sent),
-            ``wire_bytes`` (all that left this rank: values, indices, counts, flags, padding), ``dense_bytes`` (what
-            leaves it in DDP's all-reduce of fp32 gradients), ``compression_ratio`` (the quotient; 1 where nothing
-            travels), with two levels also ``link_bytes`` (those of the wire that were for other nodes; the densities
-            are then those of this rank's share),
+            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank: values,
+            indices, counts, flags, padding), ``dense_bytes`` (what leaves it in DDP's all-reduce of fp32 gradients),
+            ``compression_ratio`` (the quotient; 1 where nothing travels), with two levels also ``link_bytes`` (those of
+            the wire that were for other nodes; the density is then that of this rank's share),
             ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_link_bytes`` (the same
             of all steps of this ``fit``, those left to plain DDP included), ``total_steps`` (of optimizers),
             ``exposed_share`` (exposed part of the time of all steps but those left to plain DDP, validation left out),
@@ -235,7 +234,7 @@ class SparseDDPStrategy(DDPStrategy):
         """
         if self.engine is None:
             return dict(self._final_stats)
-        return self.engine.plain_stats() if self.is_plain else self.engine.compression_stats()
+        return self.engine.compression_stats()
 
     def exchange_plan(self) -> Optional[Plan]:
         """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet.

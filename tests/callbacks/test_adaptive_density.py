@@ -80,8 +80,8 @@ class Densities(Callback):
         """Take note of the error of one layer."""
         samples = trainer.strategy.engine.recorder.last_samples
         if samples is not None:
-            gradient, residual, _ = samples.norms_by_parameter()[WEIGHT]
-            self.errors.append(residual / gradient)
+            facts = samples.facts()[WEIGHT]
+            self.errors.append(facts.residual_norm / facts.gradient_norm)
 
 
 def fit(

@@ -339,9 +339,9 @@ def ask_late(rank: int) -> list[list[str]]:
                 engine._worker.submit(lambda: time.sleep(0.1))
             engine.end_step()
             if step == 1:
-                engine.sample_layer_deltas()
+                engine.recorder.samples_deltas = True
             engine.settle()
-            sampled.append(sorted(engine.layer_deltas()))
+            sampled.append(sorted(engine.recorder.last.deltas))
     return sampled
 
 

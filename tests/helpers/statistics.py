@@ -3,7 +3,6 @@
 # What a strategy's ``compression_stats`` returns, whatever it sends.
 STATS = {
     "density",
-    "union_density",
     "wire_bytes",
     "dense_bytes",
     "compression_ratio",

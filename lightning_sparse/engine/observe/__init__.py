@@ -1,15 +1,13 @@
-"""Observers: facts about a step, gathered beside it. Nothing here touches a value or waits for a device unasked."""
+"""What is SEEN of a step, gathered beside it: nothing here changes a value, or waits for a device unasked."""
 
-from lightning_sparse.engine.observe.clock import Clock, Mark
-from lightning_sparse.engine.observe.facts import StepFacts, StepVolume, compression_ratio, mean_stats, plain_stats
-from lightning_sparse.engine.observe.marks import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.observe.recorder import GroupObserver, Recorder
+from lightning_sparse.engine.observe.facts import StepFacts, compression_ratio, mean_stats
+from lightning_sparse.engine.observe.marks import Clock, GroupMarks, Mark, Span, StepMarks
+from lightning_sparse.engine.observe.recorder import Recorder
 from lightning_sparse.engine.observe.samples import ParameterFacts, ParameterSamples
 
 __all__ = [
     "Clock",
     "GroupMarks",
-    "GroupObserver",
     "Mark",
     "ParameterFacts",
     "ParameterSamples",
@@ -17,8 +15,6 @@ __all__ = [
     "Span",
     "StepFacts",
     "StepMarks",
-    "StepVolume",
     "compression_ratio",
     "mean_stats",
-    "plain_stats",
 ]

@@ -1,47 +1,22 @@
-"""Facts of one step on this rank: how much was sent, and how long it took."""
+"""Facts of one step on this rank, and of all of them: how much was sent, and how long it took."""
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import NamedTuple, Union
+from time import perf_counter
+from typing import Optional, Union
 
-import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
+from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.engine.observe.marks import StepMarks
-from lightning_sparse.engine.observe.samples import sent_count, union_count
+from lightning_sparse.engine.observe.samples import sent_count
 from lightning_sparse.schedule.cost.network import dense_bytes
 
 
-class StepVolume(NamedTuple):
-    """How much one step sent and when, without a tensor of what arrived, so that many steps can be kept.
-
-    Attributes:
-        elements: gradient elements that were to be exchanged.
-        sent: of them, those that this rank sent; a tensor is a count that the device has not been asked for.
-        union: those that any rank sent; ``None`` where only what arrived could tell.
-        wire_bytes: as in :class:`StepFacts`, like the following.
-        node_bytes: see there.
-        dense_bytes: see there.
-        marks: see there.
-    """
-
-    elements: int
-    sent: Union[int, Tensor]
-    union: Union[int, Tensor, None]
-    wire_bytes: float
-    node_bytes: float
-    dense_bytes: float
-    marks: StepMarks
-
-
 class StepFacts:
-    """Facts of one step on this rank.
-
-    Args:
-        ranks: of the training.
-        node_ranks: how many of them share a gradient; 1 where there is one level.
+    """Facts of one step, without a tensor of what arrived, so that many steps can be kept.
 
     Attributes:
         elements: gradient elements that were to be exchanged; with two levels those of this rank's shares.
@@ -49,6 +24,7 @@ class StepFacts:
             them, indices, counts, flags and padding included.
         node_bytes: those of them that were for ranks of the same node, with two levels.
         covered_steps: optimizer steps that the exchange is about, more than one in rounds of local steps.
+        is_plain: whether plain DDP made the exchange, whose times are not known.
         marks: when it happened.
         deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
     """
@@ -56,81 +32,62 @@ class StepFacts:
     def __init__(self, ranks: int, node_ranks: int = 1) -> None:
         self._ranks = ranks
         self._node_ranks = node_ranks
-        self.elements = 0
+        self.elements = 0.0
         self.wire_bytes = 0.0
         self.node_bytes = 0.0
         self.covered_steps = 1
+        self.is_plain = False
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}
-        self._sent: list[Union[int, Tensor]] = []  # tensors are counts that the device has not been asked for
-        # Counts, those of a device as tensors; or what has to be sorted for them, until the step ends whole.
-        self._arrived: list[Union[int, Tensor, FlatSelection]] = []
+        self._sent: list[Union[float, Tensor]] = []  # tensors are counts that the device has not been asked for
+
+    @classmethod
+    def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepFacts":
+        """Return those of an all-reduce of all gradients, whose ring leaves each node once."""
+        facts = cls(ranks, node_ranks)
+        facts.is_plain, facts.elements = True, numel / node_ranks
+        facts._sent.append(facts.elements)
+        facts.wire_bytes = facts.dense_bytes
+        facts.node_bytes = facts.wire_bytes * (node_ranks - 1) / node_ranks
+        return facts
 
     @property
     def dense_bytes(self) -> float:
         """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
         return dense_bytes(self.elements * self._node_ranks * self.covered_steps, self._ranks)
 
+    @property
+    def sent(self) -> Union[float, Tensor]:
+        """How many elements this rank sent, without asking the device for it."""
+        return sum(self._sent)
+
     def add_selection(self, selection: GroupSelection) -> None:
         """Record what this rank sends of a group."""
         self.elements += selection.numel
         self._sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
 
-    def add_means(self, means: GroupSelection) -> None:
-        """Record what arrived from all ranks for a group."""
-        if means.is_whole:
-            self._arrived.append(means.numel)
-        else:
-            flat = means.flat()
-            self._arrived.append(torch.count_nonzero(flat.values) if len(flat.values) == 1 else flat)
 
-    def close(self) -> None:
-        """Hold no more of the step than a byte for each of its elements, however many ranks there are."""
-        self._arrived = [_held(arrived) if isinstance(arrived, FlatSelection) else arrived for arrived in self._arrived]
+def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]:
+    """Return the public statistics of one step or more, of times and bytes their means; this waits for a device.
 
-    def union(self) -> int:
-        """Return how many elements any rank has sent, which costs a sort of what arrived."""
-        return sum(map(_union_of, self._arrived))
-
-    def volume(self) -> StepVolume:
-        """Return how much was sent, and when, as far as it is known without a look at the device."""
-        counts = [
-            each for each in self._arrived if isinstance(each, int) or (isinstance(each, Tensor) and not each.dim())
-        ]
-        union = sum(counts) if len(counts) == len(self._arrived) else None
-        sizes = (self.wire_bytes, self.node_bytes, self.dense_bytes)
-        return StepVolume(self.elements, sum(self._sent), union, *sizes, self.marks)
-
-    def as_stats(self) -> dict[str, float]:
-        """Return the public statistics, see :meth:`SparseDDPStrategy.compression_stats`."""
-        return mean_stats([self.volume()._replace(union=self.union())], self._node_ranks > 1)
-
-
-def mean_stats(steps: Sequence[StepVolume], has_levels: bool) -> dict[str, float]:
-    """Return the public statistics of several steps: of times and bytes their means; on a device this waits for them.
-
-    Args:
-        steps: one at least.
-        has_levels: whether some bytes stay in the node.
-
-    Returns:
-        those that are known of all of the steps: ``union_density`` may be missing.
+    Times are those of the steps that plain DDP did not make, NaN if it made all.
     """
-    elements = sum(step.elements for step in steps)
     wire_bytes = fmean(step.wire_bytes for step in steps)
     dense = fmean(step.dense_bytes for step in steps)
-    unions = [step.union for step in steps if step.union is not None]
-    marks = [step.marks for step in steps]
+    marks = [step.marks for step in steps if not step.is_plain]
+
+    def mean(seconds: Callable[[StepMarks], float]) -> float:
+        return fmean(map(seconds, marks)) if marks else math.nan
+
     return {
-        "density": float(sum(step.sent for step in steps)) / max(1, elements),
-        **({"union_density": float(sum(unions)) / max(1, elements)} if len(unions) == len(steps) else {}),
+        "density": float(sum(step.sent for step in steps)) / max(1, sum(step.elements for step in steps)),
         "wire_bytes": wire_bytes,
         **({"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)} if has_levels else {}),
         "dense_bytes": dense,
         "compression_ratio": compression_ratio(dense, wire_bytes),
-        "select_seconds": fmean(each.seconds("select", "encode") for each in marks),
-        "exchange_seconds": fmean(each.seconds("exchange") for each in marks),
-        "exposed_seconds": fmean(each.exposed_seconds for each in marks),
+        "select_seconds": mean(lambda each: each.seconds("select", "encode")),
+        "exchange_seconds": mean(lambda each: each.seconds("exchange")),
+        "exposed_seconds": mean(lambda each: each.exposed_seconds),
     }
 
 
@@ -139,23 +96,65 @@ def compression_ratio(dense: float, sent: float) -> float:
     return dense / sent if sent else 1.0
 
 
-def _held(arrived: FlatSelection) -> Union[Tensor, FlatSelection]:
-    """Return what arrived of a group, or where something did, uint8 ``[numel]``, if that takes less memory."""
-    if arrived.values.nbytes + arrived.indices.nbytes <= arrived.numel:
-        return arrived
-    sent = (arrived.values != 0).flatten().byte()
-    return sent.new_zeros(arrived.numel).scatter_reduce_(0, arrived.indices.flatten(), sent, "amax")
+class Totals:
+    """Add up what the steps of a training sent, and how long they took, without a wait for a device.
 
+    Attributes:
+        steps: of optimizers, those left to plain DDP included.
+        wire_bytes: as in :class:`StepFacts`, like the following.
+        node_bytes: see there.
+        dense_bytes: see there.
+    """
 
-def _union_of(arrived: Union[int, Tensor, FlatSelection]) -> int:
-    if isinstance(arrived, FlatSelection):
-        return union_count(arrived)
-    return int(arrived.sum()) if isinstance(arrived, Tensor) else arrived
+    def __init__(self) -> None:
+        self.steps = 0
+        self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
+        self._exposed_seconds = 0.0
+        self._unread: deque[StepMarks] = deque()  # of steps that a device may not have come to the end of
+        self._is_plain = False
+        self._seconds = 0.0
+        self._border = perf_counter()
 
+    def add(self, facts: StepFacts) -> None:
+        """Add a step whose exchange has ended, as far as the host knows."""
+        self.wire_bytes += facts.wire_bytes
+        self.node_bytes += facts.node_bytes
+        self.dense_bytes += facts.dense_bytes
+        if facts.is_plain:
+            self._is_plain = True
+            return
+        self._unread.append(facts.marks)
+        while self._unread and self._unread[0].have_passed:
+            self._exposed_seconds += self._unread.popleft().exposed_seconds
 
-def plain_stats(sent: float) -> dict[str, float]:
-    """Return the public statistics of a step of so many bytes that was left to plain DDP, as far as they are known."""
-    sizes = dict.fromkeys(("wire_bytes", "dense_bytes"), sent)
-    seconds = dict.fromkeys(("select_seconds", "exchange_seconds", "exposed_seconds"), math.nan)
-    whole = dict.fromkeys(("density", "union_density", "compression_ratio"), 1.0)
-    return {**whole, **sizes, **seconds}
+    def resume(self) -> None:
+        """Count time from here on: what went before, such as validation, is no part of a step."""
+        self._border = perf_counter()
+
+    def end_step(self) -> None:
+        """Count a step of an optimizer."""
+        border, self._border = self._border, perf_counter()
+        if not self._is_plain:  # of which nobody knows what was exposed
+            self._seconds += self._border - border
+        self._is_plain = False
+        self.steps += 1
+
+    def as_stats(self, has_levels: bool, waited_seconds: Optional[float] = None) -> dict[str, float]:
+        """Return the public statistics; on a device this waits for the steps that have not been read yet.
+
+        ``waited_seconds`` is what was exposed in all steps, where their marks do not tell.
+        """
+        exposed = waited_seconds
+        if exposed is None:
+            exposed = self._exposed_seconds + sum(marks.exposed_seconds for marks in self._unread)
+        stats = {
+            "total_wire_bytes": self.wire_bytes,
+            "total_dense_bytes": self.dense_bytes,
+            "total_compression_ratio": compression_ratio(self.dense_bytes, self.wire_bytes),
+        }
+        if has_levels:
+            stats["total_link_bytes"] = self.wire_bytes - self.node_bytes
+        if self.steps:
+            stats["total_steps"] = float(self.steps)
+            stats["exposed_share"] = exposed / self._seconds if self._seconds else math.nan
+        return stats

@@ -1,9 +1,52 @@
-"""Marks of a step's stages; no times yet, so that many steps can be kept, and read when nobody waits."""
+"""When the stages of a step happened, as marks of a clock: read later, so that no step waits for a device."""
 
-from collections.abc import Iterator
-from typing import NamedTuple, Optional
+import time
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, NamedTuple, Optional
 
-from lightning_sparse.engine.observe.clock import Clock, Mark
+import torch
+
+Mark = Any  # a host time in seconds (float), or an event of the device
+
+
+class Clock:
+    """Mark points in time: on the host's clock for CPU, as events on the current stream elsewhere.
+
+    Attributes:
+        is_host: whether marks are host times, which cost next to nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_host = device.type == "cpu"
+
+    def mark(self) -> Mark:
+        """Return the present; on a device, the moment at which the work queued so far has been done."""
+        if self.is_host:
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reference(self) -> tuple[Mark, float]:
+        """Return a mark and the host's time (``time.perf_counter``) at which it passed; on a device this waits."""
+        mark = self.mark()
+        if not self.is_host:
+            mark.synchronize()
+        return mark, mark if self.is_host else time.perf_counter()
+
+    @staticmethod
+    def has_passed(mark: Mark) -> bool:
+        """Tell whether a device has come to a mark, without waiting for it."""
+        return isinstance(mark, float) or bool(mark.query())
+
+    @staticmethod
+    def seconds(start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks; on a device this waits until both have passed."""
+        if isinstance(start, float):
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
 
 
 class Span(NamedTuple):
@@ -27,32 +70,31 @@ class GroupMarks:
         spans: its stages, in their order; the exchanges are at the same time on all ranks.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], ready: Optional[Mark] = None) -> None:
         self.names = names
         self.elements = 0
         self.counts = 0
         self.dense_elements = 0
         self.wire_bytes = 0.0
-        self.ready: Optional[Mark] = None
+        self.ready = ready
         self.spans: list[Span] = []
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages; on a device this waits for them."""
-        return sum(Clock.seconds(span.start, span.end) for span in self.spans if span.stage in stages)
+        return _seconds(self.spans, stages)
 
 
 class StepMarks:
-    """The life of one step.
+    """The life of one step; all seconds wait for a device.
 
     Attributes:
+        is_typical: whether it sends as much as most steps: it is none of a warm-up, and learns no mean gradient.
         backward_start: when backward began; ``None`` if nobody said so.
         ready: by parameter name, when its gradient was ready, in this order; on a device ``None`` unless watched.
         groups: in the order of exchange.
         spans: stages that belong to no group.
         backward_end: when the last gradient was ready.
         end: when the last exchange had been written back.
-        is_typical: whether it is one of many that send as much, and not one of a warm-up, or one in which a mean
-            gradient is learned from beside.
     """
 
     def __init__(self) -> None:
@@ -71,18 +113,18 @@ class StepMarks:
         yield from self.spans
 
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages; on a device this waits for them."""
-        return sum(Clock.seconds(span.start, span.end) for span in self.all_spans() if span.stage in stages)
+        """Return the time spent in stages."""
+        return _seconds(self.all_spans(), stages)
 
     @property
     def backward_seconds(self) -> float:
-        """Seconds from the start of backward to the last gradient; on a device this waits for them."""
+        """Seconds from the start of backward to the last gradient."""
         known = self.backward_start is not None and self.backward_end is not None
         return Clock.seconds(self.backward_start, self.backward_end) if known else 0.0
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds from the last gradient until all means had been written; on a device this waits for them."""
+        """Seconds from the last gradient until all means had been written."""
         known = self.backward_end is not None and self.end is not None
         return max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
 
@@ -90,3 +132,7 @@ class StepMarks:
     def have_passed(self) -> bool:
         """Whether the step is over on the device, too; nobody waits for it."""
         return all(mark is None or Clock.has_passed(mark) for mark in (self.backward_end, self.end))
+
+
+def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
+    return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)

@@ -1,35 +1,31 @@
 """Gather the facts of a step from the threads on which they happen."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.observe.clock import Clock, Mark
-from lightning_sparse.engine.observe.facts import StepFacts
-from lightning_sparse.engine.observe.marks import GroupMarks, Span
+from lightning_sparse.engine.observe.facts import StepFacts, Totals
+from lightning_sparse.engine.observe.marks import Clock, GroupMarks, Mark, Span
 from lightning_sparse.engine.observe.samples import ParameterSamples
-from lightning_sparse.engine.observe.totals import Totals
 
 
 class Recorder:
     """Gather the facts of the step in progress, and keep those of the last one that ended.
 
-    Args:
-        device: of the gradients.
-        ranks: of the training.
-        node_ranks: how many of them share a gradient; 1 where there is one level.
-
     Attributes:
         totals: of all steps so far.
         current: the step in progress; it changes only between two backwards.
-        last: the last step that ended.
+        last: the last step that ended, with the engine or with plain DDP.
+        has_levels: whether some ranks share a gradient.
         watches_gradients: mark when each gradient is ready also where that costs an event of the device; the planner's.
         is_watched: the same, for whoever looks on from outside the engine.
+        samples_deltas: measure :attr:`StepFacts.deltas` of the next step, which costs a dense all-reduce; on all ranks.
         samples: where the step in progress is to be noted by parameter; ``None`` unless somebody asked.
         last_samples: of the last step for which they were asked.
     """
@@ -38,10 +34,12 @@ class Recorder:
         self.clock = Clock(device)
         self.totals = Totals()
         self._ranks = (ranks, node_ranks)
+        self.has_levels = node_ranks > 1
         self.current = StepFacts(*self._ranks)
         self.last: Optional[StepFacts] = None
         self.watches_gradients = False
         self.is_watched = False
+        self.samples_deltas = False
         self.samples: Optional[ParameterSamples] = None
         self.last_samples: Optional[ParameterSamples] = None
         self._group: Optional[GroupMarks] = None
@@ -65,15 +63,34 @@ class Recorder:
         self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
 
     @contextmanager
-    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator["GroupObserver"]:
-        """Count the spans inside as those of one group, and look at what it is told of."""
-        self._group = GroupMarks(tuple(names))
-        self._group.ready = ready
+    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[None]:
+        """Count what is recorded inside as that of one group."""
+        self._group = GroupMarks(tuple(names), ready)
         self.current.marks.groups.append(self._group)
         try:
-            yield GroupObserver(self._group, self.current, self.samples)
+            yield
         finally:
             self._group = None
+
+    def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
+        """Look at the group's fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
+        if self.samples is not None and self._group is not None:
+            self.samples.add_gradients(self._group.names, gradients, loss_scale)
+
+    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
+        """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
+        self.current.add_selection(selection)
+        if self._group is not None:
+            self._group.elements += selection.numel
+            if selection.is_whole:
+                self._group.dense_elements += selection.numel
+            else:
+                self._group.counts += round(sum(counts))
+
+    def see_sent(self, names: Sequence[str], sent: Callable[[], Sequence[Selection]]) -> None:
+        """Look at what is sent of each parameter, for which the host may wait."""
+        if self.samples is not None:
+            self.samples.add_sent(names, sent())
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""
@@ -90,28 +107,32 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
-        """Time what is done inside, as part of a stage."""
-        start = self.clock.mark()
-        yield
+        """Time what is done inside, as part of a stage; to a profiler of torch that is on it is ``sparse.<stage>``."""
+        is_profiled = profiler._is_profiler_enabled
+        with profiler.record_function(f"sparse.{stage}") if is_profiled else nullcontext():
+            start = self.clock.mark()
+            yield
         marks = self.current.marks if self._group is None else self._group
         marks.spans.append(Span(stage, start, self.clock.mark()))
 
     def end_step(self) -> StepFacts:
         """Close the facts of this step, open the next, and return the former."""
         self.current.marks.end = self.clock.mark()
-        self.current.close()
         self.totals.add(self.current)
         self.last, self.current = self.current, StepFacts(*self._ranks)
         return self.last
 
+    def add_plain_step(self, numel: int) -> None:
+        """Record a step whose gradients, of so many elements, plain DDP exchanges."""
+        self.last = StepFacts.of_plain_ddp(numel, *self._ranks)
+        self.samples = self.last_samples = None
+        self.totals.add(self.last)
+
     def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
         """Ask for :attr:`last_samples` of the next step. No rank has to do as the others do.
 
-        For their norms, that step reads every gradient and every residual once more.
-
-        Args:
-            counts: take note of how many elements of each parameter are sent.
-            histograms: count the magnitudes of what is sent and kept; that reads them some more times.
+        For their norms, that step reads every gradient and every residual once more; for ``histograms``, the magnitudes
+        of what is sent and kept, some more times. ``counts`` is how many elements of each parameter are sent.
         """
         if self.samples is not None:  # somebody else has asked for the same step
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
@@ -124,52 +145,10 @@ class Recorder:
     ) -> None:
         """Close the samples of a step, if somebody asked for them, with what the memory keeps after it.
 
-        Args:
-            kept_after: returns what is kept.
-            update_norms: returns the norms of the updates that the step added to it, where gradients do not wait.
+        ``update_norms`` returns the norms of the updates that the step added to it, where gradients do not wait.
         """
         if self.samples is None:
             return
         kept = kept_after()
         self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, update_norms())
         self.last_samples, self.samples = self.samples, None
-
-
-class GroupObserver:
-    """Observer of a group on its way, which records as much as somebody asked for.
-
-    Args:
-        marks: of the group.
-        facts: of the step.
-        samples: by parameter; ``None`` unless somebody asked.
-    """
-
-    def __init__(self, marks: GroupMarks, facts: StepFacts, samples: Optional[ParameterSamples]) -> None:
-        self._marks = marks
-        self._facts = facts
-        self._samples = samples
-
-    def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
-        """Look at fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
-        if self._samples is not None:
-            self._samples.add_gradients(self._marks.names, gradients, loss_scale)
-
-    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
-        """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
-        self._marks.elements += selection.numel
-        if selection.is_whole:
-            self._marks.dense_elements += selection.numel
-        else:
-            self._marks.counts += round(sum(counts))
-        self._facts.add_selection(selection)
-
-    def see_means(self, means: GroupSelection) -> None:
-        """Look at what arrived of them."""
-        self._facts.add_means(means)
-
-    def see_parameters(
-        self, names: Sequence[str], sent: Callable[[], Sequence[Selection]], means: Sequence[Selection]
-    ) -> None:
-        """Look at what was sent and what arrived of each parameter; the host may wait for the former."""
-        if self._samples is not None:
-            self._samples.add_sent(names, sent(), means)

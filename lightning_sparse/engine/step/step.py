@@ -36,7 +36,7 @@ from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import Memory
-from lightning_sparse.engine.observe import GroupObserver, Mark, Recorder
+from lightning_sparse.engine.observe import Mark, Recorder
 from lightning_sparse.engine.step.node import Node, Steps
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.wire import Arrival, Payload, Phases, Wires
@@ -181,18 +181,18 @@ class Pipeline:
             what arrived, in a part for each way: parameters that are sent whole travel by themselves.
         """
         names = [local.name for local in group]
-        with self.recorder.group(names, ready) as observer:
+        with self.recorder.group(names, ready):
             if self._node is not None:
                 are_known = names[0] in self._shares
                 group = [self._shares.pop(name) for name in names] if are_known else self._shared(self._node, group)
             gradients = [local.gradient for local in group]
-            observer.see_gradients(gradients, self.context.loss_scale)
+            self.recorder.see_gradients(gradients, self.context.loss_scale)
             with self.recorder.span("select"):
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 parts = self._select(group, accumulated)
-            return [self._exchange_part(part, group, accumulated, observer) for part in parts]
+            return [self._exchange_part(part, group, accumulated) for part in parts]
 
     def _shared(self, node: Node, group: Sequence[LocalGradient]) -> list[LocalGradient]:
         """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
@@ -208,17 +208,14 @@ class Pipeline:
         densities = [1.0 if name in whole else self.density_of(name) for name in names]
         return self._selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
 
-    def _exchange_part(
-        self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], observer: GroupObserver
-    ) -> Exchanged:
+    def _exchange_part(self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> Exchanged:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
         names = [local.name for local in members]
-        observer.see_selection(part.selection, part.counts)
+        self.recorder.see_selection(part.selection, part.counts)
         arrival = self._run_phases(part.wire.exchange(part.selection, part.tensors, self._used(members)), names)
-        observer.see_means(arrival.means)
         with self.recorder.span("encode"):
             arrival = part.split_by_parameter(arrival)
-        observer.see_parameters(names, part.sent_by_parameter, arrival.means)
+        self.recorder.see_sent(names, part.sent_by_parameter)
         return Exchanged(names, members, tensors, part.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:

@@ -1,48 +1,128 @@
-"""Facts of a step: the union of what many ranks sent, and how little is held of it once the step has ended."""
+"""Facts of steps: how little is held of one that has ended, and sums over all of them."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_sparse.compressors.group_selection import FlatSelection
-from lightning_sparse.engine.observe.facts import StepFacts
-
-NUMEL, COUNT = 4000, 40
-
-
-def arrived(ranks: int) -> FlatSelection:
-    """Return what so many ranks have sent of two tensors; each has sent one zero."""
-    generator = torch.Generator().manual_seed(ranks)
-    rows = [torch.randperm(NUMEL, generator=generator)[:COUNT].sort().values for _ in range(ranks)]
-    values = torch.ones(ranks, COUNT)
-    values[:, 3] = 0
-    return FlatSelection(values, torch.stack(rows), (NUMEL,), (COUNT,))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-def test_the_union_is_known_after_the_step_has_ended(ranks: int) -> None:
-    facts = StepFacts(ranks)
-    means = arrived(ranks)
-    facts.add_selection(means)
-    facts.add_means(means)
-    sent = {int(place) for row in means.indices for number, place in enumerate(row) if number != 3}
-    assert facts.union() == len(sent)
-    facts.close()
-    assert facts.union() == len(sent)
+from lightning_sparse.engine.observe.facts import StepFacts, Totals, mean_stats
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, Edges, backpropagate, batch, sparse_ddp
 
 
 def reachable_bytes(thing: object) -> int:
-    """Return the bytes of all tensors that an object holds."""
-    if isinstance(thing, torch.Tensor):
-        return thing.nbytes
-    parts = thing if isinstance(thing, list) else vars(thing).values() if hasattr(thing, "__dict__") else ()
+    """Return the bytes of all tensors of more than one element that an object holds."""
+    if isinstance(thing, Tensor):
+        return thing.nbytes if thing.numel() > 1 else 0
+    if isinstance(thing, dict):
+        thing = list(thing.values())
+    parts = thing if isinstance(thing, (list, tuple)) else vars(thing).values() if hasattr(thing, "__dict__") else ()
     return sum(map(reachable_bytes, parts))
 
 
-def test_what_is_held_of_a_step_does_not_grow_with_ranks() -> None:
-    held = []
-    for ranks in (64, 1024):
-        facts = StepFacts(ranks)
-        facts.add_means(arrived(ranks))
-        facts.close()
-        held.append(reachable_bytes(facts))
-    assert held[0] == held[1] <= NUMEL
+def held_of_a_step(rank: int, compressor: str) -> int:
+    """Exchange a step; return the bytes of the tensors in what the engine says of it."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), compressor, DENSITY[compressor]) as (ddp, engine):
+        engine.begin_backward()
+        backpropagate(ddp, engine, ddp(batch(rank, 0)))
+        return reachable_bytes(engine.recorder.last)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_what_is_held_of_a_step_does_not_grow_with_ranks(pair: Pool, compressor: str) -> None:
+    assert pair.run(held_of_a_step, compressor) == [0, 0]
+
+
+class Event:
+    """A device's event, at a time that it may not have come to."""
+
+    def __init__(self, seconds: float, has_passed: bool = False) -> None:
+        self.seconds = seconds
+        self.has_passed = has_passed
+
+    def query(self) -> bool:
+        """Tell whether it has passed."""
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.has_passed = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds to another one, both of which have passed."""
+        assert self.has_passed
+        assert end.has_passed
+        return 1e3 * (end.seconds - self.seconds)
+
+
+def step(backward_end: Any, end: Any) -> StepFacts:
+    """Return a step that was exposed between two moments."""
+    facts = StepFacts(ranks=4)
+    facts.elements, facts.wire_bytes = 100, 60.0
+    facts.marks.backward_end, facts.marks.end = backward_end, end
+    return facts
+
+
+def test_nobody_waits_for_a_device_before_somebody_asks() -> None:
+    totals = Totals()
+    steps = [(Event(float(number)), Event(number + 0.25)) for number in range(5)]
+    for number, (backward_end, end) in enumerate(steps):
+        totals.add(step(backward_end, end))
+        assert not end.has_passed
+        if number == 2:
+            for event in (*steps[0], *steps[1]):
+                event.has_passed = True
+    assert len(totals._unread) == 3
+    totals.end_step()
+    for backward_end, _ in steps:  # comes before the end, for which one waits
+        backward_end.has_passed = True
+    assert totals.as_stats(has_levels=False)["exposed_share"] * totals._seconds == pytest.approx(5 * 0.25)
+
+
+def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent() -> None:
+    totals = Totals()
+    totals.add(step(1.0, 1.5))
+    facts = step(2.0, 2.25)
+    facts.covered_steps = 3
+    totals.add(facts)
+    totals.add(StepFacts.of_plain_ddp(100, ranks=4, node_ranks=2))
+    plain, stats = 2 * 3 / 4 * 400, totals.as_stats(has_levels=False)
+    dense = plain * (1 + 3 + 1)
+    assert stats == {
+        "total_wire_bytes": 120 + plain,
+        "total_dense_bytes": dense,
+        "total_compression_ratio": dense / (120 + plain),
+    }
+    assert totals.as_stats(has_levels=True)["total_link_bytes"] == 120 + plain / 2
+
+
+def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 10.0, 12.0, 15.0, 100.0, 102.0])
+    monkeypatch.setattr("lightning_sparse.engine.observe.facts.perf_counter", lambda: next(now))
+    totals = Totals()
+    assert math.isnan({"exposed_share": math.nan, **totals.as_stats(has_levels=False)}["exposed_share"])
+    totals.resume()
+    totals.add(step(1.0, 1.5))
+    totals.end_step()  # 2 s
+    totals.add(StepFacts.of_plain_ddp(100, ranks=4, node_ranks=1))
+    totals.end_step()  # 3 s, left to DDP
+    totals.resume()  # after 85 s of validation
+    totals.add(step(2.0, 2.5))
+    totals.end_step()  # 2 s
+    stats = totals.as_stats(has_levels=False)
+    assert stats["total_steps"] == 3
+    assert stats["exposed_share"] == (0.5 + 0.5) / (2 + 2)
+    assert totals.as_stats(has_levels=False, waited_seconds=0.4)["exposed_share"] == 0.1
+
+
+def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not() -> None:
+    plain, ours = StepFacts.of_plain_ddp(100, ranks=4, node_ranks=1), step(1.0, 1.5)
+    stats = mean_stats([plain], has_levels=False)
+    assert stats["density"] == stats["compression_ratio"] == 1.0
+    assert stats["wire_bytes"] == stats["dense_bytes"] == 600.0
+    assert all(math.isnan(stats[name]) for name in ("select_seconds", "exchange_seconds", "exposed_seconds"))
+    both = mean_stats([plain, ours], has_levels=False)
+    assert (both["wire_bytes"], both["density"], both["exposed_seconds"]) == (330.0, 0.5, 0.5)

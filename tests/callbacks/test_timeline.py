@@ -4,18 +4,20 @@ import json
 
 import pytest
 
-from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.observe.timeline import (
+from lightning_sparse.callbacks.overlap_timeline import (
     BACKWARD,
     QUEUE,
     WORKER,
     RecordedStep,
+    Slice,
     clock_offset,
+    draw_step,
     hidden_seconds,
     stage_seconds,
     step_slices,
     trace,
 )
+from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
 
 NUMELS = {"last": 30, "middle": 20, "first": 10}
 
@@ -117,11 +119,13 @@ def test_slices_of_a_row_nest_and_asynchronous_ones_come_in_pairs() -> None:
 def test_an_offset_is_bounded_by_what_the_collectives_allow(ahead: float) -> None:
     # True times: in the first collective the other rank enters late, in the second this one does.
     entries, exits = [0.0, 2.0], [1.1, 2.3]
-    other_entries, other_exits = [1.0 + ahead, 1.5 + ahead], [1.3 + ahead, 2.2 + ahead]
-    offset = clock_offset(entries, exits, other_entries, other_exits)
-    assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-9
-    assert offset.uncertainty == pytest.approx(0.15)
+    seconds, uncertainty = clock_offset(entries, exits, [1.0 + ahead, 1.5 + ahead], [1.3 + ahead, 2.2 + ahead])
+    assert abs(seconds - ahead) <= uncertainty + 1e-9
+    assert uncertainty == pytest.approx(0.15)
+    assert clock_offset(entries, exits, entries, exits)[0] == 0.0
 
 
-def test_a_clock_has_no_offset_from_itself() -> None:
-    assert clock_offset([1.0, 2.0], [1.5, 2.5], [1.0, 2.0], [1.5, 2.5]).seconds == 0.0
+def test_a_picture_tells_what_its_colours_are() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw_step(figure, RecordedStep(3, [[Slice(BACKWARD, "gradient", "weight", 0.0, 0.1, {})]], [0.0]))
+    assert "exposed: optimizer waits" in {text.get_text() for text in figure.legends[0].get_texts()}

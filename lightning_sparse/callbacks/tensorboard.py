@@ -1,11 +1,12 @@
-"""Output of loggers beyond scalars: TensorBoard shows everything, others pictures if they have a way for them."""
+"""Output of loggers beyond scalars, which TensorBoard shows: charts, histograms and pages of text."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
-from lightning_sparse._lightning import Logger, TensorBoardLogger, Trainer
-from lightning_sparse.callbacks.reporting.pictures import as_image
+from lightning_sparse._lightning import TensorBoardLogger, Trainer
+from lightning_sparse.engine.observe import StepMarks
+from lightning_sparse.schedule import Plan
 
 _LOG10_OF_2 = 0.3010299956639812
 _SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples
@@ -15,7 +16,6 @@ _SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples
 _CHARTS = {
     "sparse: how much is sent": {
         "Density, log10 of the fraction of elements": "log10_density",
-        "Density of all ranks together, log10 of the fraction": "log10_union_density",
         "Leaves a rank in a step, bytes": "wire_bytes",
         "Of it to other nodes, bytes": "link_bytes",
         "Compression ratio, times": "compression_ratio",
@@ -33,46 +33,31 @@ _CHARTS = {
         "Throughput, samples a second": "samples_per_second",
     },
     "sparse: what waits": {
-        "What waits over the gradient, ratio of norms": "residual_to_gradient",
-        "What waits over the update, ratio of norms": "update_error",
+        "Residual over the gradient, ratio of norms": "residual_to_gradient",
+        "Pending updates over the update, ratio of norms": "update_error",
         "Age of the second moment, steps": "second_moment_age",
         "Drift of replicas over parameters, ratio of norms": "replica_divergence",
     },
 }
 
 
-def board_layout(shown: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Sort statistics into charts, in the form of ``SummaryWriter.add_custom_scalars``.
-
-    Args:
-        shown: names of the statistics that are logged; charts of others are left out.
-
-    Example::
-
-        >>> board_layout(["wire_bytes"])
-        {'sparse: how much is sent': {'Leaves a rank in a step, bytes': ['Multiline', ['sparse/wire_bytes$']]}}
-    """
-    layout = {
+def log_layout(trainer: Trainer, shown: Sequence[str]) -> None:
+    """Have TensorBoard's tab "Custom Scalars" open sorted, with a chart for each statistic that is shown."""
+    shown = [*shown, "log10_density"]
+    layout: dict[str, dict[str, list[Any]]] = {
         # Tags are regular expressions; without an end, those that begin alike would be drawn, too.
         category: {title: ["Multiline", [f"sparse/{name}$"]] for title, name in charts.items() if name in shown}
         for category, charts in _CHARTS.items()
     }
-    return {category: charts for category, charts in layout.items() if charts}
-
-
-def log_layout(trainer: Trainer, shown: Sequence[str]) -> None:
-    """Have TensorBoard's tab "Custom Scalars" open sorted, with logarithms of densities, see :func:`log_logarithms`."""
-    logarithms = [f"log10_{name}" for name in shown]
     for logger in _boards(trainer):
-        logger.experiment.add_custom_scalars(board_layout([*shown, *logarithms]))
+        logger.experiment.add_custom_scalars({category: charts for category, charts in layout.items() if charts})
 
 
-def log_logarithms(trainer: Trainer, stats: Mapping[str, float], step: int) -> None:
-    """Give TensorBoard the logarithms of densities, which fall from 1 to a thousandth: its charts have even axes."""
-    for name in ("density", "union_density"):
-        if stats.get(name, 0.0) > 0:
-            for logger in _boards(trainer):
-                logger.experiment.add_scalar(f"sparse/log10_{name}", math.log10(stats[name]), step)
+def log_log_density(trainer: Trainer, density: float, step: int) -> None:
+    """Give TensorBoard the logarithm of the density, which falls from 1 to a thousandth: its charts have even axes."""
+    if density > 0:
+        for logger in _boards(trainer):
+            logger.experiment.add_scalar("sparse/log10_density", math.log10(density), step)
 
 
 def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
@@ -84,11 +69,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
 def log_magnitudes(trainer: Trainer, tag: str, counts: Sequence[int], step: int) -> None:
     """Show how many values lie in each power of two, over the decimal logarithm of their magnitude, in TensorBoard.
 
-    Args:
-        trainer: whose loggers are used.
-        tag: under which it is shown.
-        counts: by power of two, as in :class:`~lightning_sparse.engine.observe.ParameterSamples`.
-        step: number of the step.
+    ``counts`` are by power of two, as in :class:`~lightning_sparse.engine.observe.ParameterSamples`.
     """
     powers = {position + _SMALLEST_POWER: count for position, count in enumerate(counts)}
     held = [power for power, count in list(powers.items())[1:-1] if count]
@@ -111,33 +92,53 @@ def log_magnitudes(trainer: Trainer, tag: str, counts: Sequence[int], step: int)
         )
 
 
-def log_picture(trainer: Trainer, tag: str, figure: Any, step: int) -> None:
-    """Show a figure in TensorBoard, and in loggers with a method ``log_image(key, images, step)`` (such as W&B's)."""
-    loggers = [logger for logger in trainer.loggers if shows_pictures(logger)]
-    if not loggers:
-        return
-    image = as_image(figure)
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(tag, image, step, dataformats="HWC")
-        else:
-            logger.log_image(key=tag, images=[image], step=step)  # type: ignore[attr-defined]
+def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
+    """Write what is sent, in which groups, and what that is expected to take, in Markdown.
+
+    Without a plan (``None``) the groups are those of ``marks``, of a step on this rank.
+    """
+    facts: dict[str, object] = {"compressor": compressor}
+    if plan is None:
+        columns = ["group", "parameters", "elements", "asked for", "bytes"]
+        rows: list[list[object]] = [
+            [position, _names(each.names), each.elements, each.counts + each.dense_elements, each.wire_bytes]
+            for position, each in enumerate(marks.groups)
+        ]
+        note = "No plan, or none yet: these are the groups of the step in which this was written.\n\n"
+        return f"{note}{_list({**facts, 'groups': len(rows)})}\n\n{table(columns, rows)}"
+    facts["groups"] = len(plan.groups)
+    facts["backward and exchange, measured"] = _milliseconds(plan.seconds)
+    facts["after backward, measured"] = _milliseconds(plan.exposed_seconds)
+    columns, origin = ["group", "parameters"], ""
+    rows = [[position, _names(names)] for position, names in enumerate(plan.groups)]
+    if plan.predicted is not None:
+        facts["backward and exchange, predicted"] = _milliseconds(plan.predicted.total)
+        facts["after backward, predicted"] = _milliseconds(plan.predicted.exposed_seconds)
+        columns += ["ready at", "selected from", "exchanged from", "ends at (all predicted)"]
+        rows = [[*row, *map(_milliseconds, times)] for row, times in zip(rows, plan.predicted.groups)]
+        origin = "Times of groups count from the start of backward.\n\n"
+    facts["tried, the fastest by number of groups"] = ", ".join(
+        f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried
+    )
+    return f"{_list(facts)}\n\n{origin}{table(columns, rows)}"
 
 
-def shows_pictures(logger: Logger) -> bool:
-    """Say whether :func:`log_picture` reaches a logger."""
-    return isinstance(logger, TensorBoardLogger) or callable(getattr(logger, "log_image", None))
-
-
-def as_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Write a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def as_list(facts: Mapping[str, object]) -> str:
-    """Write names and values as a list in Markdown."""
+def _list(facts: Mapping[str, object]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return f"`{names[0]}`" if len(names) == 1 else f"{len(names)}, from `{names[0]}` to `{names[-1]}`"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _boards(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -1,1 +1,0 @@
-"""Reporting for callbacks: numbers of all ranks, TensorBoard pages, pictures."""
