@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
 from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
-from lightning_sparse.compressors.selection import Quantization, Selection, SelectionSize
+from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ __all__ = [
     "ErrorFeedback",
     "ModelLayout",
     "Owners",
-    "Quantization",
     "Schedule",
     "Selection",
     "SelectionSize",

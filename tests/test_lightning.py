@@ -23,7 +23,7 @@ if __name__ == "__main__":
     def fit(path):
         model = BoringModel()
         trainer = lightning.pytorch.Trainer(strategy="sparse_topk", **quiet, callbacks=[
-            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1, unit="step")]),
+            MomentumCorrection(), CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(1)]),
         ])
         trainer.fit(model, ckpt_path=path)
         return trainer

@@ -11,8 +11,8 @@ from lightning_sparse.compressors.density import (
     CriticalRegime,
     ErrorBudget,
     Measurement,
-    Moment,
     Rule,
+    RuleContext,
     Warmup,
 )
 
@@ -23,11 +23,11 @@ __all__ = [
     "CriticalRegime",
     "ErrorBudget",
     "Measurement",
-    "Moment",
     "MomentumCorrection",
     "OverlapTimeline",
     "ReplicaSentinel",
     "RequeueAtStepEnd",
     "Rule",
+    "RuleContext",
     "Warmup",
 ]

@@ -20,7 +20,7 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.callbacks.tensorboard import log_text, table
-from lightning_sparse.compressors.density import Measurement, Moment, Rule
+from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.compressors.density.table import RULES, is_other_density
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -56,7 +56,7 @@ class AdaptiveDensity(StepObserver):
     Example::
 
         >>> from lightning_sparse.callbacks import ErrorBudget, Warmup
-        >>> adaptive = AdaptiveDensity([Warmup(100, unit="step"), ErrorBudget(budget=20.0)], max_density=0.25)
+        >>> adaptive = AdaptiveDensity([Warmup(100), ErrorBudget(budget=20.0)], max_density=0.25)
     """
 
     def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
@@ -126,9 +126,9 @@ class AdaptiveDensity(StepObserver):
         # What is frozen now may be unfrozen again, and rules have not forgotten it.
         self._asked = {**self._asked, **engine_of(sparse_strategy(trainer)).target_densities()}
         if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
-            self._decide(trainer, self._moment(trainer))
+            self._decide(trainer, self._context(trainer))
         elif step % self.every_n_steps == 0:  # a plan may have changed
-            self._report(trainer, {}, self._moment(trainer))
+            self._report(trainer, {}, self._context(trainer))
         self._decided_at, self._has_measured = (step, epoch), False
 
     @override
@@ -146,31 +146,31 @@ class AdaptiveDensity(StepObserver):
         measurement = Measurement(gradients, residuals, updates)
         for rule in self.rules:
             if rule.measures:
-                rule.observe(measurement, self._moment(trainer))
+                rule.observe(measurement, self._context(trainer))
         self._has_measured = True
 
-    def _moment(self, trainer: Trainer) -> Moment:
+    def _context(self, trainer: Trainer) -> RuleContext:
         present = engine_of(sparse_strategy(trainer)).present_densities()
-        return Moment(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
+        return RuleContext(step_of(trainer), trainer.current_epoch, self._asked, present, self.max_density)
 
-    def _decide(self, trainer: Trainer, moment: Moment) -> None:
-        """Take the largest wish for each parameter."""
-        wishes: dict[str, float] = {}
+    def _decide(self, trainer: Trainer, context: RuleContext) -> None:
+        """Take the largest minimum for each parameter."""
+        minima: dict[str, float] = {}
         winners: dict[str, Rule] = {}
         for rule in self.rules:
-            for name, density in rule.wishes(moment).items():
+            for name, density in rule.minimum_densities(context).items():
                 bounded = min(density, self.max_density)
-                if bounded > max(wishes.get(name, 0.0), self._asked[name]):
-                    wishes[name], winners[name] = bounded, rule
+                if bounded > max(minima.get(name, 0.0), self._asked[name]):
+                    minima[name], winners[name] = bounded, rule
         densities = engine_of(sparse_strategy(trainer)).densities
         densities.ceiling = self.max_density
-        densities.wish(RULES, wishes)
+        densities.request(RULES, minima)
         present = engine_of(sparse_strategy(trainer)).present_densities()
         # Of a warm-up of the strategy, or of its plan, more may be sent.
-        deciding = {name: winners[name] for name in present if wishes.get(name, 0.0) >= present[name]}
-        self._report(trainer, deciding, moment)
+        deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
+        self._report(trainer, deciding, context)
 
-    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], moment: Moment) -> None:
+    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], context: RuleContext) -> None:
         present = engine_of(sparse_strategy(trainer)).present_densities()
         logged = {**self._asked, **self._logged}
         if not any(is_other_density(logged[name], density) for name, density in present.items()):
@@ -178,7 +178,7 @@ class AdaptiveDensity(StepObserver):
         self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
             log_scalars(
-                trainer, {parameter_tag("density", name): value for name, value in present.items()}, moment.step
+                trainer, {parameter_tag("density", name): value for name, value in present.items()}, context.step
             )
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
         raised = [name for name, density in present.items() if is_other_density(self._asked[name], density)]
@@ -188,9 +188,9 @@ class AdaptiveDensity(StepObserver):
         if deciders == self._told_of and all(_NEWS > present[name] / told[name] > 1 / _NEWS for name in steered):
             return
         self._told, self._told_of = present, deciders
-        say(self, f"step {moment.step}: {_summary(present, reasons)}")
+        say(self, f"step {context.step}: {_summary(present, reasons)}")
         rows = [[name, f"{density:.4g}", reasons[name]] for name, density in present.items()]
-        log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), moment.step)
+        log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), context.step)
 
     def _reason(self, name: str, density: float, winners: Mapping[str, Rule]) -> str:
         if name in winners:

@@ -33,9 +33,9 @@ class A2SGD(Compressor):
     Where the paper's abstract does not say, we chose: zeros belong to neither class and stay zero, so that an
     embedding's untouched rows are not pushed; a class without elements has mean 0; means of ranks count equally,
     whatever the number of elements behind them; the error that replacing the gradient by its means makes is added again
-    in the same step, so that nothing waits and nothing has to be kept.
+    in the same step, so that nothing has to be kept.
 
-    A gradient that is not finite anywhere on any rank makes all that is applied not finite, on all ranks.
+    A gradient that is not finite anywhere makes all that is applied not finite, on all ranks.
 
     Args:
         param_sync_every: steps after which parameters are averaged over ranks, at least 1. Fewer keep replicas

@@ -17,29 +17,27 @@ class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
     Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
-    what it answers for a tensor does not depend on which other tensors come with it; only one that
-    ``selects_across_group`` is exempt, and its numbers then depend on how parameters are grouped. If an accumulated
-    gradient holds a NaN or an infinity, at least one of them must be selected, because that is how all ranks learn of
-    it.
-
-    A method with a state of its own (a threshold, a partition) reads it in :meth:`select` and changes it in
-    :meth:`finish_step` only, when the whole step is known: so it, too, does not depend on how parameters are grouped.
+    its answer for a tensor does not depend on which others come with it; only one that ``selects_across_group`` is
+    exempt, and its numbers then depend on how parameters are grouped. If an accumulated gradient holds a NaN or an
+    infinity, at least one of them must be selected: that is how all ranks learn of it. State (a threshold, a partition)
+    changes in :meth:`finish_step` only, when the whole step is known.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
         default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
         has_density_by_parameter: whether it sends of every parameter just what that parameter's density asks for, so
             that rules may raise it.
-        wire_format: name of the way its selections travel, see :mod:`lightning_sparse.engine.wire`.
-        dense_wire_format: name of the way in which a parameter travels while its density is 1: it is then sent whole,
-            and :meth:`select` does not get to see it. A selection without indices travels the same way, so whether
-            there are any must be the same on all ranks. ``None`` for a method that also selects at a density of 1.
+        wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
+        dense_wire_format: how a parameter travels while its density is 1: whole, without a call of :meth:`select`. A
+            selection without indices travels the same way, so whether there are any must be the same on all ranks.
+            ``None`` for a method that also selects at a density of 1.
         selects_across_group: whether :meth:`select` is given the parameters of a group laid end to end, as one tensor,
             so that they compete for the elements that the group sends.
         fills_selection: whether it sends all elements that its message has room for.
+        wire: name of the ``wire=`` that it takes unless the user names one of few bits; ``None`` for the user's.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
         param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
-            apart; ``None`` for never. Only read where ``replicas_diverge``.
+            apart; ``None`` for never.
         replicas_diverge: whether ranks apply different updates.
         feedback: what is asked of the memory.
         adapts_density: whether a plan may raise the densities of parameters where that costs no time; only for a
@@ -54,6 +52,7 @@ class Compressor(ABC):
     dense_wire_format: ClassVar[Optional[str]] = None
     selects_across_group: ClassVar[bool] = False
     fills_selection: ClassVar[bool] = True
+    wire: ClassVar[Optional[str]] = None
     is_lossless: ClassVar[bool] = False
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
@@ -88,13 +87,9 @@ class Compressor(ABC):
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return how much :meth:`select` takes of a tensor in an ordinary step, without a look at it.
+        """Return the size of an ordinary selection from a tensor, of which the density asks for ``count`` elements.
 
         Override it where that is another number than the density asks for.
-
-        Args:
-            numel: number of elements of the tensor.
-            count: number of elements that the density asks for.
         """
         return SelectionSize(numel, count)
 
@@ -136,11 +131,7 @@ class Compressor(ABC):
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Pass a density through.
-
-    Args:
-        argument: what it was given for.
-        density: to check.
+    """Pass a density, given for an argument, through.
 
     Raises:
         ValueError: if it is no number in ``(0, 1]``.
@@ -155,11 +146,5 @@ def checked_density(argument: str, density: Any) -> float:
 
 
 def element_count(numel: int, density: float) -> int:
-    """Return how many of ``numel`` elements a density sends: at least one.
-
-    Example::
-
-        >>> element_count(10_000, 0.001), element_count(3, 0.001)
-        (10, 1)
-    """
+    """Return how many of ``numel`` elements a density sends: at least one."""
     return max(1, round(density * numel))

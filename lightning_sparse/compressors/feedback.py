@@ -15,23 +15,21 @@ class ErrorFeedback(NamedTuple):
     """Settings of error feedback: how what is not sent is kept.
 
     Attributes:
-        keeps_residual: whether what was not sent waits for the next step. Without it, it is dropped, which only an
-            unbiased or an exact method can afford.
-        momentum: momentum that is accumulated here, before selection, instead of in the optimizer after it (momentum
-            correction of Deep Gradient Compression): a number, ``"optimizer"`` to take over what the SGD optimizer was
-            given, ``None`` to leave it there.
+        keeps_residual: whether what was not sent is kept for the next step. Only an unbiased or an exact method can
+            afford to drop it.
+        momentum: accumulated here, before selection, instead of in the optimizer after it (momentum correction of Deep
+            Gradient Compression): a number, ``"optimizer"`` to take over the SGD optimizer's, ``None`` for none.
         nesterov: whether that momentum is Nesterov's; follows the optimizer where ``momentum`` does.
         masks_momentum: whether the momentum of an element that was sent starts again from zero (momentum factor
             masking).
         clip_norm: largest norm of the mean gradient; every rank clips its own gradient, before it is accumulated, to
             this divided by the square root of the number of ranks. ``None`` not to clip.
-        follows_learning_rate: whether what waits is counted in units of the update, learning rate times gradient, so
-            that a change of the learning rate does not change what was gathered under the old one.
+        follows_learning_rate: whether the residual is in units of the update, learning rate times gradient, so that a
+            change of the learning rate does not change what was gathered under the old one.
         adam: how Adam's updates are made before selection, in place of momentum; ``None`` where they are not. Then
             ``clip_norm`` is that of the mean gradient, as measured, and not divided by anything.
         clip_value: largest magnitude of an element of this rank's gradient; only where ``adam`` is given.
-        decay: what waits is multiplied by this before a gradient is added; 1 keeps all of it. Only where a residual is
-            all that is kept.
+        decay: factor of the residual before a gradient is added. Only where a residual is all that is kept.
     """
 
     keeps_residual: bool = True
@@ -46,13 +44,7 @@ class ErrorFeedback(NamedTuple):
 
     @property
     def has_moments(self) -> bool:
-        """Whether momentum is accumulated, or Adam's updates are made, before selection: of gradients alone.
-
-        Example::
-
-            >>> ErrorFeedback(momentum=0.0).has_moments, ErrorFeedback().has_moments
-            (True, False)
-        """
+        """Whether momentum is accumulated, or Adam's updates are made, before selection: of gradients alone."""
         return self.momentum is not None or self.adam is not None
 
     def checked(self) -> "ErrorFeedback":
@@ -74,12 +66,7 @@ class ErrorFeedback(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """Limits to which gradients are clipped; ``None`` where they are not.
-
-    Attributes:
-        norm: largest norm of the mean gradient.
-        value: largest magnitude of an element.
-    """
+    """Largest norm of the mean gradient and largest magnitude of an element; ``None`` where they are not clipped."""
 
     norm: Optional[float] = None
     value: Optional[float] = None
@@ -92,10 +79,9 @@ class Hyperparameters(NamedTuple):
     """The optimizer's settings for a parameter in this step.
 
     Attributes:
-        learning_rate: of its parameter group.
-        momentum: that the memory has taken over from its parameter group.
+        momentum: that the memory has taken over from the parameter group.
         nesterov: whether that is Nesterov's.
-        adam: what Adam keeps of it, where the memory makes Adam's updates before selection; else ``None``.
+        adam: Adam's state of it, where the memory makes Adam's updates before selection; else ``None``.
         continues_step: whether its gradient was exchanged before in this step: a backward is one of several.
     """
 
@@ -111,9 +97,6 @@ class AdamMoments(NamedTuple):
 
     Attributes:
         step: number of the coming step, from 1.
-        beta1: decay of the first moment.
-        beta2: decay of the second.
-        eps: is added to the root of the second moment.
         decay: weight decay that is added to the gradient, negative where the objective is maximized; 0 where it is
             decoupled.
         first: first moment, flat; zero while updates are made before selection.
@@ -150,13 +133,12 @@ class AdamCorrection:
 
     Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
     second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
-    is the same on all ranks; of these updates the largest are sent, and the rest waits. The second moment is learned
+    is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
     while everything is sent, in the first steps, and after that from a mean gradient that is exchanged now and then, as
     16-bit values.
 
-    The first moment is left out meanwhile, and what it held is handed over to what waits: waiting for a hundred steps
-    averages gradients as a momentum does, and one on top of the other delays them further (measured: see
-    ``examples/benchmarks/README.md``).
+    The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
+    one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
 
     A second moment that is shared, and learned at growing intervals, is 1-bit and 0/1 Adam's (arXiv 2102.02888,
     2202.06009), which keep the first moment, send all of it as signs, and divide after the exchange. Here selection
@@ -194,11 +176,7 @@ class AdamCorrection:
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
 
     def most_dense_steps(self, total_steps: Optional[int]) -> int:
-        """Return how many steps are dense at most.
-
-        Args:
-            total_steps: optimizer steps of the whole training; ``None`` where that is not known.
-        """
+        """Return how many steps are dense at most, of the whole training's (``None`` where they are not known)."""
         if self.dense_steps is not None:
             return self.dense_steps
         known = MOST_DENSE_STEPS if total_steps is None else total_steps // 100
@@ -219,12 +197,7 @@ class AdamCorrection:
 
 
 class WarmUp(NamedTuple):
-    """How long more is sent than later, in the first steps of a corrected Adam.
-
-    Attributes:
-        dense_steps: in which everything is sent.
-        fall_steps: after them, over which the density falls.
-    """
+    """Steps in which everything is sent, and steps after them over which the density falls, of a corrected Adam."""
 
     dense_steps: int
     fall_steps: int
@@ -260,11 +233,6 @@ def same_everywhere(power: float) -> float:
     """Round off the last digits of a power, which machines with other libraries compute otherwise.
 
     Of a density they could make two ranks send different numbers of elements.
-
-    Example::
-
-        >>> same_everywhere(0.03162277660168379), same_everywhere(0.25)
-        (0.0316227766017, 0.25)
     """
     return float(f"{power:.12g}")
 

@@ -1,7 +1,7 @@
 """The selection of a group: elements of its tensors, as one flat thing.
 
 A model's many small tensors cost more in calls than in elements. The gradients that DDP hands over together lie beside
-each other in one of its buckets, so what is selected of them is read, written and added there at once.
+each other in one of its buckets, so a selection of them is read, written and added there at once.
 """
 
 from abc import abstractmethod
@@ -18,17 +18,14 @@ from typing_extensions import override
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import add_rows, copy_elements
 
-Way = TypeVar("Way", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 
 class GroupSelection(Sequence[Selection]):
     """Elements of a group's tensors that are sent, or have arrived; as a sequence, a selection of each tensor.
 
-    The members are made when somebody asks for one: most steps ask for none.
-
-    Attributes:
-        numels: elements of each tensor.
-        is_whole: whether it is every element of every tensor, or some of each.
+    The members are made when somebody asks for one: most steps ask for none. ``numels`` are the elements of each
+    tensor.
     """
 
     is_whole: bool
@@ -76,11 +73,7 @@ class GroupSelection(Sequence[Selection]):
 
 
 class WholeSelection(GroupSelection):
-    """Every element of each tensor.
-
-    Attributes:
-        selections: of each tensor, without indices.
-    """
+    """Every element of each tensor."""
 
     is_whole = True
 
@@ -210,26 +203,21 @@ class FlatSelection(GroupSelection):
 
 
 def parted(
-    selections: Sequence[Selection], way_of: Callable[[int, Optional[int]], Way]
-) -> list[tuple[Way, list[int], GroupSelection]]:
-    """Part the selections of a group's tensors by the way that they travel, those with indices from those without.
+    selections: Sequence[Selection], key_of: Callable[[int, Optional[int]], Key]
+) -> list[tuple[Key, list[int], GroupSelection]]:
+    """Part the selections of a group's tensors by how they travel, those with indices before those without.
 
-    Args:
-        selections: of each tensor, as a compressor returns them; what is a selection of the group already, and travels
-            by one way, stays one.
-        way_of: way of a tensor, by its elements and by how many of them are selected, ``None`` for all.
-
-    Returns:
-        for each part that there is its way, the places of its tensors, and what they are together.
+    ``key_of`` takes the elements of a tensor and how many of them are selected, ``None`` for all. Returns for each part
+    its key, the places of its tensors, and their selection; one that has a single key stays the object that it was.
     """
-    places: dict[tuple[bool, Way], list[int]] = {}
+    places: dict[tuple[bool, Key], list[int]] = {}
     for place, (numel, count) in enumerate(_sizes(selections)):
-        places.setdefault((count is None, way_of(numel, count)), []).append(place)
+        places.setdefault((count is None, key_of(numel, count)), []).append(place)
     if len(places) == 1 and isinstance(selections, GroupSelection):
-        [((_, way), every)] = places.items()
-        return [(way, every, selections)]
+        [((_, key), every)] = places.items()
+        return [(key, every, selections)]
     in_order = sorted(places.items(), key=lambda part: part[0][0])  # those without indices come last
-    return [(way, some, grouped([selections[place] for place in some])) for (_, way), some in in_order]
+    return [(key, some, grouped([selections[place] for place in some])) for (_, key), some in in_order]
 
 
 def _sizes(selections: Sequence[Selection]) -> Iterable[tuple[int, Optional[int]]]:
@@ -266,13 +254,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=512)
 def starts_of(numels: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where tensors of so many elements start when laid end to end, and where the last one ends.
-
-    Example::
-
-        >>> starts_of((4, 2))
-        (0, 4, 6)
-    """
+    """Return where tensors of so many elements start when laid end to end, and where the last one ends."""
     return tuple(accumulate(numels, initial=0))
 
 
@@ -299,14 +281,10 @@ class _Run(NamedTuple):
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    """Find tensors that lie beside each other in memory.
+    """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory.
 
-    Args:
-        tensors: flat, contiguous, of one type, none of them empty.
-
-    Yields:
-        the place of the first tensor of a run, that after its last, and the run as one flat tensor that shares their
-        memory; in order.
+    Yields the place of the first tensor of a run, that after its last, and the run as one flat tensor that shares their
+    memory; in order.
 
     Example::
 

@@ -35,13 +35,7 @@ class ModelLayout(NamedTuple):
         return {name: position for position, name in enumerate(self.names)}
 
     def starts(self) -> dict[str, int]:
-        """Return for each name where its elements start when all are laid end to end.
-
-        Example::
-
-            >>> ModelLayout(("weight", "bias"), (6, 3), 0, 2, torch.device("cpu")).starts()
-            {'weight': 0, 'bias': 6}
-        """
+        """Return for each name where its elements start when all are laid end to end."""
         starts, start = {}, 0
         for name, numel in zip(self.names, self.numels):
             starts[name] = start

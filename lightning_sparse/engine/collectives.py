@@ -54,10 +54,9 @@ class Collectives(Uncopied):
 
     Args:
         ranks: global ranks that exchange.
-        device: device of the payloads.
         timeout: how long a collective may wait for its peers; ``None`` for the backend's default.
-        parts: into which all ranks are divided that are to exchange among themselves, ``ranks`` one of them; the same
-            on all ranks. ``None`` where all exchange with all.
+        parts: a division of all ranks into those that exchange among themselves, ``ranks`` one of them; the same on all
+            ranks. ``None`` where all exchange with all.
     """
 
     def __init__(
@@ -87,11 +86,7 @@ class Collectives(Uncopied):
 
     @contextmanager
     def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:
-        """Say what a collective inside was about, if it does not end.
-
-        Args:
-            subject: what travels, in words.
-            name: of the collective.
+        """Name the subject of a collective inside, in words, if it does not end.
 
         Raises:
             ExchangeError: in place of the backend's error. What this rank's own device raises (out of memory, a failed
@@ -107,8 +102,8 @@ class Collectives(Uncopied):
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``.
 
-        gloo's own goes around a ring, and waits for a round trip with each of ``ranks - 1`` hops. What is short is
-        handed to every rank at once instead: the same bytes, and one round trip.
+        gloo's own goes around a ring, with a round trip for each of ``ranks - 1`` hops. A short tensor is handed to
+        every rank at once instead: the same bytes, and one round trip.
         """
         gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
@@ -126,7 +121,7 @@ class Collectives(Uncopied):
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``).
 
-        gloo's own goes around a ring twice. What is short goes as parts to their owners and back as sums instead: the
+        gloo's own goes around a ring twice. A short tensor goes as parts to their owners and back as sums instead: the
         same bytes, and two round trips in place of ``2 (ranks - 1)``.
         """
         is_short = tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
@@ -152,9 +147,9 @@ class Collectives(Uncopied):
     def check(self, names: Iterable[str]) -> None:
         """Try collectives once, on a few bytes, so that a backend without one is refused before training.
 
-        Of gloo and NCCL it is known that they have all of them. There only the all-gather is tried, which finds a
-        device that does not go with the backend: NCCL's first all-to-all connects all pairs of ranks, and takes
-        gigabytes of a GPU's memory for it, which most trainings never need.
+        gloo and NCCL are known to have all of them. There only the all-gather is tried, which finds a device that does
+        not go with the backend: NCCL's first all-to-all connects all pairs of ranks, and takes gigabytes of a GPU's
+        memory for it, which most trainings never need.
 
         Raises:
             RuntimeError: if the backend cannot run one of them on this device.
@@ -175,10 +170,9 @@ class Collectives(Uncopied):
     def close(self, has_failed: bool = False) -> None:
         """Give the process group back; safe to call twice.
 
-        Args:
-            has_failed: whether this rank gives up while others may still wait for it. With gloo they are told by the
-                end of the group. NCCL would have this rank wait for them first, with the error that nobody has seen
-                yet; there the group stays until the process ends.
+        Where this rank ``has_failed``, others may still wait for it. With gloo they are told by the end of the group.
+        NCCL would have this rank wait for them first, with the error that nobody has seen yet; there the group stays
+        until the process ends.
         """
         is_there = self.group is not None and dist.is_initialized()
         if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
@@ -200,10 +194,10 @@ def sum_together(tensor: Tensor) -> Tensor:
 
 
 def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
-    """Gather what every rank has to say, in the store by which the ranks have found each other.
+    """Gather a line of every rank in the store by which the ranks have found each other.
 
-    For what a rank may have noticed while others have not, and go on with their step: on a process group that is in
-    use, its message would be taken for one of that step. One of its own, of gloo, would need more than NCCL does: names
+    A rank may have noticed what others have not, and these go on with their step: on a process group that is in use,
+    its message would be taken for one of that step. A group of its own, of gloo, would need more than NCCL does: names
     of hosts that do not lead to loopback.
 
     Raises:
@@ -248,7 +242,7 @@ def words() -> dict[int, str]:
 
 
 def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
-    """Return what an error means that may come from any call: ``None`` unless a backend has waited for other ranks.
+    """Return the meaning of an error that may come from any call: ``None`` unless a backend has waited for other ranks.
 
     Of gloo's errors, which have no type of their own, those are taken that begin with a line of its source. Where ranks
     differ in what they exchange, gloo begins with a failed check instead, and nobody is to look for the dead.

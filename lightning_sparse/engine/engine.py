@@ -30,7 +30,6 @@ from lightning_sparse.engine.step.step import Exchanged, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Wires, build_wires
 from lightning_sparse.schedule import Merged, Schedule
-from lightning_sparse.schedule.plain import plain
 from lightning_sparse.schedule.plan import Plan
 
 _LOGGER = logging.getLogger(__name__)
@@ -368,7 +367,7 @@ class Engine(Uncopied):
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
         state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
         if self.plan is not None:
-            state["plan"] = {**plain(self.plan), "schedule": type(self._settings.schedule).__name__}
+            state["plan"] = {**self.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
         if self.rounds is not None:
             state["rounds"] = self.rounds.state_dict()
         return state if self._averager is None else {**state, "averager": self._averager.state_dict()}

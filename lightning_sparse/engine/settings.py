@@ -144,7 +144,9 @@ class Settings:
         self.density = _checked_density(density, self.compressor)
         self.warmup_epochs = _checked_warmup(warmup_epochs, self.compressor)
         self.schedule = resolve("schedule", Schedule, SCHEDULES, schedule)
-        self.wire, self.wire_bits = wire_values(wire)
+        chosen = wire_values(wire)
+        own = self.compressor.wire
+        self.wire, self.wire_bits = chosen if own is None or chosen.bits is not None else wire_values(own)
         _check_wire(wire, self.wire_bits, self.compressor)
         self.overlaps_backward = overlaps_backward
         self.feedback = self._asked_feedback = self.compressor.feedback
@@ -410,10 +412,11 @@ def _checked_exchange(exchange: Union[str, Owners], compressor: Compressor) -> E
 
 
 def _check_wire(wire: str, bits: Optional[int], compressor: Compressor) -> None:
-    if bits is not None and not (compressor.wire_format == "gather" and compressor.fills_selection):
+    is_sized = compressor.wire_format == "gather" and compressor.fills_selection
+    if bits is not None and not (is_sized or compressor.wire_format == "reduce"):
         raise ValueError(
-            f"wire={wire!r} was given to {type(compressor).__name__}, but it writes the values of a fixed number of"
-            " selected elements: use wire='bfloat16', or a compressor such as 'topk'"
+            f"wire={wire!r} was given to {type(compressor).__name__}, but only a fixed number of elements, or all,"
+            " are written in few bits: use wire='bfloat16', or a compressor such as 'topk'"
         )
 
 

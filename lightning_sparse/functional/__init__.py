@@ -9,7 +9,7 @@ from lightning_sparse.functional.histogram import magnitude_histogram, magnitude
 from lightning_sparse.functional.indices import IndexCodec, index_codec
 from lightning_sparse.functional.norm import norm_of
 from lightning_sparse.functional.packing import pack_codes, packed_nbytes, unpack_codes
-from lightning_sparse.functional.quantization import NORMS, bucket_views, quantize
+from lightning_sparse.functional.quantization import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.reaching import indices_reaching, indices_reaching_each
 from lightning_sparse.functional.rounding import round_to
 from lightning_sparse.functional.signs import shift_by_sign, sign_totals
@@ -17,7 +17,7 @@ from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indice
 
 __all__ = [
     "BIN_MEANS",
-    "NORMS",
+    "BLOCK",
     "AdamScalars",
     "IndexCodec",
     "accumulate_updates",
@@ -25,9 +25,9 @@ __all__ = [
     "apply_updates",
     "batched_top_k_indices",
     "bin_values",
-    "bucket_views",
     "copy_elements",
     "denominator",
+    "dequantize",
     "fingerprint",
     "index_codec",
     "indices_reaching",
@@ -40,6 +40,7 @@ __all__ = [
     "pack_codes",
     "packed_nbytes",
     "quantize",
+    "quantized_nbytes",
     "read_as",
     "round_to",
     "shift_by_sign",

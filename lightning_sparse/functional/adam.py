@@ -21,13 +21,7 @@ _FEW = 16  # elements are looked up one by one where there is less than one in s
 
 
 class AdamScalars(NamedTuple):
-    """The numbers of one parameter's step.
-
-    Attributes:
-        beta2: decay of the second moment.
-        weight: what the decayed weights of all squares add up to in the second moment, ``1 - beta2 ** step``.
-        eps: is added to the root of the second moment.
-    """
+    """The numbers of one parameter's step; ``weight``, ``1 - beta2 ** step``, is the bias of the second moment."""
 
     beta2: float
     weight: float
@@ -67,20 +61,14 @@ def accumulate_updates(
     scalars: Sequence[AdamScalars],
     ranks: int,
 ) -> None:
-    """Divide gradients by what Adam divides by and add what waits, in place.
+    """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``. The second moment ``v`` is some steps old, and
-    may not have seen what comes now, such as an embedding's rare row. In Adam's own second moment every gradient is
-    already there when it is divided, which bounds its update; so does the second term here, somewhat more, as what is
-    sent for a single outlier is not made good before the element is sent again. Each rank's gradient is taken for
-    ``sqrt(ranks)`` times as long as the mean, as independent ones are. What is not finite stays so.
-
-    Args:
-        gradients: of this rank, floating point, flat; become updates of a learning rate of 1.
-        waiting: for each the updates ``r`` that wait, of the same type.
-        seconds: second moments of the mean gradient, of the same types, with the bias of their step.
-        scalars: of each.
-        ranks: that the gradient is averaged over.
+    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``. The second moment ``v``, with the bias of its
+    step, is some steps old, and may not have seen what comes now, such as an embedding's rare row. In Adam's own second
+    moment every gradient is already there when it is divided, which bounds its update; so does the second term here,
+    somewhat more, as what is sent for a single outlier is not made good before the element is sent again. Each rank's
+    gradient is taken for ``sqrt(ranks)`` times as long as the mean, as independent ones are. What is not finite stays
+    so.
     """
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
@@ -108,11 +96,8 @@ def to_gradients(
 ) -> None:
     """Multiply updates by what Adam divides by, in place: ``u <- u (sqrt(v) + eps)``.
 
-    Args:
-        updates: floating point, flat.
-        indices: for each, where it is not zero, int64 of any shape, not necessarily distinct; ``None`` for everywhere.
-        seconds: second moments, of the same types, with the bias of their step.
-        scalars: of each.
+    ``indices`` say for each where it is not zero, int64 of any shape, not necessarily distinct; ``None`` for
+    everywhere.
     """
     if updates[0].device.type != "cpu":
         torch._foreach_mul_(list(updates), _denominators(list(seconds), scalars))
@@ -130,7 +115,7 @@ def to_gradients(
 
 
 def denominator(second: Tensor, scalars: AdamScalars) -> Tensor:
-    """Return what Adam divides its first moment by: the root of the second, without its bias, plus ``eps``."""
+    """Return the divisor of Adam's first moment: the root of the second, without its bias, plus ``eps``."""
     return _denominators([second], [scalars])[0]
 
 
@@ -152,15 +137,8 @@ def apply_updates(
 ) -> None:
     """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
 
-    Args:
-        parameters: floating point, flat.
-        gradients: what arrived, in units of the gradient, of the same types.
-        indices: for each, where its gradient was written, as in :func:`to_gradients`. Somebody may have written
-            elsewhere since; that is looked for.
-        seconds: second moments, of the same types, with the bias of their step.
-        scalars: of each.
-        rate: learning rate, negative to maximize.
-        shrinkage: what decoupled weight decay leaves.
+    ``indices`` say where gradients were written, as in :func:`to_gradients`. Somebody may have written elsewhere since;
+    that is looked for. ``rate`` is negative to maximize, ``shrinkage`` what decoupled weight decay leaves.
     """
     if parameters[0].device.type != "cpu":
         if shrinkage != 1:

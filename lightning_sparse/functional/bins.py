@@ -1,9 +1,9 @@
-"""Values as bins: a code of a few bits for each, and the mean of every bin, so that what is read is right on average.
+"""Values as bins: a code of a few bits for each, and the mean of every bin.
 
 Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv 2508.15706), quantize what top-k has
 selected in this way. Their released code rounds to the nearest of four levels that are not symmetric about the mean;
-here the range of six standard deviations about the mean is cut into equal bins, half of them on either side, which
-leaves less behind of values of two signs that are all large.
+here six standard deviations about the mean are cut into equal bins, half of them on either side, which leaves less
+behind of values of two signs that are all large.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,10 @@ BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all e
 
 
 def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
-    """Sort the values of each of several tensors into bins.
+    """Sort the values of each of several tensors, laid end to end, into ``2 ** bits`` bins.
 
-    Args:
-        values: floating point ``[sum(counts)]``, those of the tensors end to end; not changed.
-        counts: values of each tensor.
-        bits: of a code, 1 to 8; there are ``2 ** bits`` bins.
-
-    Returns:
-        codes, uint8 ``[sum(counts)]``, and the mean of each bin, bfloat16 ``[tensors * 2 ** bits]``, zero where nothing
-        is in it. A mean of a tensor with a value that is not finite is not finite either.
+    Returns codes, uint8 ``[sum(counts)]``, and the mean of each bin, bfloat16 ``[tensors * 2 ** bits]``, zero where a
+    bin is empty. A mean of a tensor with a value that is not finite is not finite either.
 
     Example::
 
@@ -49,17 +43,7 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
 
 
 def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: int) -> Tensor:
-    """Read what :func:`bin_values` wrote, on one rank or on several.
-
-    Args:
-        codes: uint8 ``[..., sum(counts)]``.
-        means: ``[..., tensors * 2 ** bits]``.
-        counts: values of each tensor.
-        bits: of a code.
-
-    Returns:
-        fp32 of the shape of ``codes``.
-    """
+    """Read what :func:`bin_values` wrote, on one rank or on several, as fp32 of the shape of ``codes``."""
     places = codes.long().add_(_tensor_of_each(counts, codes.device), alpha=1 << bits)
     return means.float().gather(-1, places)
 

@@ -1,6 +1,6 @@
 """The few elements that may be among the largest: found by a floor, and separated by unique keys. On CPU only.
 
-How many elements reach a floor is for the host to read, which costs nothing on CPU and would stop a GPU.
+The host reads how many elements reach a floor, which costs nothing on CPU and would stop a GPU.
 """
 
 import torch
@@ -11,10 +11,7 @@ _RANK_BITS = 32
 
 
 def flagged(mask: Tensor) -> Tensor:
-    """Find the true elements of a flat mask, in ascending order.
-
-    Args:
-        mask: bool; the number of elements is a multiple of ``WORD``.
+    """Find the true elements of a flat mask, ascending; their number is a multiple of ``WORD``.
 
     Example::
 
@@ -28,19 +25,9 @@ def flagged(mask: Tensor) -> Tensor:
 
 
 def reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
-    """Find which elements of each row are not below the row's floor; a NaN never is.
+    """Find which of ``[rows, width]`` magnitudes are not below their row's floor, ``[rows]``; a NaN never is.
 
-    Args:
-        magnitudes: ``[rows, width]``, not negative.
-        floors: ``[rows]``.
-
-    Returns:
-        bool, the rows laid end to end, and false up to the next multiple of ``WORD``.
-
-    Example::
-
-        >>> reaching(torch.tensor([[3.0, 1.0], [4.0, 5.0]]), torch.tensor([2.0, 5.0]))
-        tensor([ True, False, False,  True, False, False, False, False])
+    The result is a bool mask, the rows laid end to end, and false up to the next multiple of ``WORD``.
     """
     numel = magnitudes.numel()
     mask = torch.empty(-(-numel // WORD) * WORD, dtype=torch.bool)
@@ -50,17 +37,11 @@ def reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
 
 
 def largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
-    """Find the ``count`` largest of each row, of which at least so many are known to reach a floor.
+    """Find the ``count`` largest of each row of magnitudes, int64 ``[rows, count]``, ascending.
 
-    Of equal magnitudes the first are taken, whatever the other rows hold. A NaN is larger than any number.
-
-    Args:
-        magnitudes: ``[rows, width]``, not negative, of a type that fp32 holds exactly.
-        reaches: what :func:`reaching` returned for them; true for at least ``count`` elements of each row.
-        count: number of elements to select of each row.
-
-    Returns:
-        int64 ``[rows, count]``: positions within the row, ascending.
+    ``reaches`` is what :func:`reaching` returned for a floor that at least ``count`` elements of each row reach. Of
+    equal magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number. The type of
+    magnitudes is one that fp32 holds exactly.
 
     Example::
 

@@ -11,29 +11,14 @@ _FEW = 1 << 12
 
 
 def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read bytes as another type.
-
-    Args:
-        wires: uint8 ``[ranks, nbytes]``, part of what has arrived.
-        dtype: type that was written.
-
-    Returns:
-        tensor of that type, ``[ranks, nbytes / itemsize]``: a copy, and so aligned, whatever stands beside it.
-    """
+    """Read part of what has arrived, uint8 ``[ranks, nbytes]``, as a type: a copy, and so aligned."""
     if not wires.numel():
         return wires.new_empty(*wires.shape, dtype=dtype)  # torch refuses a view of nothing as a wider type
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flat, in the order of memory, as DDP lays its gradient.
-
-    Args:
-        tensor: whose elements fill its memory, each place once, in whatever order.
-        like: in whose order they are wanted; ``None`` for its own.
-
-    Returns:
-        a view where the tensor lies as ``like`` does, else a copy.
+    """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient.
 
     Example::
 
@@ -46,20 +31,7 @@ def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
 
 
 def copy_elements(source: Tensor, out: Tensor) -> Tensor:
-    """Copy elements in order from a tensor of any shape, which may end in padding, to a flat one.
-
-    Args:
-        source: at least as many elements as ``out``.
-        out: flat tensor; changed in place.
-
-    Returns:
-        ``out``.
-
-    Example::
-
-        >>> copy_elements(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.empty(3))
-        tensor([1., 2., 3.])
-    """
+    """Copy elements in order from a tensor of any shape, which may end in padding, to a flat one, in place."""
     if source.numel() == out.numel():
         out.view(source.shape).copy_(source)
         return out
@@ -67,15 +39,9 @@ def copy_elements(source: Tensor, out: Tensor) -> Tensor:
 
 
 def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
-    """Add what several ranks sent of a tensor, rank by rank.
+    """Add to a flat tensor, in place, what several ranks sent of it, rank by rank.
 
-    Args:
-        values: ``[ranks, count]``.
-        indices: int64 of the same shape, distinct in each row, not between rows.
-        out: flat tensor; changed in place.
-
-    Returns:
-        ``out``.
+    Indices, int64 ``[ranks, count]`` like the values, are distinct in each row.
 
     Example::
 

@@ -7,22 +7,14 @@ from torch import Tensor
 
 
 def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """Compute ``delta`` of the assumption of LAGS-SGD for every layer.
+    """Compute ``delta`` of the assumption of LAGS-SGD for every layer, fp32 ``[layers]``.
 
     With ``x`` the mean over ranks of what had accumulated, ``r`` what was applied, ``k`` elements sent of ``d``::
 
         delta = ||x - r||^2 / ((1 - k/d) ||x||^2)
 
     The denominator is what a random selection would leave over in expectation; the paper (arXiv 1911.08727) draws one
-    instead. The method's convergence proof asks for ``delta <= 1``.
-
-    Args:
-        dense_means: ``x`` of each layer.
-        applied: ``r`` of each layer, of the same sizes.
-        counts: ``k`` of each layer; a fraction where its share in the ``k`` of several layers is meant.
-
-    Returns:
-        fp32 ``[layers]``; 0 for a layer that is all zero or was sent whole.
+    instead. The method's convergence proof asks for ``delta <= 1``. It is 0 for a layer that is zero or was sent whole.
 
     Example::
 

@@ -9,22 +9,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Add up the bits of all elements, each multiplied by a number of its place, modulo ``2 ** 64``.
+    """Add up the bits of all elements, each multiplied by a number of its place, modulo ``2 ** 64``; int64 ``[]``.
 
     Sums of integers do not depend on their order, so equal tensors have equal fingerprints on every device. One changed
     element, also ``0.0`` into ``-0.0``, always changes it (its factor is odd); several changes cancel by a chance of
     about one in ``2 ** 64``.
-
-    Args:
-        tensor: of any shape and type; not changed.
-
-    Returns:
-        int64 ``[]``, on the tensor's device.
-
-    Example::
-
-        >>> fingerprint(torch.tensor([1.0, 2.0])) == fingerprint(torch.tensor([2.0, 1.0]))
-        tensor(False)
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

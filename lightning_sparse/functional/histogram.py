@@ -14,14 +14,9 @@ _DEVICE_CHUNK = 1 << 23  # 32 MiB each: off the CPU the host waits for every chu
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
-    """Count magnitudes by their size.
+    """Count magnitudes by their size, int64 ``[2048]``: eight bins for each power of two, from zero upwards.
 
-    Args:
-        tensor: flat floating-point tensor; not changed.
-
-    Returns:
-        int64 ``[2048]``: eight bins for each power of two, from zero (and what fp32 hardly tells from it) upwards. Off
-        the CPU the host waits for them.
+    Off the CPU the host waits.
 
     Example::
 
@@ -36,16 +31,10 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 
 
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
-    """Read off a histogram the magnitude that about ``count`` elements reach.
+    """Read off a sum of histograms, float64, the magnitude that about ``count`` elements reach; 0 for want of them.
 
-    Args:
-        histogram: float64, sum of what :func:`magnitude_histogram` returns.
-        count: number of elements, from 1 to the number counted.
-
-    Returns:
-        magnitude, 0 if fewer than ``count`` elements differ from zero. Within a bin the logarithm of the number that
-        reaches a magnitude is taken to be straight in that of the magnitude, which at densities around 0.001 is off by
-        some 2 % of the count for a normal distribution.
+    Within a bin the logarithm of the number that reaches a magnitude is taken to be straight in that of the magnitude,
+    which at densities around 0.001 is off by some 2 % of the count for a normal distribution.
 
     Example::
 

@@ -1,9 +1,8 @@
-"""Indices as narrow as is exact: sorted positions written as an offset inside a block, and a count for each block.
+"""Indices as narrow as is exact: ascending positions written as an offset inside a block, and a count for each block.
 
-A position below ``numel`` costs 8 bytes as int64 and 4 as int32. Cut into blocks of 65 536 elements it costs 2 bytes,
-plus 4 for each block; cut into blocks of 256 it costs 1 byte, plus 2 for each block, which is less above a density of
-about 0.8 %. Below one of 0.003 %, where most blocks hold nothing, it costs 4 bytes. All sizes follow from ``numel`` and
-``count``, so every rank knows them without asking.
+A position costs 2 bytes in blocks of 65 536 elements, plus 4 for each block; 1 byte in blocks of 256, plus 2 for each,
+which is less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most blocks hold nothing. Sizes follow
+from ``numel`` and ``count``, so every rank knows them without asking.
 """
 
 from typing import NamedTuple
@@ -17,10 +16,7 @@ from lightning_sparse.functional.copying import read_as
 class IndexCodec(NamedTuple):
     """A way to write ascending positions as bytes.
 
-    Attributes:
-        block_bits: a block holds ``2 ** block_bits`` elements.
-        offset_dtype: integer type that holds a position inside a block.
-        count_dtype: integer type that holds the number of positions in a block.
+    A block holds ``2 ** block_bits`` elements.
     """
 
     block_bits: int
@@ -32,21 +28,12 @@ class IndexCodec(NamedTuple):
         return count * self.offset_dtype.itemsize + self._blocks(numel) * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor, numel: int) -> Tensor:
-        """Write positions as bytes.
-
-        Args:
-            indices: int64 ``[count]``, ascending, each in ``[0, numel)``.
-            numel: number of elements that the positions point into.
-
-        Returns:
-            uint8 tensor of shape ``[nbytes(numel, count)]``.
+        """Write positions, int64 ``[count]``, ascending and below ``numel``, as uint8 ``[nbytes(numel, count)]``.
 
         Example::
 
             >>> codec = index_codec(numel=100_000, count=3)
             >>> wire = codec.encode(torch.tensor([5, 70_000, 70_001]), numel=100_000)
-            >>> wire.numel()
-            14
             >>> codec.decode(wire.unsqueeze(0), numel=100_000, count=3)
             tensor([[    5, 70000, 70001]])
         """
@@ -64,16 +51,7 @@ class IndexCodec(NamedTuple):
         return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
 
     def decode(self, wires: Tensor, numel: int, count: int) -> Tensor:
-        """Read what ``encode`` wrote on several ranks.
-
-        Args:
-            wires: uint8 ``[ranks, nbytes(numel, count)]``.
-            numel: as given to ``encode``.
-            count: number of positions of each rank.
-
-        Returns:
-            int64 ``[ranks, count]``.
-        """
+        """Read what ranks have written, uint8 ``[ranks, nbytes(numel, count)]``, as int64 ``[ranks, count]``."""
         ranks = len(wires)
         offset_bytes = count * self.offset_dtype.itemsize
         offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long() - torch.iinfo(self.offset_dtype).min
@@ -99,11 +77,5 @@ _CODECS = (
 
 
 def index_codec(numel: int, count: int) -> IndexCodec:
-    """Choose the narrowest codec for ``count`` positions below ``numel``.
-
-    Example::
-
-        >>> index_codec(numel=1_000_000, count=1_000).offset_dtype, index_codec(1_000_000, 50_000).offset_dtype
-        (torch.int16, torch.uint8)
-    """
+    """Choose the narrowest codec for ``count`` positions below ``numel``."""
     return min(_CODECS, key=lambda codec: codec.nbytes(numel, count))

@@ -7,15 +7,10 @@ from torch import Tensor
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of tensors laid end to end, in fp32, as a tensor of one element.
+    """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``.
 
     The squares of fp32 overflow where a norm is above 1.8e19, and norms in fp16 above 65504: there it is taken again in
     float64. On a device that is done always, since the host would have to wait to know.
-
-    Example::
-
-        >>> norm_of([torch.tensor([3e30]), torch.tensor([4e30])])
-        tensor(5.0000e+30)
     """
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
     if norm.device.type == "cpu" and not norm.isinf():

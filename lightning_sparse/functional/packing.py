@@ -11,33 +11,18 @@ _CPU_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 23
 
 
 def packed_nbytes(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes of ``bits`` bits take: ``bits`` for every eight codes begun.
-
-    Example::
-
-        >>> packed_nbytes(count=17, bits=3)
-        9
-    """
+    """Return the bytes that ``count`` codes of ``bits`` bits take: ``bits`` for every eight codes begun."""
     return -(-count // 8) * bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Write codes side by side.
-
-    Args:
-        codes: uint8 ``[count]``, each below ``2 ** bits``.
-        bits: width of a code, 1 to 8.
-
-    Returns:
-        uint8 ``[packed_nbytes(count, bits)]``; bits that no code fills are zero.
+    """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero.
 
     Example::
 
         >>> packed = pack_codes(torch.tensor([1, 0, 7, 3], dtype=torch.uint8), bits=3)
-        >>> packed.numel()
-        3
-        >>> unpack_codes(packed, bits=3, count=4)
-        tensor([1, 0, 7, 3], dtype=torch.uint8)
+        >>> packed.numel(), unpack_codes(packed, bits=3, count=4)
+        (3, tensor([1, 0, 7, 3], dtype=torch.uint8))
     """
     codes_each, bytes_each = _word_sizes(bits)
     packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
@@ -49,16 +34,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Read what :func:`pack_codes` wrote.
-
-    Args:
-        packed: uint8 ``[packed_nbytes(count, bits)]``.
-        bits: width of a code, 1 to 8.
-        count: number of codes.
-
-    Returns:
-        uint8 ``[count]``.
-    """
+    """Read what :func:`pack_codes` wrote, uint8 ``[count]``."""
     codes_each, bytes_each = _word_sizes(bits)
     codes = packed.new_empty(packed_nbytes(count, 8))
     size = _piece(packed)

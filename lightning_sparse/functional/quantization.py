@@ -1,91 +1,49 @@
-"""Stochastic quantization: every element becomes one of a few multiples of a scale, and is right on average."""
-
-from collections.abc import Callable, Iterator
+"""Values in few bits: blocks of them share a scale, which is the block's largest magnitude."""
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.functional.copying import read_as
+from lightning_sparse.functional.packing import pack_codes, unpack_codes
 from lightning_sparse.functional.rounding import round_to
 
-# Temporaries of a piece stay in the cache, and their memory is used again for the next piece.
-_PIECE = 1 << 18
+BLOCK = 64  # elements that share a scale, which adds a quarter of a bit to each
+_SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded scale is written as the scale
 
 
-def _euclidean(rows: Tensor) -> Tensor:
-    # The sum of squares of fp32 numbers neither overflows nor vanishes in float64.
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms
+def quantized_nbytes(numel: int, bits: int) -> int:
+    """Return the bytes that whole blocks of so many elements take."""
+    return numel * bits // 8 + numel // BLOCK * _SCALE.itemsize
 
 
-def _largest(rows: Tensor) -> Tensor:
-    return rows.abs().amax(dim=1)
+def quantize(rows: Tensor, bits: int) -> Tensor:
+    """Round values to the nearest of ``2 ** bits - 1`` multiples of their block's scale.
 
-
-NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": _euclidean, "max": _largest}
-
-
-def quantize(
-    values: Tensor, levels: int, bucket_size: int, norm: str, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Round every element at random to one of the two nearest multiples of ``scale / levels``, right on average.
-
-    With ``u = value / scale * levels``, the code is ``round(u + noise)``, where the noise is uniform in (-1/2, 1/2):
-    one of the integers on both sides of ``u``, with the probabilities that make the mean ``u``. Zero is always zero,
-    and no code leaves its range.
-
-    The noise is ``(k + 1/2) / 2 ** 16``, where the ``k`` are the consecutive signed 16-bit parts of uniform 64-bit
-    integers, which costs a third of ``torch.rand`` and shifts a mean by at most ``2 ** -17`` of a level. It is drawn
-    for the whole buckets, 262 144 elements or one bucket at a time, and then for the short one at the end.
-
-    Args:
-        values: fp32 ``[numel]``; not changed.
-        levels: largest code, 1 to 127.
-        bucket_size: consecutive elements that share a scale; the last bucket may be shorter.
-        norm: what the scale is of its bucket: ``"l2"``, the Euclidean norm, or ``"max"``, the largest magnitude. One
-            beyond the range of fp32 becomes the largest that fits, which is still at least every element.
-        generator: source of the noise, on the device of ``values``; moves on.
-
-    Returns:
-        ``codes``, int8 ``[numel]`` in ``[-levels, levels]``, and ``scales``, fp32 ``[ceil(numel / bucket_size)]``. The
-        scale of a bucket with an element that is not finite is not finite either.
+    ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 to 8 bits. The result is uint8
+    ``[rows, quantized_nbytes(numel, bits)]``, scales first. A block with a value that is not finite is read as values
+    that are not finite.
 
     Example::
 
-        >>> quantize(torch.tensor([3.0, 0.0, -4.0, 9.0]), 5, 3, "l2", torch.Generator().manual_seed(0))
-        (tensor([ 3,  0, -4,  5], dtype=torch.int8), tensor([5., 9.]))
+        >>> values = torch.tensor([[3.0, -7.0, 0.4, *[0.0] * 61]])
+        >>> dequantize(quantize(values, bits=4), bits=4)[0, :4]
+        tensor([ 3., -7.,  0.,  0.])
     """
-    codes = torch.empty_like(values, dtype=torch.int8)
-    scales = [values.new_empty(0)]
-    for rows, out in zip(_pieces(values, bucket_size), _pieces(codes, bucket_size)):
-        scales.append(round_to(NORMS[norm](rows), torch.float32))
-        divisors = scales[-1].masked_fill(scales[-1] == 0, 1.0).unsqueeze(1)
-        # Quotients are at most one, and only then multiplied: so codes stay in range.
-        units = (rows / divisors).mul_(levels)
-        out.copy_(units.add_(_noise(rows, generator), alpha=2.0**-16).round_().nan_to_num_(nan=0.0))
-    return codes, torch.cat(scales)
+    levels = (1 << bits - 1) - 1
+    blocks = rows.view(-1, BLOCK)
+    scales = round_to(blocks.abs().amax(dim=1), _SCALE)
+    divisors = scales.to(rows.dtype).masked_fill_(scales == 0, 1.0).unsqueeze(1)
+    codes = (blocks / divisors).mul_(levels).round_().nan_to_num_(nan=0.0).clamp_(-levels, levels).add_(levels)
+    packed = pack_codes(codes.to(torch.uint8).flatten(), bits)
+    return torch.cat([scales.view(len(rows), -1).view(torch.uint8), packed.view(len(rows), -1)], dim=1)
 
 
-def bucket_views(tensor: Tensor, bucket_size: int) -> list[Tensor]:
-    """Return the buckets of a flat tensor as rows: a matrix of the whole ones, then one of the short one at its end.
-
-    Either is left out where there is none.
-
-    Example::
-
-        >>> [tuple(view.shape) for view in bucket_views(torch.zeros(7), 3)]
-        [(2, 3), (1, 1)]
-    """
-    whole = tensor.numel() // bucket_size * bucket_size
-    views = [tensor[:whole].view(-1, bucket_size), tensor[whole:].view(1, -1)]
-    return [view for view in views if view.numel()]
-
-
-def _pieces(tensor: Tensor, bucket_size: int) -> Iterator[Tensor]:
-    for view in bucket_views(tensor, bucket_size):
-        yield from view.split(max(1, _PIECE // bucket_size))
-
-
-def _noise(rows: Tensor, generator: torch.Generator) -> Tensor:
-    words = torch.empty(-(-rows.numel() // 4), dtype=torch.int64, device=rows.device)
-    parts = words.random_(-(1 << 63), None, generator=generator).view(torch.int16)
-    return parts[: rows.numel()].view_as(rows).to(rows.dtype).add_(0.5)
+def dequantize(written: Tensor, bits: int) -> Tensor:
+    """Read what :func:`quantize` wrote on one rank or on several, as fp32 ``[rows, numel]``."""
+    levels = (1 << bits - 1) - 1
+    blocks = written.shape[1] // quantized_nbytes(BLOCK, bits)
+    scale_bytes = blocks * _SCALE.itemsize
+    scales = read_as(written[:, :scale_bytes], _SCALE).float()
+    codes = unpack_codes(written[:, scale_bytes:].reshape(-1), bits, len(written) * blocks * BLOCK)
+    values = codes.float().sub_(levels).view(len(written), blocks, BLOCK)
+    return values.mul_(scales.div_(levels).unsqueeze(2)).view(len(written), -1)

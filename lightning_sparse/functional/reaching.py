@@ -14,19 +14,9 @@ _FEW = 1 << 12  # elements below which fewer calls are worth more than fewer loo
 
 
 def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Find where the magnitude is not below a floor; it never is where there is a NaN.
+    """Find where the magnitude of a flat tensor is not below a floor, int64, ascending; a NaN never is.
 
-    Args:
-        tensor: flat floating-point tensor of at least one element; not changed.
-        floor: number, or tensor of one element.
-
-    Returns:
-        int64 ``[count]``: positions in ascending order. Off the CPU the host waits for their number.
-
-    Example::
-
-        >>> indices_reaching(torch.tensor([0.1, -3.0, 2.0, -0.5]), 0.5)
-        tensor([1, 2, 3])
+    Off the CPU the host waits for the number.
     """
     if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
@@ -44,15 +34,7 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
 
 
 def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
-    """Find in each of some tensors where the magnitude is not below a floor, all of them at once.
-
-    Args:
-        tensors: flat floating-point tensors of one type and device; not changed, copied if there are several.
-        floor: number, or tensor of one element.
-
-    Returns:
-        int64 ``[count]`` for each tensor: positions in ascending order. Off the CPU the host waits twice, however many
-        tensors there are.
+    """Find the same in each of some tensors, of one type and device, all of them at once: the host waits twice.
 
     Example::
 

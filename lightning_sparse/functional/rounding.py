@@ -5,17 +5,10 @@ from torch import Tensor
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``; a finite value beyond its range becomes the largest that fits.
+    """Round to a floating-point type; a finite value beyond its range becomes the largest that fits.
 
-    The difference to the input is the caller's to keep: what lies beyond the range of float16 is then only late, not
-    lost. Infinities and NaN stay what they are, so that a gradient scaler still sees them.
-
-    Args:
-        values: floating-point tensor of any shape; not changed.
-        dtype: floating-point type to round to.
-
-    Returns:
-        tensor of type ``dtype`` and the shape of ``values`` (``values`` itself where the type already fits).
+    The difference is the caller's to keep: what lies beyond the range of float16 is then only late, not lost.
+    Infinities and NaN stay what they are, so that a gradient scaler still sees them.
 
     Example::
 

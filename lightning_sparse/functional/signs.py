@@ -9,14 +9,9 @@ _PIECE = 1 << 18
 
 
 def sign_totals(tensor: Tensor) -> Tensor:
-    """Add up the magnitudes of each sign, and count them; zeros belong to neither.
+    """Add up and count the magnitudes of each sign: float64 ``[2, 2]``, positive above negative, sum beside count.
 
-    Args:
-        tensor: floating point ``[numel]``; not changed.
-
-    Returns:
-        float64 ``[2, 2]``: a row for what is positive and one for what is negative, each with sum and count. A tensor
-        with an element that is not finite has a sum that is not finite.
+    A tensor with an element that is not finite has a sum that is not finite.
 
     Example::
 
@@ -38,15 +33,9 @@ def _totals(piece: Tensor) -> Tensor:
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """Add one number to every positive element, and another to every negative one; zeros stay.
+    """Add one number, ``[]``, to every positive element, and another to every negative one; zeros stay.
 
-    Args:
-        tensor: floating point ``[numel]``; not changed.
-        above: ``[]`` of any floating-point type, added to what is positive.
-        below: the same, added to what is negative. Where either is not finite, nothing of the result is finite.
-
-    Returns:
-        tensor like ``tensor``.
+    Where either is not finite, nothing of the result is finite.
 
     Example::
 

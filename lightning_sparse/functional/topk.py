@@ -1,17 +1,15 @@
 """The exact ``count`` largest magnitudes of flat tensors, without ordering them.
 
-``torch.topk`` looks at every element with a comparison-based selection. Here a cheap vectorised pass first discards
-nearly all of them, and only the few that remain are compared:
+A cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
 
 * low densities: the maximum of every block of 64 elements is taken. The ``count`` blocks with the largest maxima are
   certain to hold a top-``count`` set, because each of them contributes at least one element that no element outside
-  can exceed. This "sample" can therefore not mislead, whatever the distribution, and its shapes are known in advance,
-  so nothing waits for a GPU;
+  can exceed. The shapes are known in advance, so nothing waits for a GPU;
 * higher densities on CPU: the threshold is read off a strided sample, a little too low on purpose, what reaches it is
   counted, and where the count shows that the sample misled (or that many elements are equal), ``torch.topk`` decides.
 
-Either way the answer is exact, and a function of the tensor alone. Tensors of equal size share their calls, since a
-model's many small tensors cost more in calls than in elements.
+The answer is a function of the tensor alone. Tensors of equal size share their calls, since a model's many small
+tensors cost more in calls than in elements.
 """
 
 import math
@@ -39,17 +37,10 @@ _SURPLUS = 2  # candidates for each element kept, beyond which they are too many
 
 
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
-    """Find where the ``count`` largest magnitudes of ``tensor`` are.
+    """Find where the ``count`` largest magnitudes of a flat tensor are, int64 ``[count]``, ascending.
 
-    Equal to ``torch.topk(tensor.abs(), count)`` in the magnitudes selected. Which of several equal magnitudes are
-    taken is not specified, but always the same for the same tensor. A NaN counts as larger than any number.
-
-    Args:
-        tensor: flat (one-dimensional, contiguous) floating-point tensor of ``n`` elements; not changed.
-        count: number of elements to select, ``1 <= count <= n``.
-
-    Returns:
-        int64 tensor of shape ``[count]``: distinct positions in ascending order.
+    Equal to ``torch.topk(tensor.abs(), count)`` in the magnitudes selected. Which of several equal magnitudes are taken
+    is not specified, but always the same for the same tensor. A NaN counts as larger than any number.
 
     Raises:
         ValueError: if ``count`` is outside ``[1, n]``.
@@ -63,18 +54,7 @@ def top_k_indices(tensor: Tensor, count: int) -> Tensor:
 
 
 def batched_top_k_indices(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Call :func:`top_k_indices` for several tensors of equal size, dtype and device.
-
-    Args:
-        tensors: at least one flat tensor of ``n`` elements.
-        count: number of elements to select of each, ``1 <= count <= n``.
-
-    Returns:
-        int64 tensor of shape ``[len(tensors), count]``.
-
-    Raises:
-        ValueError: if ``count`` is outside ``[1, n]``.
-    """
+    """Call :func:`top_k_indices` for tensors of equal size, dtype and device; int64 ``[len(tensors), count]``."""
     numel = tensors[0].numel()
     if not 1 <= count <= numel:
         raise ValueError(f"count={count} must lie between 1 and the number of elements, {numel}")

@@ -3,7 +3,7 @@
 from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.merge.exact import plan_groups
 from lightning_sparse.schedule.merged import Auto, Greedy, Merged
-from lightning_sparse.schedule.plan import Plan, Way
+from lightning_sparse.schedule.plan import Grouping, Plan
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "auto": Auto,
@@ -19,11 +19,11 @@ __all__ = [
     "ClosingAfter",
     "FixedSize",
     "Greedy",
+    "Grouping",
     "Layerwise",
     "Merged",
     "Plan",
     "Schedule",
     "Single",
-    "Way",
     "plan_groups",
 ]

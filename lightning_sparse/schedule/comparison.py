@@ -15,14 +15,12 @@ Turn = tuple[Sequence[float], Sequence[float]]
 
 
 class Comparison(NamedTuple):
-    """Steps with compression against steps of DDP.
+    """Steps with compression against steps of DDP, in seconds.
 
     Attributes:
-        ours: seconds of a step with compression.
-        theirs: seconds of one with DDP.
-        gain: by how many seconds compression is faster; the median over turns.
-        error: by how many seconds that may be wrong, at two sigmas.
-        wanted: seconds that it has to be faster to be worth what it delays.
+        gain: median over turns of the time that compression saves.
+        error: of the gain, at two sigmas.
+        wanted: gain that is worth the delay of gradients.
     """
 
     ours: float
@@ -49,9 +47,9 @@ class Comparison(NamedTuple):
 
 
 def wanted_gain(density: float) -> float:
-    """Return which part of a step of DDP compression has to save, for a fraction of elements sent.
+    """Return the part of a step of DDP that compression has to save: 2 %, and 5 % more for each tenth of the density.
 
-    A rule of thumb: 2 %, and 5 % more for each tenth.
+    A rule of thumb.
 
     Example::
 
@@ -64,11 +62,8 @@ def wanted_gain(density: float) -> float:
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
     """Compare steps that were timed in turns, so that whatever else the machine does hits both.
 
-    One turn in three that was disturbed changes little: medians are taken.
-
-    Args:
-        turns: of each, seconds of steps with compression and seconds of steps of DDP; one of each at least.
-        density: fraction of elements that compression sends.
+    Each turn has seconds of steps with compression and of steps of DDP. One turn in three that was disturbed changes
+    little: medians are taken.
 
     Example::
 
@@ -88,12 +83,6 @@ def _error_of(steps: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return one sigma of values that are normal but for a few that were disturbed.
-
-    Example::
-
-        >>> round(spread([1.0, 1.1, 0.9, 1.0, 50.0]), 3)
-        0.148
-    """
+    """Return one sigma of values that are normal but for a few that were disturbed."""
     centre = median(values)
     return _TO_SIGMA * median(abs(value - centre) for value in values)

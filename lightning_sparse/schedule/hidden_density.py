@@ -16,17 +16,10 @@ _SAFE = 0.8  # of the time there is: what hides to the last microsecond stands o
 
 
 def hidden_densities(profile: Profile, stops: Sequence[int]) -> list[float]:
-    """Return for each group the largest density whose exchange ends before the next group is ready.
+    """Return for each group the largest density whose exchange ends before the next group is ready, up to 1.
 
-    The last group has no backward to hide behind, nor has one whose exchange is late already: what they get is the
-    density that the profile's counts stand for.
-
-    Args:
-        profile: what selecting and exchanging take; it knows what a whole group takes, or no group is sent whole.
-        stops: where the groups stop, in the order of readiness.
-
-    Returns:
-        fractions of elements, from that of the profile's counts up to 1.
+    The last group has no backward to hide behind, nor has one whose exchange is late already: they get the density that
+    the profile's counts stand for. No group is sent whole unless the profile knows the time of that.
     """
     densities, free, start = [], 0.0, 0
     for stop, following in zip(stops, [*stops[1:], None]):

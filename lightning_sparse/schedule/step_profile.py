@@ -4,7 +4,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
+
+from typing_extensions import Self
 
 from lightning_sparse.schedule.cost.model import EXCHANGE_SHAPES, SELECTION_SHAPES, CostModel, fit
 from lightning_sparse.schedule.merge.simulator import Prediction, simulate
@@ -16,7 +18,6 @@ class GroupSample(NamedTuple):
     """Sizes and times of one group in one step.
 
     Attributes:
-        elements: gradient elements.
         counts: elements that the density asked for, of parameters that are not sent whole.
         dense_elements: elements of parameters that are sent whole.
         select_seconds: for compensating, selecting, encoding and decoding.
@@ -38,7 +39,7 @@ class StepSample(NamedTuple):
         groups: in the order of exchange.
         commit_seconds: from the end of the last exchange until all means had been written.
         exposed_seconds: from the last gradient until then.
-        total_seconds: from the start of backward until all means had been written.
+        total_seconds: from the start of backward until then.
     """
 
     ready: tuple[float, ...]
@@ -82,6 +83,13 @@ class Profile(NamedTuple):
     commit_seconds: float
     dense: Optional[CostModel] = None
 
+    @classmethod
+    def of(cls, elements: Any, counts: Any, ready: Any, select: Any, exchange: Any, commit: float, dense: Any) -> Self:
+        """Return the profile that has been written as lists."""
+        whole = None if dense is None else CostModel(*dense)
+        sizes = (tuple(elements), tuple(counts), tuple(ready))
+        return cls(*sizes, CostModel(*select), CostModel(*exchange), commit, whole)
+
     @property
     def tensors(self) -> int:
         """Number of tensors."""
@@ -95,23 +103,23 @@ class Profile(NamedTuple):
         return self.dense(elements) <= self._sparse_seconds(elements, self.counts[stop] - self.counts[start])
 
     def task_seconds(self, start: int, stop: int) -> float:
-        """Return what a group is going to take, selected from or whole, as is faster."""
+        """Return the time of a group, selected from or whole, as is faster."""
         elements = self.elements[stop] - self.elements[start]
         sparse = self._sparse_seconds(elements, self.counts[stop] - self.counts[start])
         return sparse if self.dense is None else min(self.dense(elements), sparse)
 
     def select_seconds(self, start: int, stop: int) -> float:
-        """Return what selecting from a group is going to take; nothing where it is sent whole."""
+        """Return the time of selecting from a group; nothing where it is sent whole."""
         return 0.0 if self.is_dense(start, stop) else self.select(self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start: int, stop: int) -> float:
-        """Return what exchanging a group is going to take."""
+        """Return the time of exchanging a group."""
         if self.dense is not None and self.is_dense(start, stop):
             return self.dense(self.elements[stop] - self.elements[start])
         return self.exchange(self.counts[stop] - self.counts[start])
 
     def group_seconds(self, start: int, stop: int, counts: int) -> float:
-        """Return what a group is going to take of which so many elements are sent."""
+        """Return the time of a group of which so many elements are sent."""
         elements = self.elements[stop] - self.elements[start]
         if self.dense is not None and counts >= elements:
             return self.dense(elements)
@@ -133,12 +141,9 @@ def can_profile(samples: Sequence[StepSample]) -> bool:
 
 
 def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
-    """Make a profile of steps that were cut into groups of different sizes.
+    """Make a profile of steps that were cut into groups of different sizes, from medians of their times.
 
-    Args:
-        elements: of each tensor, in the order of readiness.
-        counts: for each tensor, what the density asks for.
-        samples: the steps; medians are taken, so that a few may have been disturbed.
+    ``counts`` are the elements of each tensor that the density asks for.
 
     Raises:
         ValueError: if the groups were of fewer than three different sizes.
@@ -156,11 +161,9 @@ def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence
 
 
 def dense_cost(samples: Sequence[StepSample], startup: float) -> Optional[CostModel]:
-    """Return what a group takes that is sent whole, by elements; ``None`` if none was seen.
+    """Return the time of a group that is sent whole, by elements; ``None`` if none was seen.
 
-    Args:
-        samples: steps in which some groups were.
-        startup: seconds of a message, to tell it from the slope where too few sizes were seen for a fit.
+    ``startup`` are seconds of a message, to tell it from the slope where too few sizes were seen for a fit.
     """
     whole = [group for sample in samples for group in sample.groups if group.dense_elements == group.elements]
     points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]

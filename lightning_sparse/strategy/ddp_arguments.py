@@ -35,7 +35,7 @@ _CALLED_ELSEWHERE = {
     "ratio": _DENSITY,
     "sparsity": "did you mean density, which is 1 - sparsity?",
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
-    " AdaptiveDensity([Warmup(length, unit='step')])",
+    " AdaptiveDensity([Warmup(length)])",
     **dict.fromkeys(
         (
             *("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps", "fragments"),

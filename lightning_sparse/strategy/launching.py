@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from typing_extensions import override
 
 from lightning_sparse._lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning_sparse.schedule.plain import plain, plan_from
+from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.whereabouts import told
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class ReportingLauncher(_MultiProcessingLauncher):
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         plan = self._strategy.exchange_plan()
-        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plain(plan)}
+        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plan.state_dict()}
         return {**super().get_extra_results(trainer), _KEY: told}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         told = extra[_KEY]
-        self._strategy.remember(told["stats"], None if told["plan"] is None else plan_from(told["plan"]))
+        self._strategy.remember(told["stats"], None if told["plan"] is None else Plan.of(told["plan"]))

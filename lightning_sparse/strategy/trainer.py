@@ -87,7 +87,7 @@ class SparseDDPStrategy(DDPStrategy):
             object. None of them changes the numbers, except where OMGS selects from what travels together. ``"auto"``
             does: it may send more than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
-            send a fixed number of elements, their code: ``"4bit"``, ``"2bit"``. What rounding drops stays in the
+            send a fixed number of elements, or all, codes: ``"4bit"``, ``"2bit"``. What rounding drops stays in the
             residual.
         warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
             fast to wait. ``None`` for the compressor's own default.

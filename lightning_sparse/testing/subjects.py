@@ -63,7 +63,7 @@ def keeps(compressor: Compressor) -> bool:
 
 def is_exact(compressor: Compressor) -> bool:
     """Tell whether everything can be sent; whoever has no density can only be DDP by sending everything anyway."""
-    return compressor.is_lossless or compressor.default_density is not None
+    return (compressor.is_lossless and compressor.wire is None) or compressor.default_density is not None
 
 
 def agrees(compressor: Compressor) -> bool:

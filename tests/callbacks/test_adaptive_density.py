@@ -18,8 +18,8 @@ from lightning_sparse.callbacks import (
     CompressionMonitor,
     CriticalRegime,
     ErrorBudget,
-    Moment,
     Rule,
+    RuleContext,
     Warmup,
 )
 from lightning_sparse.compressors import LAGS
@@ -48,10 +48,10 @@ class ByEpoch(Rule):
     def __init__(self, *densities: float) -> None:
         self.densities = densities
 
-    def wishes(self, moment: Moment) -> dict[str, float]:
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
         """Look the epoch up."""
-        is_over = moment.epoch >= len(self.densities)
-        return {} if is_over else dict.fromkeys(moment.asked, self.densities[moment.epoch])
+        is_over = context.epoch >= len(self.densities)
+        return {} if is_over else dict.fromkeys(context.asked, self.densities[context.epoch])
 
     def reason(self, name: str) -> str:
         """Say how many there are."""
@@ -104,7 +104,7 @@ def fit(
 def test_a_warm_up_counts_steps_of_the_optimizer(pair: Pool, batches: int) -> None:
     expected = [0.02**0.25, 0.02**0.5, 0.02**0.75, 0.02, 0.02]
     arguments = {"max_epochs": 2, "accumulate_grad_batches": batches}
-    for seen, _ in pair.run(fit, [Warmup(3, unit="step")], {}, {}, arguments):
+    for seen, _ in pair.run(fit, [Warmup(3)], {}, {}, arguments):
         assert [density[WEIGHT] for density in seen.densities[:5]] == pytest.approx(expected, rel=1e-6)
         assert seen.sent[:5] == pytest.approx(expected, rel=0.05)
 
@@ -268,7 +268,7 @@ def lines_of(rank: int, rules: list[Rule], module: type[Small], correction: Any)
 
 
 def test_a_warm_up_is_told_when_it_begins_and_ends(pair: Pool) -> None:
-    (first, last), _ = pair.run(lines_of, [Warmup(30, unit="step")], Small, None)
+    (first, last), _ = pair.run(lines_of, [Warmup(30)], Small, None)
     assert first == "step 0: 4 parameters at 0.88 (Warmup: step 1 of 30)"
     assert re.fullmatch(r"step \d+: 4 parameters at 0.02\d* \(.*\)", last)
     (first, last), _ = pair.run(lines_of, [ErrorBudget(25.0)], WithAdamW, SOON)
@@ -360,7 +360,7 @@ def refused(rank: int, strategy: dict[str, Any], callbacks: list[Callback]) -> s
     return "was not refused"
 
 
-WARM_UP = Warmup(4, unit="step")
+WARM_UP = Warmup(4)
 ONE = [AdaptiveDensity([WARM_UP])]
 
 

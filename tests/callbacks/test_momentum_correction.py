@@ -118,7 +118,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     "given twice": ({}, {"momentum": 0.5}, WithSGD(), "momentum=0.5 was given to the memory and momentum=0.9 to SGD"),
     "dgc": ({"compressor": "dgc"}, {}, WithSGD(), "DGC corrects momentum or clips itself (momentum='optimizer'"),
     "sdagc": ({"compressor": "sdagc"}, {}, WithSGD(), "SDAGC corrects momentum or clips itself"),
-    "qsgd": ({"compressor": "qsgd"}, {}, WithSGD(), "with QSGD, which keeps nothing for later"),
     "a2sgd": ({"compressor": "a2sgd"}, {}, WithSGD(), "with A2SGD, which keeps nothing for later"),
     "omgs": (
         {"compressor": "omgs"},

@@ -142,14 +142,6 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(pair: Pool, poison:
         assert not torch.tensor(applied).isfinite().any()
 
 
-def test_it_declares_what_it_does() -> None:
-    assert A2SGD().replicas_diverge
-    assert A2SGD().default_density is None
-    assert A2SGD().param_sync_every == 50
-    assert A2SGD(param_sync_every=3).param_sync_every == 3
-    assert A2SGD(param_sync_every=None).param_sync_every is None
-
-
 @pytest.mark.parametrize("every", [0, -1, 2.5, "50"])
 def test_bad_arguments_are_refused_with_a_cure(every: Any) -> None:
     with pytest.raises(ValueError, match=r"param_sync_every=.* at least 1, or None; 50 averages"):

@@ -272,14 +272,6 @@ def test_the_first_step_selects_what_is_wanted_however_many_tensors_there_are(me
 
 
 @each_method
-def test_density_one_selects_everything_at_every_step(method: str) -> None:
-    simulation = Simulation(METHODS[method], {"one": 1, "prime": 997}, ranks=3, density=1.0)
-    for step in range(5):
-        chosen = simulation.step([torch.zeros(998) for _ in range(3)])
-        assert sorted(torch.cat(chosen).tolist()) == list(range(998)), step
-
-
-@each_method
 def test_zero_gradients_neither_select_everything_nor_end_the_search(method: str) -> None:
     simulation = Simulation(METHODS[method], {"weight": 4000}, ranks=2, density=0.01)
     for start in (0, 100):

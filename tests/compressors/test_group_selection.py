@@ -103,11 +103,6 @@ def test_memory_that_only_happens_to_lie_behind_is_no_run() -> None:
     assert [(first, stop) for first, stop, _ in runs([one, other])] == [(0, 1), (1, 2)]
 
 
-def test_tensors_in_another_order_than_their_memory_are_no_run() -> None:
-    one, other = torch.arange(6.0).split([4, 2])
-    assert [flat.tolist() for _, _, flat in runs([other, one])] == [[4, 5], [0, 1, 2, 3]]
-
-
 def test_selections_of_single_tensors_laid_end_to_end_are_theirs() -> None:
     means = selected_by_ranks(2, "cpu")
     laid = grouped(list(means)).flat()
@@ -123,12 +118,6 @@ def test_what_is_filled_stays_with_its_elements() -> None:
     assert laid.filled is not None
     assert laid.filled.tolist() == [True, True, False]
     assert [each.filled.tolist() for each in laid if each.filled is not None] == [[True], [True, False]]
-
-
-def test_other_counts_of_the_same_tensors_lie_elsewhere() -> None:
-    for counts, places in (((1, 2), [0, 10, 11]), ((2, 1), [0, 1, 10])):
-        indices = [torch.arange(count) for count in counts]
-        assert FlatSelection.of([torch.zeros(10), torch.zeros(10)], indices).indices.tolist() == places
 
 
 def test_every_element_of_a_tensor_lies_where_all_of_its_indices_would() -> None:

@@ -115,14 +115,7 @@ def test_a_fixed_multiple_of_the_residuals_deviation_runs_away() -> None:
     assert sum(sent[90:140]) / 50 < sent[0] / 30
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "alpha": ({"alpha": 0.0}, r"alpha=0.0 must be a positive number"),
-    "capacity": ({"capacity": 0.5}, r"capacity=0.5 must be at least 1"),
-    "momentum": ({"momentum": -0.1}, r"momentum=-0.1 must be 'optimizer'"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("arguments", [{"alpha": 0.0}, {"capacity": 0.5}, {"momentum": -0.1}], ids=str)
+def test_bad_settings_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         SDAGC(**arguments)

@@ -129,20 +129,20 @@ def accumulated_norm(rank: int, clip_norm: float) -> float:
         return float((kept + applied).norm())
 
 
-REFUSALS: dict[str, tuple[Any, str]] = {
-    "error feedback": (lambda: LAGS(error_feedback="lr"), r"error_feedback='lr' is unknown; .*gradient, update"),
-    "density of a layer": (lambda: LAGS({"first.weight": 2.0}), r"densities\['first.weight'\]=2.0 must be a fraction"),
-    "nothing of a layer": (lambda: LAGS({"first.weight": 0.0}), r"densities\['first.weight'\]=0.0 must be a fraction"),
-    "momentum": (lambda: DGC(momentum=1.0), r"momentum=1.0 must be 'optimizer'"),
-    "momentum word": (lambda: DGC(momentum="sgd"), r"momentum='sgd' must be 'optimizer'"),
-    "clip": (lambda: DGC(clip_norm=0.0), r"clip_norm=0.0 must be a positive norm"),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_bad_settings_are_refused(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        (LAGS, {"error_feedback": "lr"}),
+        (LAGS, {"densities": {"first.weight": 2.0}}),
+        (LAGS, {"densities": {"first.weight": 0.0}}),
+        (DGC, {"momentum": 1.0}),
+        (DGC, {"momentum": "sgd"}),
+        (DGC, {"clip_norm": 0.0}),
+    ],
+)
+def test_bad_settings_are_refused(build: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        build(**arguments)
 
 
 def refused_layer(rank: int) -> str:

@@ -18,17 +18,3 @@ def test_codes_survive(bits: int, count: int, device: str) -> None:
     assert packed.dtype == torch.uint8
     assert packed.shape == (-(-count // 8) * bits,) == (packed_nbytes(count, bits),)
     assert torch.equal(unpack_codes(packed, bits, count), codes)
-
-
-@devices
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_stand_one_after_the_other_lowest_bits_first(bits: int, device: str) -> None:
-    codes = torch.randint(1 << bits, (27,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    number = sum(code << (bits * position) for position, code in enumerate(codes.tolist()))
-    assert bytes(pack_codes(codes.to(device), bits).tolist()) == number.to_bytes(4 * bits, "little")
-
-
-def test_extremes_do_not_spill_into_their_neighbours() -> None:
-    for bits in range(1, 9):
-        codes = torch.tensor([(1 << bits) - 1, 0] * 20, dtype=torch.uint8)
-        assert torch.equal(unpack_codes(pack_codes(codes, bits), bits, 40), codes)

@@ -25,12 +25,6 @@ def test_totals_are_exact_sums(numel: int, dtype: torch.dtype, device: str) -> N
 
 
 @devices
-def test_large_totals_stay_finite(device: str) -> None:
-    totals = sign_totals(torch.full((100,), 3e38, device=device)).cpu()
-    torch.testing.assert_close(totals, torch.tensor([[3e40, 100.0], [0.0, 0.0]], dtype=torch.float64))
-
-
-@devices
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_shows_in_the_totals(poison: float, device: str) -> None:
     assert not sign_totals(torch.tensor([1.0, poison, -1.0], device=device)).isfinite().all()

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 import lightning_sparse.engine.planning.planner as planner_module
-import lightning_sparse.schedule.ways as ways_module
+import lightning_sparse.schedule.groupings as groupings_module
 import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
@@ -112,7 +112,7 @@ def impatient() -> Iterator[None]:
     """Plan after a few steps, and decide after a few more; the same on every rank."""
     with ExitStack() as stack:
         for module, values in (
-            (ways_module, {"_PARTS": (1, 2)}),
+            (groupings_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
             (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MOST_TURNS": 1}),
         ):

@@ -750,7 +750,13 @@ REFUSALS: Mapping[str, Callable[[Training], bool]] = {
     "rounds of local steps exchange changes": lambda it: it.local is not None and "MomentumCorrection" in it.callbacks,
     "rounds of local steps exchange none": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
     "it writes the values of a fixed number": (
-        lambda it: "bit" in it.wire and not (it.subject.wire_format == "gather" and it.subject.fills_selection)
+        lambda it: (
+            "bit" in it.wire
+            and not (
+                it.subject.wire_format == "reduce"
+                or (it.subject.wire_format == "gather" and it.subject.fills_selection)
+            )
+        )
     ),
     "whose selections travel in a way of their own": (
         lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"

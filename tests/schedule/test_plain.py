@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_sparse.schedule.cost.model import CostModel
-from lightning_sparse.schedule.plain import plain, plan_from
 from lightning_sparse.schedule.plan import Plan
 from lightning_sparse.schedule.step_profile import Profile
 
@@ -38,4 +37,4 @@ def through_a_file(state: dict[str, Any], folder: Path) -> Any:
 
 @pytest.mark.parametrize("plan", [planned(), planned(dense=True), planned(has_profile=False)])
 def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
-    assert plan_from(through_a_file(plain(plan), tmp_path)) == plan
+    assert Plan.of(through_a_file(plan.state_dict(), tmp_path)) == plan

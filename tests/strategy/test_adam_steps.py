@@ -628,7 +628,7 @@ def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair: Pool, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compressor": "qsgd"}, "QSGD keeps nothing for later"),
+        ({"compressor": "qsgd"}, "QSGD sends everything"),
         ({"compressor": "a2sgd"}, "A2SGD lets replicas drift apart"),
         ({"compressor": "dense"}, "Dense sends everything"),
     ],

@@ -55,7 +55,7 @@ def test_two_levels_are_refused_where_there_are_none(nodes: list[int], message: 
         ranks_of_node(Settings("topk", 0.01, "merged", "float32", levels=2), nodes)
 
 
-@pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc", "qsgd"])
+@pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc"])
 def test_two_levels_are_refused_to_methods_that_cannot_work_on_shares(compressor: str) -> None:
     with pytest.raises(ValueError, match=r"levels=2 was given, but .*: leave it out, or choose .*'topk', 'lags'"):
         SparseDDPStrategy(compressor, levels=2)

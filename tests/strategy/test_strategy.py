@@ -479,7 +479,7 @@ def messages_of_a_fit(
             "warm-up: over 4 epochs, from 0.4 to 0.01, or where it sends more, that of the correction; ",
         ),
         ({"compressor": "dense"}, Small, "Dense sends each gradient whole; warm-up: none; schedule: merged; wire:"),
-        ({"compressor": "qsgd"}, Small, "QSGD sends each gradient in a code of its own; warm-up: none;"),
+        ({"compressor": "qsgd"}, Small, "QSGD sends each gradient whole; warm-up: none;"),
     ],
     ids=["lags", "chosen", "dgc", "adam", "sdagc", "dense", "qsgd"],
 )

@@ -2,7 +2,7 @@
 
 from lightning_sparse.compressors.density.critical_regime import CriticalRegime
 from lightning_sparse.compressors.density.error_budget import ErrorBudget
-from lightning_sparse.compressors.density.rule import Measurement, Moment, Rule
+from lightning_sparse.compressors.density.rule import Measurement, Rule, RuleContext
 from lightning_sparse.compressors.density.warmup import Warmup
 
-__all__ = ["CriticalRegime", "ErrorBudget", "Measurement", "Moment", "Rule", "Warmup"]
+__all__ = ["CriticalRegime", "ErrorBudget", "Measurement", "Rule", "RuleContext", "Warmup"]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Optional
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import checked_density
-from lightning_sparse.compressors.density.rule import Measurement, Moment, Rule
+from lightning_sparse.compressors.density.rule import Measurement, Rule, RuleContext
 
 
 class CriticalRegime(Rule):
@@ -51,20 +51,20 @@ class CriticalRegime(Rule):
         self._changes: dict[str, float] = {}
 
     @override
-    def observe(self, measurement: Measurement, moment: Moment) -> None:
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
         for name, norm in measurement.gradient_norms.items():
             if math.isfinite(norm):
                 self._squares[name] = self._squares.get(name, 0.0) + norm**2
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     @override
-    def wishes(self, moment: Moment) -> dict[str, float]:
-        window = moment.epoch // self.every_n_epochs
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        window = context.epoch // self.every_n_epochs
         if self._window is not None and window != self._window:
             self._compare()
         self._window = window
         # Nothing known of a change is critical, too.
-        return {name: self.density for name in moment.asked if self._changes.get(name, math.inf) >= self.threshold}
+        return {name: self.density for name in context.asked if self._changes.get(name, math.inf) >= self.threshold}
 
     def _compare(self) -> None:
         for name, square in self._squares.items():

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.density.rule import Measurement, Moment, Rule
+from lightning_sparse.compressors.density.rule import Measurement, Rule, RuleContext
 
 _SLACK = 0.7  # of the budget, below which less may be sent
 _MOST_RAISED = 2.0  # times, after one measurement
@@ -34,9 +34,9 @@ class ErrorBudget(Rule):
     Example::
 
         >>> rule = ErrorBudget(budget=10.0)
-        >>> moment = Moment(step=0, epoch=0, asked={"weight": 0.01}, present={"weight": 0.01}, ceiling=1.0)
-        >>> rule.observe(Measurement({"weight": 1.0}, {"weight": 15.0}), moment)
-        >>> rule.wishes(moment)
+        >>> context = RuleContext(step=0, epoch=0, asked={"weight": 0.01}, present={"weight": 0.01}, ceiling=1.0)
+        >>> rule.observe(Measurement({"weight": 1.0}, {"weight": 15.0}), context)
+        >>> rule.minimum_densities(context)
         {'weight': 0.015}
     """
 
@@ -54,31 +54,31 @@ class ErrorBudget(Rule):
         self._errors: dict[str, float] = {}
 
     @override
-    def observe(self, measurement: Measurement, moment: Moment) -> None:
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
         for name, gradient_norm in measurement.gradient_norms.items():
             residual_norm = measurement.residual_norms[name]
             added_norm = measurement.update_norms.get(name, gradient_norm)
             is_known = added_norm > 0 and math.isfinite(added_norm) and math.isfinite(residual_norm)
-            if is_known and name in moment.asked:
+            if is_known and name in context.asked:
                 error = residual_norm / added_norm
-                density = self._adjusted(name, error, moment)
-                self._densities[name] = min(max(density, moment.asked[name]), moment.ceiling)
+                density = self._adjusted(name, error, context)
+                self._densities[name] = min(max(density, context.asked[name]), context.ceiling)
                 self._errors[name] = error
 
-    def _adjusted(self, name: str, error: float, moment: Moment) -> float:
-        own = self._densities.get(name, moment.asked[name])
+    def _adjusted(self, name: str, error: float, context: RuleContext) -> float:
+        own = self._densities.get(name, context.asked[name])
         if error > self.budget:
             if error < _FALLING * self._errors.get(name, 0.0):
                 return own
-            return max(own, moment.present[name]) * min(error / self.budget, _MOST_RAISED)
+            return max(own, context.present[name]) * min(error / self.budget, _MOST_RAISED)
         if error < _SLACK * self.budget:
             return own / (min(self.budget / error, _MOST_LOWERED) if error else _MOST_LOWERED)
         return own
 
     @override
-    def wishes(self, moment: Moment) -> dict[str, float]:
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
         return {
-            name: density for name, density in self._densities.items() if density > moment.asked.get(name, math.inf)
+            name: density for name, density in self._densities.items() if density > context.asked.get(name, math.inf)
         }
 
     @override

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 
-class Moment(NamedTuple):
+class RuleContext(NamedTuple):
     """Facts that rules may use before a step; equal on all ranks.
 
     Attributes:
@@ -44,14 +44,14 @@ class Rule(ABC):
 
     Attributes:
         measures: whether :meth:`observe` wants to be called.
-        follows_steps: whether :meth:`wishes` may answer something else after every step.
+        follows_steps: whether :meth:`minimum_densities` may answer something else after every step.
     """
 
     measures: ClassVar[bool] = False
     follows_steps: ClassVar[bool] = False
 
     @abstractmethod
-    def wishes(self, moment: Moment) -> dict[str, float]:
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
         """Return the least density wished for, by parameter name; without those that may stay as the user asked."""
 
     @abstractmethod
@@ -62,8 +62,8 @@ class Rule(ABC):
         """Forget everything: a ``fit`` begins."""
         return
 
-    def observe(self, measurement: Measurement, moment: Moment) -> None:
-        """Look at a step that has been made; ``moment`` was before it."""
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
+        """Look at a step that has been made; ``context`` was before it."""
         return
 
     def state_dict(self) -> dict[str, Any]:

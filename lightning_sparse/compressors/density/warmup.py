@@ -1,10 +1,10 @@
-"""Much in the beginning, when gradients change too fast to wait."""
+"""More in the first steps, when gradients change too fast to wait."""
 
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.density.rule import Moment, Rule
+from lightning_sparse.compressors.density.rule import Rule, RuleContext
 
 
 class Warmup(Rule):
@@ -15,26 +15,20 @@ class Warmup(Rule):
 
     Args:
         length: steps of the optimizer until the density is that of the user.
-        unit: ``"step"``, to be written out: a bare length has counted epochs.
 
     Raises:
-        ValueError: for a ``length`` below 1, or another ``unit``.
+        ValueError: for a ``length`` below 1.
 
     Example::
 
-        >>> moment = Moment(step=1, epoch=0, asked={"weight": 0.001}, present={}, ceiling=1.0)
-        >>> round(Warmup(length=4, unit="step").wishes(moment)["weight"], 3)
+        >>> context = RuleContext(step=1, epoch=0, asked={"weight": 0.001}, present={}, ceiling=1.0)
+        >>> round(Warmup(length=4).minimum_densities(context)["weight"], 3)
         0.063
     """
 
     follows_steps: ClassVar[bool] = True
 
-    def __init__(self, length: int, unit: Optional[str] = None) -> None:
-        if unit != "step":
-            raise ValueError(
-                f"unit={unit!r} must be 'step', of the optimizer; by epochs the strategy warms up itself: give"
-                f" SparseDDPStrategy(warmup_epochs={length!r}) in place of this rule"
-            )
+    def __init__(self, length: int) -> None:
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
             raise ValueError(
                 f"length={length!r} must be a whole number of steps, at least 1; without any, leave the rule out"
@@ -43,13 +37,13 @@ class Warmup(Rule):
         self._step = 0
 
     @override
-    def wishes(self, moment: Moment) -> dict[str, float]:
-        self._step = moment.step
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        self._step = context.step
         if self._step >= self.length:
             return {}
         exponent = (self._step + 1) / (self.length + 1)
         # A library's last digit must not make two ranks send different numbers of elements.
-        return {name: round(asked**exponent, 9) for name, asked in moment.asked.items()}
+        return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
 
     @override
     def reason(self, name: str) -> str:

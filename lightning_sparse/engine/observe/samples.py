@@ -108,9 +108,6 @@ def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]
 
 def _sent_values(selection: Selection) -> Tensor:
     values = selection.values.reshape(-1)
-    if selection.quantization is not None:
-        scales = selection.quantization.scales.repeat_interleave(selection.quantization.bucket_size)
-        return values[: selection.numel] * scales[: selection.numel] / selection.quantization.levels
     return values if selection.filled is None else values.where(selection.filled, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""The planner at work: time steps under several ways, agree on the times with all ranks, and follow the best.
+"""The planner at work: time steps under several groupings, agree on the times with all ranks, and follow the best.
 
 Nothing is added to a step but marks in time. They are read, and numbers travel, at a step's border: after each round of
-trials, and now and then later, to see whether the plan still does what it did. What rank 0 plans, all ranks follow.
+trials, and now and then later, to see whether the plan still does what it did. All ranks follow rank 0's plan.
 """
 
 import math
@@ -17,13 +17,12 @@ from lightning_sparse.engine.observe import Recorder, StepMarks
 from lightning_sparse.engine.planning.samples import averaged
 from lightning_sparse.schedule import ClosingAfter, Merged
 from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.schedule.groupings import best_of, first_groupings, partly_whole_groupings
 from lightning_sparse.schedule.hidden_density import hidden_densities
-from lightning_sparse.schedule.plain import plan_from
-from lightning_sparse.schedule.plan import Plan, Way
+from lightning_sparse.schedule.plan import Grouping, Plan
 from lightning_sparse.schedule.step_profile import Profile, StepSample, can_profile, dense_cost, profile_of
-from lightning_sparse.schedule.ways import best_of, first_ways, partly_whole_ways
 
-_ROUNDS = 2  # in which ways take turns, so that whatever else the machine does hits all alike
+_ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
 _CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
 _STEPS = 3  # of a turn
 _CHECK_EVERY = 50  # steps
@@ -34,26 +33,16 @@ _FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
 _NO_DENSITY = -1.0
 _MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
 
-Samples = dict[Way, list[StepSample]]
+Samples = dict[Grouping, list[StepSample]]
 Course = Generator[None, StepMarks, None]
 Watch = Generator[None, StepMarks, str]
 
 
 class StepPlanner:
-    """Keep a schedule on the best plan known.
+    """Keep a schedule on the best plan known; ``plan`` is ``None`` while nothing is known.
 
-    Args:
-        schedule: follows the plan.
-        collectives: how ranks agree.
-        recorder: told when gradients are to be watched.
-        numels: elements by parameter name.
-        densities: what is sent; raised where that costs no time, if ``adapts_density``.
-        adapts_density: whether the plan may send more than the user asked for.
-        holds_groups: whether no group is exchanged before backward has ended.
-        say: called on rank 0 with a line for the user.
-
-    Attributes:
-        plan: what is followed; ``None`` while nothing is known.
+    With ``adapts_density`` the plan may send more than the user asked for; ``holds_groups`` where no group is exchanged
+    before backward has ended.
     """
 
     def __init__(
@@ -105,14 +94,8 @@ class StepPlanner:
         self._begin()
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Follow a plan of a run before, as :func:`~lightning_sparse.schedule.plain` wrote it; on every rank.
-
-        It is followed from when gradients come in its order on, and watched as if it had been made here.
-
-        Returns:
-            whether it is of the parameters that are trained here.
-        """
-        plan = plan_from(state)
+        """Follow a plan of a run before, once gradients come in its order; return whether it fits the parameters."""
+        plan = Plan.of(state)
         if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
             return False
         self._remembered = plan
@@ -133,76 +116,78 @@ class StepPlanner:
             why = yield from self._watch(patience)
         while True:
             counts = self._counts()
-            seen = yield from self._try(first_ways(elements), _ROUNDS)
-            best = best_of({way: _seconds(steps) for way, steps in seen.items()})
+            seen = yield from self._try(first_groupings(elements), _ROUNDS)
+            best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
             samples = list(chain.from_iterable(seen.values()))
             profile = profile_of(elements, counts, samples) if can_profile(samples) else None
             if profile is not None and self._adapts_density:
                 profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
-            ways = [best]
+            groupings = [best]
             if profile is not None:
                 planned = self._agreed(profile)
-                ways = [planned, Way(planned.stops), best] if self._schedule.keeps_fastest else [planned]
-            contest = yield from self._try(ways, _CONTEST_ROUNDS)
+                groupings = [planned, Grouping(planned.stops), best] if self._schedule.keeps_fastest else [planned]
+            contest = yield from self._try(groupings, _CONTEST_ROUNDS)
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
-            seen |= {way: [*seen.get(way, ()), *steps] for way, steps in contest.items()}
-            choices = seen if self._schedule.keeps_fastest else ways
-            is_confirmed = self._adopt(best_of({way: _seconds(seen[way]) for way in choices}), seen, profile, why)
+            seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
+            choices = seen if self._schedule.keeps_fastest else groupings
+            is_confirmed = self._adopt(
+                best_of({grouping: _seconds(seen[grouping]) for grouping in choices}), seen, profile, why
+            )
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             why = yield from self._watch(patience)
 
     def _go_on_with(self, plan: Plan) -> None:
         """Follow a plan of a run before; if something else was to be sent then, with other groups."""
         self.plan, self._remembered = plan, None
-        self._follow(Way(tuple(accumulate(map(len, plan.groups))), plan.densities))
+        self._follow(Grouping(tuple(accumulate(map(len, plan.groups))), plan.densities))
         counts = tuple(accumulate(self._counts(), initial=0))
         if plan.profile is not None and plan.profile.counts != counts:
             self._plan_for_density()
         self._say(f"as in the run before, {self.plan}")
 
-    def _try(self, ways: Sequence[Way], rounds: int) -> Generator[None, StepMarks, Samples]:
-        """Time steps under some ways; one more comes before each turn, in which buffers take their new sizes."""
-        seen: dict[Way, list[StepMarks]] = {way: [] for way in ways}
+    def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepMarks, Samples]:
+        """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
+        seen: dict[Grouping, list[StepMarks]] = {grouping: [] for grouping in groupings}
         self._recorder.watches_gradients = True
-        for way, steps in list(seen.items()) * rounds:
-            self._follow(way)
+        for grouping, steps in list(seen.items()) * rounds:
+            self._follow(grouping)
             yield
             for _ in range(_STEPS):
                 steps.append((yield))
         self._recorder.watches_gradients = False
         samples = iter(self._averaged([marks for steps in seen.values() for marks in steps]))
-        return {way: [next(samples) for _ in steps] for way, steps in seen.items()}
+        return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
     def _cost_of_whole(
         self, elements: Sequence[int], profile: Profile
     ) -> Generator[None, StepMarks, Optional[CostModel]]:
-        seen = yield from self._try(partly_whole_ways(elements), 1)
+        seen = yield from self._try(partly_whole_groupings(elements), 1)
         return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.startup)
 
-    def _agreed(self, profile: Profile) -> Way:
+    def _agreed(self, profile: Profile) -> Grouping:
         """Return what rank 0 proposes, and finds room for; to the others it would be work for nothing."""
-        proposed = self._proposed(profile) if self._collectives.rank == 0 else Way(())
+        proposed = self._proposed(profile) if self._collectives.rank == 0 else Grouping(())
         return _agreed(self._collectives, proposed, len(self._order))
 
-    def _proposed(self, profile: Profile) -> Way:
+    def _proposed(self, profile: Profile) -> Grouping:
         stops = self._schedule.propose(profile)
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
         densities = [min(density, self._densities.ceiling) for density in densities]
-        return Way(tuple(stops), tuple(densities))
+        return Grouping(tuple(stops), tuple(densities))
 
-    def _adopt(self, way: Way, seen: Samples, profile: Optional[Profile], why: str) -> bool:
+    def _adopt(self, grouping: Grouping, seen: Samples, profile: Optional[Profile], why: str) -> bool:
         """Follow a plan from now on, and say why there is one; return whether it was followed before."""
-        known, steps = self.plan, seen[way]
+        known, steps = self.plan, seen[grouping]
         fastest: dict[int, float] = {}
         for tried, samples in seen.items():
             groups = len(tried.stops)
             fastest[groups] = min(_seconds(samples), fastest.get(groups, math.inf))
         self._remembered = None
-        self._follow(way)
+        self._follow(grouping)
         self.plan = Plan(
-            self._groups(way),
-            way.densities,
-            None if profile is None else profile.predict(way.stops),
+            self._groups(grouping),
+            grouping.densities,
+            None if profile is None else profile.predict(grouping.stops),
             _seconds(steps),
             median(sample.exposed_seconds for sample in steps),
             tuple(sorted(fastest.items())),
@@ -235,23 +220,26 @@ class StepPlanner:
         if self.plan.profile is None:
             return
         profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
-        way = self._agreed(profile)
-        self._follow(way)
+        grouping = self._agreed(profile)
+        self._follow(grouping)
         self.plan = self.plan._replace(
-            groups=self._groups(way), densities=way.densities, predicted=profile.predict(way.stops), profile=profile
+            groups=self._groups(grouping),
+            densities=grouping.densities,
+            predicted=profile.predict(grouping.stops),
+            profile=profile,
         )
 
     def _counts(self) -> list[int]:
         self._densities.have_changed = False
         return [self._densities.count(name, self._numels[name]) for name in self._order]
 
-    def _follow(self, way: Way) -> None:
-        self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in way.stops))
-        groups = zip(self._groups(way), way.densities)
-        self._densities.wish(PLAN, {name: density for group, density in groups for name in group})
+    def _follow(self, grouping: Grouping) -> None:
+        self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in grouping.stops))
+        groups = zip(self._groups(grouping), grouping.densities)
+        self._densities.request(PLAN, {name: density for group, density in groups for name in group})
 
-    def _groups(self, way: Way) -> tuple[tuple[str, ...], ...]:
-        return tuple(self._order[start:stop] for start, stop in zip((0, *way.stops), way.stops))
+    def _groups(self, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
+        return tuple(self._order[start:stop] for start, stop in zip((0, *grouping.stops), grouping.stops))
 
     def _averaged(self, steps: Sequence[StepMarks]) -> list[StepSample]:
         return averaged(self._collectives, steps, self._holds_groups)
@@ -261,11 +249,11 @@ def _seconds(samples: Sequence[StepSample]) -> float:
     return median(sample.total_seconds for sample in samples)
 
 
-def _agreed(collectives: Collectives, proposed: Way, tensors: int) -> Way:
+def _agreed(collectives: Collectives, proposed: Grouping, tensors: int) -> Grouping:
     """Return what rank 0 proposes for so many tensors: another machine's logarithms may round otherwise."""
     room = [0.0] * (tensors - len(proposed.stops))
     densities = proposed.densities or (_NO_DENSITY,) * len(proposed.stops)
     numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0].tolist()
     stops = tuple(int(stop) for stop in numbers[:tensors] if stop)
     agreed = tuple(numbers[tensors:][: len(stops)])
-    return Way(stops, () if _NO_DENSITY in agreed else agreed)
+    return Grouping(stops, () if _NO_DENSITY in agreed else agreed)

@@ -10,13 +10,9 @@ from lightning_sparse.schedule.step_profile import GroupSample, StepSample
 def averaged(
     collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
 ) -> list[StepSample]:
-    """Average what steps took over ranks, which costs one exchange and a look at the device's clock.
+    """Average the times of steps of the same groups over ranks: one exchange, and a look at the device's clock.
 
-    Args:
-        collectives: between the ranks, which all call, with as many steps of the same groups.
-        steps: what this rank saw.
-        holds_groups: whether no group is exchanged before backward has ended.
-        has_ready: whether to tell when each gradient was ready; only where all ranks have marked it.
+    ``has_ready`` tells when each gradient was ready, too; only where all ranks have marked it.
     """
     samples = [sample_of(marks, holds_groups) for marks in steps]
     if not has_ready:

@@ -72,7 +72,7 @@ class GroupSelector:
             )
         self._compressor = compressor
         self._wires = wires
-        self._way_of = cache(wires.way_of)
+        self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
 
     def select(
@@ -111,7 +111,7 @@ class GroupSelector:
             return False
         if density >= 1 or self._compressor.selects_across_group:
             return density >= 1
-        return self._way_of(numel, element_count(numel, density)) is self._wires.whole
+        return self._format_for(numel, element_count(numel, density)) is self._wires.whole
 
     def end_step(self) -> None:
         """End a step: nothing of it is looked at any more, so its working memory serves the next one."""
@@ -149,7 +149,7 @@ class GroupSelector:
         """Return the way of what a compressor has selected of a tensor, ``None`` for all of it."""
         if count is None:
             return self._wires.whole
-        wire = self._way_of(numel, count)
+        wire = self._format_for(numel, count)
         return self._wires.elements if wire is self._wires.whole else wire
 
     def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":

@@ -8,7 +8,6 @@ import torch
 
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
-from lightning_sparse.engine.wire.codes import CodesFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.local import LocalFormat
 from lightning_sparse.engine.wire.owners import LEAST_FOR_AN_OWNER, Owners, OwnersFormat
@@ -17,22 +16,17 @@ from lightning_sparse.engine.wire.union import UnionFormat
 from lightning_sparse.registry import unknown_name
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
-    "codes": CodesFormat,
     "gather": GatherFormat,
     "local": LocalFormat,
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
+_IN_BITS: dict[str, type[Union[GatherFormat, ReduceFormat]]] = {"gather": GatherFormat, "reduce": ReduceFormat}
 _WORTH = 2.0  # times fewer bytes make up for three more collectives
 
 
 class WireValues(NamedTuple):
-    """How values are written.
-
-    Attributes:
-        dtype: type of those that travel.
-        bits: of the code in whose place selected values travel where selections are gathered; ``None`` for no code.
-    """
+    """Type of the values that travel, and bits of the codes in their place, where they are gathered or reduced."""
 
     dtype: torch.dtype
     bits: Optional[int] = None
@@ -48,7 +42,7 @@ WIRES = {
 
 
 def wire_values(wire: str) -> WireValues:
-    """Return what a ``wire`` argument stands for.
+    """Return the meaning of a ``wire`` argument.
 
     Raises:
         ValueError: if the name is unknown.
@@ -59,11 +53,9 @@ def wire_values(wire: str) -> WireValues:
 
 
 class Exchange(NamedTuple):
-    """How selections with indices travel.
+    """How selections with indices travel: gathered where ``owners`` is ``None``.
 
-    Attributes:
-        owners: settings of the exchange through owners; ``None`` to gather.
-        chooses: whether each tensor takes the way on which it receives the fewest bytes, all of it if need be.
+    With ``chooses`` each tensor takes the format in which it receives the fewest bytes, whole if need be.
     """
 
     owners: Optional[Owners] = None
@@ -74,10 +66,10 @@ EXCHANGES = {"auto": Exchange(Owners(), chooses=True), "gather": Exchange(), "ow
 
 
 def exchange_of(exchange: Union[str, Owners]) -> Exchange:
-    """Return what an ``exchange`` argument stands for.
+    """Return the meaning of an ``exchange`` argument.
 
     Raises:
-        ValueError: if it is no known name.
+        ValueError: if the name is unknown.
     """
     if isinstance(exchange, Owners):
         return Exchange(exchange)
@@ -87,18 +79,17 @@ def exchange_of(exchange: Union[str, Owners]) -> Exchange:
 
 
 class Wires(NamedTuple):
-    """The ways of a group's tensors.
+    """The wire formats of a group's tensors.
 
     A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a selection; through owners it is
-    some seven times, however many ranks there are; a reduction of the whole tensor takes twice its volume. Which way a
-    tensor goes depends on itself and the number of ranks alone, so that it does not matter which others it travels
-    with, nor how fast the network was when somebody looked.
+    some seven times, however many ranks there are; a reduction of the whole tensor takes twice its volume. The format
+    of a tensor depends on itself and the number of ranks alone, not on the others of its group, nor on measured times.
 
     Attributes:
         elements: for selections with indices.
-        whole: for selections without indices, which stand for every element; the same object where there is one way.
-        owners: another way for selections with indices; ``None`` where there is none.
-        chooses: whether a tensor takes another way than ``elements`` only where it then receives half the bytes.
+        whole: for selections without indices, which stand for every element; may be the same object.
+        owners: another format for selections with indices; ``None`` where there is none.
+        chooses: whether a tensor leaves ``elements`` only for half the bytes.
     """
 
     elements: WireFormat
@@ -108,7 +99,7 @@ class Wires(NamedTuple):
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
-        """The ways, each once: for elements first, for whole tensors last."""
+        """The formats, each once: for elements first, for whole tensors last."""
         return tuple(dict.fromkeys(wire for wire in (self.elements, self.owners, self.whole) if wire is not None))
 
     @property
@@ -116,8 +107,8 @@ class Wires(NamedTuple):
         """Names of the collectives that they ask for."""
         return tuple(dict.fromkeys(name for wire in self.formats for name in wire.collectives))
 
-    def way_of(self, numel: int, count: int) -> WireFormat:
-        """Return the format by which so many elements of a tensor travel, or all of it where that is much less."""
+    def format_for(self, numel: int, count: int) -> WireFormat:
+        """Return the format of a tensor of which so many elements are selected; ``whole`` where that is much less."""
         if self.owners is None or numel < self.owners.ranks:  # not every rank would own an element
             return self.elements
         gathered, owned = (self._received(wire, SelectionSize(numel, count)) for wire in (self.elements, self.owners))
@@ -132,15 +123,15 @@ class Wires(NamedTuple):
         return self.whole if whole <= owned else self.owners
 
     def end_step(self) -> None:
-        """End a step."""
+        """Give unused memory back."""
         for wire in self.formats:
             wire.end_step()
 
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        """Return what is handed to collectives for a group, see :meth:`WireFormat.transfers`."""
+        """Return the payloads of a group, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
-            wire = self.whole if size.is_whole else self.way_of(size.numel, size.selected)
+            wire = self.whole if size.is_whole else self.format_for(size.numel, size.selected)
             is_sent_whole = wire is self.whole and wire is not self.elements
             ways[wire].append(SelectionSize(size.numel, size.numel, is_whole=True) if is_sent_whole else size)
         return [transfer for wire, part in ways.items() if part for transfer in wire.transfers(part)]
@@ -160,18 +151,14 @@ def build_wires(
     exchange: Exchange = EXCHANGES["gather"],
     bits: Optional[int] = None,
 ) -> Wires:
-    """Build the formats of a group.
+    """Build the formats of a group: ``name`` for selections, ``dense_name`` for whole tensors (``None`` for the same).
 
-    Args:
-        name: how selections travel.
-        dense_name: how a selection without indices travels; ``None`` for the same way.
-        dtype: type of the values that travel.
-        rank: this rank within its process group.
-        ranks: size of the process group.
-        exchange: how selections travel that would be gathered; without effect on others.
-        bits: of the code in whose place values travel that are gathered; without effect on others.
+    ``exchange`` and ``bits`` have no effect on selections that are not gathered (``bits``: nor reduced).
     """
-    wire = GatherFormat(dtype, rank, ranks, bits) if name == "gather" else WIRE_FORMATS[name](dtype, rank, ranks)
+    if name in _IN_BITS:
+        wire: WireFormat = _IN_BITS[name](dtype, rank, ranks, bits)
+    else:
+        wire = WIRE_FORMATS[name](dtype, rank, ranks)
     whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
         return Wires(wire, whole)

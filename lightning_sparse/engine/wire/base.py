@@ -12,14 +12,7 @@ from lightning_sparse.compressors.selection import SelectionSize
 
 
 class Payload(NamedTuple):
-    """One collective's worth of bytes.
-
-    Attributes:
-        collective: name of the collective that carries it, a method of
-            :class:`~lightning_sparse.engine.collectives.Collectives`.
-        tensor: what this rank hands in.
-        out: where the result goes, if the format keeps memory for it.
-    """
+    """One collective's worth of bytes: which of :class:`Collectives`, this rank's tensor, and memory for the result."""
 
     collective: str
     tensor: Tensor
@@ -27,12 +20,7 @@ class Payload(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that one collective carries.
-
-    Attributes:
-        collective: name as in :class:`Payload`.
-        nbytes: what one rank hands in.
-    """
+    """Bytes that one rank hands to one collective."""
 
     collective: str
     nbytes: int
@@ -60,13 +48,7 @@ _ALIGNMENT = 16  # bytes that NCCL copies at a time, from addresses that are mul
 
 
 def aligned(nbytes: int) -> int:
-    """Return the size of a message of so many bytes, so that what comes behind it starts aligned.
-
-    Example::
-
-        >>> aligned(33)
-        48
-    """
+    """Return the size of a message of so many bytes, so that what comes behind it starts aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -81,15 +63,9 @@ Phases = Generator[Payload, Tensor, Arrival]
 
 
 class WireFormat(ABC):
-    """Write selections as payloads, and read what arrives.
+    """Write selections as payloads, and read what arrives; ``dtype`` is that of the values that travel.
 
-    Args:
-        dtype: floating-point type of the values that travel.
-        rank: this rank within its process group.
-        ranks: size of the process group.
-
-    Attributes:
-        collectives: names of the collectives that it asks for.
+    ``collectives`` are the names of those that it asks for.
     """
 
     collectives: tuple[str, ...]
@@ -104,13 +80,9 @@ class WireFormat(ABC):
         """Write what is selected of a group; each ``yield`` is one collective and receives its result.
 
         Args:
-            selection: what is sent of each tensor of the group; not changed.
-            accumulated: what was selected from, for a format in which one rank asks for the values of another's
-                choice; not changed.
+            selection: elements of each tensor that are sent; not changed.
+            accumulated: tensors selected from, for a format in which ranks send at each other's choices; not changed.
             used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.
-
-        Returns:
-            what arrived, as the generator's return value.
         """
 
     def end_step(self) -> None:
@@ -119,8 +91,4 @@ class WireFormat(ABC):
 
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked.
-
-        Args:
-            sizes: of the selection of each tensor of the group.
-        """
+        """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked."""

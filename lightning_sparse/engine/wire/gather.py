@@ -33,14 +33,8 @@ class GatherFormat(WireFormat):
         used     1 byte a tensor, only where unused parameters are tracked
         padding  up to a multiple of 16 bytes
 
-    All sizes follow from the number of elements selected, which must be the same on all ranks.
-
-    Args:
-        dtype: as for :class:`~lightning_sparse.engine.wire.base.WireFormat`.
-        rank: likewise.
-        ranks: likewise.
-        bits: of a value where the values of each tensor are written as bins (see lightning_sparse.functional.bins);
-            ``None`` to write each in ``dtype``.
+    All sizes follow from the number of elements selected, which must be the same on all ranks. With ``bits``, the
+    values of each tensor are written as bins (see lightning_sparse.functional.bins).
     """
 
     collectives: tuple[str, ...] = ("all_gather",)

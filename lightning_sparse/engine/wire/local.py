@@ -15,8 +15,7 @@ from lightning_sparse.engine.wire.base import Arrival, Phases, Transfer, WireFor
 class LocalFormat(WireFormat):
     """Hand a group's selections back as they are, for a method whose ranks agree only at the end of a step.
 
-    What arrives is this rank's own and not a mean, nothing is known of the other ranks, and everything counts as sent.
-    The type of the wire has no effect.
+    The means are this rank's own, and everything counts as sent.
     """
 
     collectives: tuple[str, ...] = ()

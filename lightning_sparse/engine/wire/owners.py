@@ -62,29 +62,23 @@ class Owners:
 class OwnersFormat(WireFormat):
     """The mean over all ranks of the elements at which the sum of what ranks selected is largest, in four phases.
 
-    1. Every element has an owner, by a fixed map. Each rank proposes what it selected to the owners: values, in 16
-       bits, and places (all-to-all). A message has room for a little more than an owner's average share of each tensor;
-       of what does not fit, the smallest are not proposed.
+    1. Every element has an owner, by a fixed map. Each rank proposes its selection to the owners: values, in 16 bits,
+       and places (all-to-all). A message has room for a little more than an owner's average share of each tensor; the
+       smallest that do not fit are left out.
     2. The owner adds up the proposals rank by rank, chooses the places of the largest sums of its share of each tensor,
        and tells everybody (all-gather).
     3. Everybody's values there, whether proposed or not, are averaged by
        :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and all-gather).
 
-    So nobody keeps anything at the chosen elements but what rounding drops, as with ExDyna; what was proposed in vain
-    stays in the residual, like all that was not selected.
+    So nobody keeps anything at the chosen elements but rounding errors, as with ExDyna; what was proposed in vain stays
+    in the residual.
 
     The idea of owners is that of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep
-    Learning", PPoPP 2022, arXiv 2201.07598). Differs from it in this: the shares are fixed and not balanced anew every
-    64 steps, since a map that looks random is balanced by itself; thresholds are exact, by tensor, and never out of
-    date; all sizes follow from the number of elements selected, so that nobody waits for a count; and all ranks send at
-    the chosen elements, not only those that proposed them. Without that, what was sent in vain piles up with the number
-    of ranks (measured: see ``examples/benchmarks/README.md``).
-
-    Args:
-        dtype: as for :class:`~lightning_sparse.engine.wire.base.WireFormat`.
-        rank: likewise.
-        ranks: likewise.
-        keep: elements that a step applies, as a multiple of what one rank selects.
+    Learning", PPoPP 2022, arXiv 2201.07598). Differs from it in this: shares are fixed and not balanced anew every 64
+    steps, since a map that looks random is balanced by itself; thresholds are exact, by tensor, and never out of date;
+    sizes follow from the number of elements selected, so that nobody waits for a count; and all ranks send at the
+    chosen elements, not only those that proposed them. Without that, what was sent in vain piles up with the number of
+    ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -133,15 +127,11 @@ class OwnersFormat(WireFormat):
 class _Shares(NamedTuple):
     """Shares of a group's tensors among ranks, and the room of its messages.
 
-    Of ``ranks`` elements in a row each has another owner, and which has which looks random; so every rank owns one
-    element of each such block. The place of an element is the number of its block, where the blocks of all tensors are
-    laid end to end; with its owner it says which element it is.
+    Of ``ranks`` elements in a row each has another owner, and which has which looks random: every rank owns one element
+    of each such block. The place of an element is the number of its block, the blocks of all tensors laid end to end.
 
     Attributes:
-        ranks: number of ranks.
-        numels: elements of each tensor.
-        counts: elements of each that a rank selects.
-        blocks: blocks of each.
+        blocks: of each tensor.
         rooms: elements of each that a message for one owner has room for.
         finals: sums of each that an owner sends to everybody.
     """

@@ -1,6 +1,6 @@
 """Everything travels, and is added on the way: shards go to their owner, sums come back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned
-from lightning_sparse.functional import round_to
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
+from lightning_sparse.functional import BLOCK, dequantize, quantize, quantized_nbytes, round_to
 
 
 class ReduceFormat(WireFormat):
@@ -21,17 +21,21 @@ class ReduceFormat(WireFormat):
     2. The owner averages the parts rank by rank, in the type of the residual, and the means go to everybody
        (all-gather).
 
-    The order of the sum is fixed, so that the result does not depend on where in a group a tensor lies, and a 16-bit
+    The order of the sum is fixed, so that the result does not depend on where in a group a tensor lies, and a narrow
     wire rounds twice instead of at every hop: what the first rounding drops stays with the sender, what the second
     drops stays with the owner (the "server error" of 1-bit Adam, arXiv 2102.02888).
+
+    With ``bits``, values travel as codes of so many bits, in blocks that share a scale
+    (:mod:`lightning_sparse.functional.quantization`). Shards are then whole blocks.
 
     Where unused parameters are tracked, one byte a tensor travels in a third, small phase.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
         super().__init__(dtype, rank, ranks)
+        self._bits = bits
         # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
@@ -40,17 +44,17 @@ class ReduceFormat(WireFormat):
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
         values = self._end_to_end([each.values for each in selection])
-        sent = round_to(values, self.dtype)
-        parts = yield Payload("all_to_all", sent, out=self._reused("parts", sent))
+        written, sent = self._write(values)
+        parts = self._read((yield Payload("all_to_all", written, out=self._reused("parts", written))), values)
         mean = self._mean(parts, values.dtype)
-        returned = round_to(mean, self.dtype)
-        received = (yield Payload("all_gather", returned)).to(values.dtype)
+        written, returned = self._write(mean.unsqueeze(0))
+        received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
         used_by_any = None if used is None else (yield Payload("all_gather", used)).bool().any(dim=0)
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,
             means=self._split(received, selection.numels),
-            kept=self._split(self._left_here(values, sent, mean, returned), selection.numels),
+            kept=self._split(self._left_here(values, sent, mean, returned.squeeze(0)), selection.numels),
         )
 
     @override
@@ -61,8 +65,9 @@ class ReduceFormat(WireFormat):
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        shard_bytes = aligned(sum(-(-size.numel // self.ranks) for size in sizes) * self.dtype.itemsize)
-        return [Transfer("all_to_all", shard_bytes * self.ranks), Transfer("all_gather", shard_bytes)]
+        shard = sum(self._shard_numel(size.numel) for size in sizes)
+        nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
+        return [Transfer("all_to_all", nbytes * self.ranks), Transfer("all_gather", nbytes)]
 
     def average(self, chosen: FlatSelection) -> Phases:
         """Write elements at which all ranks send, the same on all of them and at least one.
@@ -82,19 +87,39 @@ class ReduceFormat(WireFormat):
         counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
         return self.transfers([SelectionSize(count, count) for count in counts])
 
+    def _write(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values as they travel, and what is read of them."""
+        if self._bits is None:
+            sent = round_to(values, self.dtype)
+            return sent, sent
+        quantized = quantize(values, self._bits)
+        return message_of([quantized]), dequantize(quantized, self._bits)
+
+    def _read(self, received: Tensor, values: Tensor) -> Tensor:
+        """Read as many values of each rank as this one has of each."""
+        if self._bits is None:
+            return received
+        return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
+
     def _end_to_end(self, tensors: list[Tensor]) -> Tensor:
         sharded = [self._sharded(tensor) for tensor in tensors]
-        sharded.append(tensors[0].new_zeros(self.ranks, self._padding(tensor.numel() for tensor in tensors)))
+        sharded.append(tensors[0].new_zeros(self.ranks, self._padding([tensor.numel() for tensor in tensors])))
         return torch.cat(sharded, dim=1, out=self._reused("values", *sharded))
 
-    def _padding(self, numels: Iterable[int]) -> int:
-        """Return by how many elements the shards of a group are filled up."""
-        nbytes = sum(-(-numel // self.ranks) for numel in numels) * self.dtype.itemsize
+    def _shard_numel(self, numel: int) -> int:
+        shard = -(-numel // self.ranks)
+        return shard if self._bits is None else -(-shard // BLOCK) * BLOCK
+
+    def _padding(self, numels: Sequence[int]) -> int:
+        """Return by how many elements the shards of a group are filled up; messages of codes are as bytes."""
+        if self._bits is not None:
+            return 0
+        nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
         return (aligned(nbytes) - nbytes) // self.dtype.itemsize
 
     def _sharded(self, tensor: Tensor) -> Tensor:
-        padding = -tensor.numel() % self.ranks
-        return functional.pad(tensor, (0, padding)).view(self.ranks, -1) if padding else tensor.view(self.ranks, -1)
+        padding = self.ranks * self._shard_numel(tensor.numel()) - tensor.numel()
+        return (functional.pad(tensor, (0, padding)) if padding else tensor).view(self.ranks, -1)
 
     def _reused(self, name: str, *likes: Tensor) -> Tensor:
         numel = sum(like.numel() for like in likes)
@@ -104,7 +129,7 @@ class ReduceFormat(WireFormat):
         return held[:numel].view(self.ranks, -1)
 
     def _split(self, shards: Tensor, numels: Sequence[int]) -> WholeSelection:
-        pieces = shards.split([*(-(-numel // self.ranks) for numel in numels), self._padding(numels)], dim=1)
+        pieces = shards.split([*map(self._shard_numel, numels), self._padding(numels)], dim=1)
         return WholeSelection([Selection(piece, None, numel) for piece, numel in zip(pieces, numels)])
 
     def _mean(self, parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,13 +27,11 @@ class UnionFormat(WireFormat):
 
     1. How many elements each rank selected of the group, 8 bytes, and whether it used each parameter, 1 byte a tensor,
        only where that is tracked (all-gather).
-    2. Which: positions in the tensors of the group laid end to end, as narrow as is exact (see
-       :mod:`lightning_sparse.functional.indices`), padded to the largest count with positions beyond the last element
-       (all-gather).
+    2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.indices`), padded to the
+       largest count with positions beyond the last element (all-gather).
     3. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and
-       all-gather). To it the chosen elements are a small dense tensor; those of each tensor one of its own where the
-       wire rounds, so that nothing depends on where in a group a tensor lies. That takes room for a few elements of
-       each tensor and each rank more.
+       all-gather): a small dense tensor, or one of each tensor where the wire rounds, so that nothing depends on where
+       in a group a tensor lies.
 
     Where nobody selected anything, the first phase is the last. Ranks may select different numbers of elements, and the
     same ones.

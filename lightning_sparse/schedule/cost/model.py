@@ -1,4 +1,4 @@
-"""Cost models: what an exchange or a selection of a given size takes, learned from timings on a busy machine.
+"""Cost models: seconds of an exchange or a selection by its size, learned from timings on a busy machine.
 
 OMGS-SGD (Shi et al., INFOCOM 2020) has ``startup + per_unit * bytes`` for the exchange, with constants of one cluster
 and a second table for large messages, and ``per_unit * n * log2(n)`` for exact top-k, so that small tensors are free.
@@ -57,26 +57,18 @@ class _Candidate(NamedTuple):
 
 
 def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE_SHAPES) -> CostModel:
-    """Fit a cost model to timings.
+    """Fit a cost model to timings, pairs of a size (bytes or elements) and seconds, in any order.
 
     Relative errors count, and their absolute values rather than their squares, after repetitions of a size have been
     replaced by their median: so a few timings that a busy machine has spoilt, in either direction, change little.
 
-    Args:
-        samples: pairs of a size (bytes or elements) and the seconds that it took, in any order. Five sizes or more that
-            span what will be asked for, each a few times, make a good fit.
-        shapes: which to try, the preferred one first; a later one is taken if its error is smaller by 30 %. ``"line"``
-            is ``startup + per_unit * n``; ``"bent"`` has another slope above a size that is found; ``"log"`` is
-            ``startup + per_unit_log * n * log2(n)``, for exact top-k.
+    Shapes are tried in order; a later one is taken if its error is smaller by 30 %. ``"line"`` is ``startup + per_unit
+    * n``; ``"bent"`` has another slope above a size that is found; ``"log"`` is ``startup + per_unit_log * n *
+    log2(n)``, for exact top-k.
 
     Raises:
-        ValueError: for fewer than three distinct sizes, for a size or a time that is negative or not finite, for times
-            that are all zero, and for an unknown shape.
-
-    Example::
-
-        >>> round(fit([(n, 0.001 + n * 1e-8) for n in (1000, 10_000, 100_000, 1_000_000)])(500_000), 6)
-        0.006
+        ValueError: for fewer than three distinct sizes, sizes or times that are negative or not finite, times that are
+            all zero, and an unknown shape.
     """
     for shape in shapes:
         one_of("shape", shape, SHAPES)

@@ -23,7 +23,6 @@ class Network(NamedTuple):
     Attributes:
         bandwidth: bits per second that a worker, or a node, can send while it receives as many.
         latency: seconds that a message takes one way, however short it is.
-        workers: number of processes that exchange.
         node_ranks: workers on a node, which share its link.
         node_bandwidth: bits per second of each worker of a node to others there.
         node_latency: seconds of a message inside a node.
@@ -43,12 +42,12 @@ class Network(NamedTuple):
 
     @property
     def inside(self) -> "Network":
-        """That between the workers of one node."""
+        """The network between the workers of one node."""
         return Network(self.node_bandwidth, self.node_latency, min(self.node_ranks, self.workers))
 
     @property
     def between(self) -> "Network":
-        """That of one worker of each node, while those beside it exchange as much over the same link."""
+        """Inter-node network as one rank sees it when its node's link is shared."""
         return Network(self.bandwidth / self.node_ranks, self.latency, self.workers // self.node_ranks)
 
     def seconds(self, collective: str, nbytes: float) -> float:
@@ -58,14 +57,12 @@ class Network(NamedTuple):
 
         * ``all_reduce``: ``2 (P - 1) a + 2 (P - 1) / P n b``, reduce-scatter and all-gather around a ring;
         * ``all_gather``: ``2 a + (P - 1) n b`` where everything that arrives is at most 2 MiB, which is sent to all
-          workers at once; ``2 (P - 1) a + (P - 1) n b`` above, where everybody's bytes pass by everybody;
+          workers at once; ``2 (P - 1) a + (P - 1) n b`` above, around a ring;
         * ``all_to_all``: ``2 a + (P - 1) / P n b``: one message for each other worker, all at once.
 
-        The two count a way there and back for each message, since gloo asks whom it sends to first; in an all-reduce
-        it has asked before.
-
-        With several workers on each of several nodes, a ring crosses the link of a node once; messages for each worker
-        of other nodes share it. On a single node all stay inside.
+        The two count a round trip for each message, since gloo asks whom it sends to first; in an all-reduce it has
+        asked before. With several workers on each of several nodes, a ring crosses the link of a node once; messages
+        for each worker of other nodes share it. On a single node all stay inside.
 
         Raises:
             ValueError: for another collective.
@@ -82,8 +79,7 @@ class Network(NamedTuple):
         """Pass through if it can be exchanged over.
 
         Raises:
-            ValueError: for a bandwidth that is not positive, a latency that is negative, either if it is not finite,
-                fewer than two workers, or workers that do not fill nodes.
+            ValueError: for a bandwidth or a latency out of range, fewer than two workers, or nodes that are not full.
         """
         if not 0 < self.bandwidth < math.inf:
             raise ValueError(f"bandwidth={self.bandwidth} must be finite bits per second above 0; 1e9 is 1 Gbit/s")
@@ -108,16 +104,11 @@ class Network(NamedTuple):
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     """Return the bytes that leave each of ``ranks`` ranks in a collective into which each hands ``nbytes``.
 
-    Whatever is told of bytes is counted by this: an all-to-all and an all-gather of what it brings send what DDP's
-    all-reduce does, though half as much again is handed in at two ranks.
+    All bytes that are reported are counted by this: an all-to-all and an all-gather of its result send as much as DDP's
+    all-reduce, though half as much again is handed in at two ranks.
 
     Raises:
         ValueError: for another collective.
-
-    Example::
-
-        >>> sent_bytes("all_reduce", 1000, 4), sent_bytes("all_to_all", 1000, 4) + sent_bytes("all_gather", 250, 4)
-        (1500.0, 1500.0)
     """
     return _SHARES[one_of("collective", collective, tuple(_SHARES))](ranks) * nbytes
 
@@ -128,19 +119,10 @@ def dense_bytes(elements: float, ranks: int) -> float:
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second.
-
-    Args:
-        text: such as ``"1gbit"``.
-        noun: the argument that error messages speak of.
+    """Return bits per second of a text such as ``"1gbit"``, given for an argument ``noun``.
 
     Raises:
         ValueError: unless ``text`` is a number above zero with ``kbit``, ``mbit`` or ``gbit``.
-
-    Example::
-
-        >>> parse_bandwidth("2.5gbit")
-        2500000000.0
     """
     number, bits = _parse(noun, text, _BITS_PER_SECOND, "1gbit")
     if not number:
@@ -149,19 +131,10 @@ def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
 
 
 def parse_latency(text: str, noun: str = "latency") -> float:
-    """Return seconds.
-
-    Args:
-        text: such as ``"100us"``.
-        noun: the argument that error messages speak of.
+    """Return seconds of a text such as ``"100us"``, given for an argument ``noun``.
 
     Raises:
         ValueError: unless ``text`` is ``0``, or a number with ``us``, ``ms`` or ``s``.
-
-    Example::
-
-        >>> parse_latency("0.5ms")
-        0.0005
     """
     if text == "0":
         return 0.0

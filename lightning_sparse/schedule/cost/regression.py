@@ -19,12 +19,8 @@ def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], float]:
     the American Statistical Association 1973). Errors are relative to the target or, where its neighbours are larger,
     to the median of those: a time that is far too short must not weigh the more for it.
 
-    Args:
-        rows: the terms at each target, all not negative, in the order of rising targets but for noise.
-        targets: what to reach, not negative.
-
-    Returns:
-        the coefficients, and their mean relative error over the three quarters of the targets that they fit best.
+    Rows are in the order of rising targets but for noise. Returns the coefficients, and their mean relative error over
+    the three quarters of the targets that they fit best.
     """
     scales = _scales(targets)
     scaled = [[term / scale for term in row] for row, scale in zip(rows, scales)]

@@ -61,11 +61,9 @@ def earliest_stops(ready: Sequence[float], task_seconds: Callable[[int, int], fl
     """Return where the groups of the plan stop that ends first, with selection on the worker.
 
     Backward does not depend on the plan here, so a plan of the first tensors matters to the rest only by when the
-    worker is free, and of each prefix the plan that frees it first is enough.
-
-    Args:
-        ready: seconds of backward after which the first k tensors are ready, for k from 0; not falling.
-        task_seconds: seconds that the worker needs for the tensors from a start up to but without a stop, merged.
+    worker is free, and of each prefix the plan that frees it first is enough. ``ready`` are seconds of backward after
+    which the first k tensors are ready, for k from 0, not falling; ``task_seconds`` the worker's for the tensors from a
+    start up to a stop.
     """
     free, starts = [0.0], [0]
     for stop in range(1, len(ready)):

@@ -19,17 +19,7 @@ def greedy_groups(
 ) -> list[list[int]]:
     """Merge neighbours greedily, as the authors of OMGS-SGD do; selecting stops backward, as in their problem.
 
-    Args:
-        sizes: elements of each tensor, in the order in which backward makes their gradients ready.
-        backward_seconds: seconds that backward takes for each tensor.
-        select_cost: seconds that selecting takes, of a group's number of elements.
-        exchange_cost: seconds that the exchange takes, of a group's number of elements.
-
-    Returns:
-        the positions of each group.
-
-    Raises:
-        ValueError: for what is empty, negative, not finite or of different lengths.
+    Arguments, errors and result are those of :func:`~lightning_sparse.schedule.plan_groups`.
     """
     return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
 
@@ -57,7 +47,7 @@ def groups_between(stops: Sequence[int]) -> list[list[int]]:
 
 
 def _extra_wait(problem: Problem, start: int, stop: int, queued: float) -> float:
-    """How much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
+    """Return how much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
     selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
     alone = problem.select_seconds(stop, stop + 1)
     return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued

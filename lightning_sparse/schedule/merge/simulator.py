@@ -38,7 +38,7 @@ class Problem(Protocol):
 
 
 class MergeProblem(NamedTuple):
-    """A checked problem to plan for. Tensors stand in the order in which backward makes their gradients ready."""
+    """A checked :class:`Problem`."""
 
     elements: list[int]  # how many the first k tensors hold together, for k from 0
     ready: list[float]  # seconds of backward, without selection, after which the first k are ready
@@ -51,11 +51,11 @@ class MergeProblem(NamedTuple):
         return len(self.ready) - 1
 
     def select_seconds(self, start: int, stop: int) -> float:
-        """Return what selecting among the tensors from ``start`` up to but without ``stop`` costs, merged."""
+        """Return the cost of selecting from a merged group."""
         return checked_seconds("select_cost", self.select_cost, self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start: int, stop: int) -> float:
-        """Return what exchanging the tensors from ``start`` up to but without ``stop`` costs, merged."""
+        """Return the cost of exchanging a merged group."""
         return checked_seconds("exchange_cost", self.exchange_cost, self.elements[stop] - self.elements[start])
 
 
@@ -91,15 +91,8 @@ def predict(
 ) -> Prediction:
     """Predict when each group is ready, selected from and exchanged.
 
-    Args:
-        groups: positions of the tensors of each group; together all positions in their order.
-        sizes: elements of each tensor, in the order in which backward makes their gradients ready.
-        backward_seconds: seconds that backward takes for each tensor.
-        select_cost: seconds that selecting takes, of a group's number of elements.
-        exchange_cost: seconds that the exchange takes, of a group's number of elements (dense ones: what share of them
-            travels is the callable's own affair).
-        selection: ``"worker"`` if selecting runs with the exchange, group by group, while backward goes on;
-            ``"backward"`` if it stops backward, as in the paper.
+    ``groups`` are positions of tensors, together all positions in their order; the other arguments are those of
+    :func:`~lightning_sparse.schedule.plan_groups`.
 
     Raises:
         ValueError: for what is no grouping, empty, negative, not finite or of different lengths.
@@ -161,7 +154,7 @@ def checked_problem(
 
 
 def checked_seconds(noun: str, cost: Cost, elements: int) -> float:
-    """Return what a cost says of a number of elements.
+    """Return a cost of a number of elements.
 
     Raises:
         ValueError: if it is negative or not finite.

@@ -6,28 +6,28 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, Moment, Rule, Warmup
+from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, Rule, RuleContext, Warmup
 from lightning_sparse.engine.settings import Settings
 
 
-def moment(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> Moment:
-    """Return a moment in the life of one parameter."""
-    return Moment(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
+def context(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> RuleContext:
+    """Return a context in the life of one parameter."""
+    return RuleContext(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
 
 
 def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch() -> None:
     settings = Settings("topk", 0.001, "merged", "float32", warmup_epochs=4)
-    rule = Warmup(4, unit="step")
+    rule = Warmup(4)
     for place in range(4):
-        assert rule.wishes(moment(step=place))["weight"] == pytest.approx(settings.density_at(place))
+        assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(settings.density_at(place))
 
 
 def test_a_warm_up_counts_steps() -> None:
-    rule = Warmup(100, unit="step")
-    wishes = [rule.wishes(moment(step=step, epoch=7))["weight"] for step in range(100)]
+    rule = Warmup(100)
+    wishes = [rule.minimum_densities(context(step=step, epoch=7))["weight"] for step in range(100)]
     assert wishes[0] == pytest.approx(0.001 ** (1 / 101))
     assert wishes == sorted(wishes, reverse=True)
-    assert rule.wishes(moment(step=100)) == {}
+    assert rule.minimum_densities(context(step=100)) == {}
 
 
 def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[list[float], list[float]]:
@@ -41,9 +41,9 @@ def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[l
         residual[residual.abs().topk(max(1, round(density * 2000))).indices] = 0.0
         if (step + 1) % every == 0:
             norms = Measurement({"weight": float(gradient.norm())}, {"weight": float(residual.norm())})
-            now = moment(step, asked=asked, present=density)
+            now = context(step, asked=asked, present=density)
             rule.observe(norms, now)
-            density = max(asked, rule.wishes(now).get("weight", 0.0))
+            density = max(asked, rule.minimum_densities(now).get("weight", 0.0))
             errors.append(float(residual.norm() / gradient.norm()))
             densities.append(density)
     return errors, densities
@@ -67,12 +67,12 @@ def test_a_budget_that_is_kept_anyway_changes_nothing() -> None:
 
 def test_gradients_that_say_nothing_leave_a_density_as_it_is() -> None:
     rule = ErrorBudget(2.0)
-    rule.observe(Measurement({"weight": 1.0}, {"weight": 3.0}), moment())
-    before = rule.wishes(moment())
+    rule.observe(Measurement({"weight": 1.0}, {"weight": 3.0}), context())
+    before = rule.minimum_densities(context())
     assert before == {"weight": pytest.approx(0.0015)}
     for gradient, residual in ((0.0, 3.0), (math.nan, 3.0), (math.inf, 3.0), (1.0, math.nan)):
-        rule.observe(Measurement({"weight": gradient}, {"weight": residual}), moment())
-        assert rule.wishes(moment()) == before
+        rule.observe(Measurement({"weight": gradient}, {"weight": residual}), context())
+        assert rule.minimum_densities(context()) == before
 
 
 def critical_epochs(norms: list[float], **arguments: Any) -> list[bool]:
@@ -80,9 +80,9 @@ def critical_epochs(norms: list[float], **arguments: Any) -> list[bool]:
     rule = CriticalRegime(density=0.1, **arguments)
     critical = []
     for epoch, norm in enumerate(norms):
-        critical.append(rule.wishes(moment(epoch=epoch)) == {"weight": 0.1})
+        critical.append(rule.minimum_densities(context(epoch=epoch)) == {"weight": 0.1})
         for factor in (0.5, math.sqrt(1.75)):  # whose root mean square is 1
-            rule.observe(Measurement({"weight": factor * norm}, {"weight": 0.0}), moment(epoch=epoch))
+            rule.observe(Measurement({"weight": factor * norm}, {"weight": 0.0}), context(epoch=epoch))
     return critical
 
 
@@ -101,19 +101,16 @@ def test_norms_are_compared_every_few_epochs() -> None:
 def test_what_was_learned_goes_on(build: Any) -> None:
     rule, resumed = build(), build()
     for epoch in range(3):
-        rule.wishes(moment(epoch=epoch))
-        rule.observe(Measurement({"weight": 1.0}, {"weight": 4.0}), moment(epoch=epoch))
+        rule.minimum_densities(context(epoch=epoch))
+        rule.observe(Measurement({"weight": 1.0}, {"weight": 4.0}), context(epoch=epoch))
     resumed.load_state_dict(rule.state_dict())
-    assert resumed.wishes(moment(epoch=3)) == rule.wishes(moment(epoch=3))
+    assert resumed.minimum_densities(context(epoch=3)) == rule.minimum_densities(context(epoch=3))
     rule.begin()
     assert rule.state_dict() == build().state_dict()
 
 
 REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
-    (Warmup, {"length": 0, "unit": "step"}, "length=0 must be a whole number of steps"),
-    (Warmup, {"length": 4, "unit": "batch"}, "unit='batch' must be 'step'"),
-    (Warmup, {"length": 4, "unit": "epoch"}, r"give SparseDDPStrategy\(warmup_epochs=4\) in place of this rule"),
-    (Warmup, {"length": 4}, r"give SparseDDPStrategy\(warmup_epochs=4\) in place of this rule"),
+    (Warmup, {"length": 0}, "length=0 must be a whole number of steps"),
     (ErrorBudget, {"budget": 0.0}, "budget=0.0 must be a positive ratio"),
     (CriticalRegime, {"density": 0.0}, "density=0.0 must be a fraction"),
     (CriticalRegime, {"threshold": -1.0}, "threshold=-1.0 must be a positive"),

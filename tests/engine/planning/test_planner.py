@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.engine import Engine
-from lightning_sparse.schedule import Merged, Plan, Schedule
-from lightning_sparse.schedule.plan import Way
-from lightning_sparse.schedule.ways import best_of
+from lightning_sparse.schedule import Merged, Schedule
+from lightning_sparse.schedule.groupings import best_of
+from lightning_sparse.schedule.plan import Grouping
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
@@ -206,7 +206,7 @@ def test_what_rank_0_proposes_the_others_do_not_look_for(pair: Pool) -> None:
     assert groups == other_groups
 
 
-ONE, THREE, MORE = Way((6,)), Way((2, 4, 6)), Way((2, 6), (0.1, 0.01))
+ONE, THREE, MORE = Grouping((6,)), Grouping((2, 4, 6)), Grouping((2, 6), (0.1, 0.01))
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,7 @@ ONE, THREE, MORE = Way((6,)), Way((2, 4, 6)), Way((2, 6), (0.1, 0.01))
         ({ONE: 1.03, THREE: 1.0, MORE: 1.06}, THREE),
     ],
 )
-def test_fewer_groups_win_what_a_measurement_does_not_tell_apart(seconds: dict[Way, float], best: Way) -> None:
+def test_fewer_groups_win_what_a_measurement_does_not_tell_apart(
+    seconds: dict[Grouping, float], best: Grouping
+) -> None:
     assert best_of(seconds) == best
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"), [((("weight", "bias"),), "in 1 group;"), ((("weight",), ("bias",)), "in 2 groups;")]
-)
-def test_a_plan_tells_what_it_found(groups: tuple[tuple[str, ...], ...], words: str) -> None:
-    tried = ((1, 0.0105), (2, 0.0124))
-    told = str(Plan(groups, (), None, seconds=0.0105, exposed_seconds=0.002, tried=tried, profile=None))
-    assert f"gradients travel {words} backward and exchange take 10.5 ms, 2.0 ms of it after backward" in told
-    assert told.endswith("Tried, the fastest by number of groups, ms: 1: 10.5, 2: 12.4")

@@ -117,7 +117,7 @@ def test_a_line_tells_of_memory_that_grows_with_ranks(pair: Pool) -> None:
             assert any(told) is is_told
 
 
-def test_a_compressor_with_a_way_of_its_own_is_refused() -> None:
+def test_a_compressor_with_a_format_for_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match=r"exchange='owners' was given to ExDyna"):
         SparseDDPStrategy(compressor="exdyna", exchange="owners")
     with pytest.raises(ValueError, match=r"unknown exchange 'ring'|exchange='ring'"):

@@ -211,7 +211,7 @@ def test_bytes_do_not_grow_with_ranks() -> None:
 def test_a_way_depends_on_the_tensor_and_the_ranks_alone() -> None:
     def way(exchange: str, ranks: int, numel: int, count: int) -> str:
         wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
-        return type(wires.way_of(numel, count)).__name__
+        return type(wires.format_for(numel, count)).__name__
 
     assert way("auto", 8, 1_000_000, 10_000) == "GatherFormat"
     assert way("auto", 16, 1_000_000, 10_000) == "OwnersFormat"
@@ -223,10 +223,10 @@ def test_a_way_depends_on_the_tensor_and_the_ranks_alone() -> None:
     assert way("gather", 512, 1_000_000, 10_000) == "GatherFormat"
 
 
-def test_a_merged_tensor_takes_the_way_of_its_size() -> None:
+def test_a_merged_tensor_takes_the_format_for_its_size() -> None:
     selection = FlatSelection.of([torch.randn(10_000)], [torch.arange(100)])
     arrival = build_wires("gather", "reduce", torch.float32, 0, 2, exchange_of(Owners(keep=1)))
-    assert isinstance(arrival.way_of(selection.numel, 100), OwnersFormat)
+    assert isinstance(arrival.format_for(selection.numel, 100), OwnersFormat)
 
 
 def test_an_unknown_exchange_is_refused() -> None:

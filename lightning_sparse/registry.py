@@ -16,7 +16,7 @@ def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choi
         TypeError: if the object is no instance of ``base``.
     """
     if isinstance(choice, str):
-        return table[one_of(noun, choice, table)]()
+        return table[one_of(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
         raise TypeError(
             f"{noun} must be one of {', '.join(sorted(table))} or a {base.__name__} object, got {choice!r}"
@@ -25,7 +25,7 @@ def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choi
     return choice
 
 
-def one_of(noun: str, name: str, known: Union[Sequence[str], Mapping[str, object]]) -> str:
+def one_of(noun: str, name: str, known: Sequence[str]) -> str:
     """Pass a name through.
 
     Raises:
