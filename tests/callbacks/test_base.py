@@ -6,46 +6,52 @@ import pytest
 from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor, OverlapTimeline, ReplicaSentinel
+from lightning_sparse.callbacks import (
+    AdaptiveDensity,
+    AssumptionMonitor,
+    CompressionMonitor,
+    ErrorBudget,
+    MomentumCorrection,
+    OverlapTimeline,
+    ReplicaSentinel,
+    Warmup,
+)
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, accelerator, make_trainer
+from tests.helpers.trainers import Small, WithSGD, accelerator, make_trainer
 
 CALLBACKS = {
+    "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4, unit="step")]),
     "AssumptionMonitor": AssumptionMonitor,
     "CompressionMonitor": CompressionMonitor,
+    "MomentumCorrection": MomentumCorrection,
     "OverlapTimeline": lambda: OverlapTimeline(pictures=False),
     "ReplicaSentinel": ReplicaSentinel,
 }
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_another_strategy_is_refused(name: str) -> None:
-    trainer = Trainer(accelerator=accelerator(), devices=1, max_epochs=1, logger=False, callbacks=[CALLBACKS[name]()])
-    message = rf"{name} needs a SparseDDPStrategy, got SingleDeviceStrategy.*strategy='sparse_topk'\), or remove"
-    with pytest.raises(TypeError, match=message):
+def test_another_strategy_and_the_same_callback_twice_are_refused(name: str) -> None:
+    build, quiet = CALLBACKS[name], {"logger": False, "devices": 1}
+    trainer = Trainer(accelerator=accelerator(), max_epochs=1, callbacks=[build()], **quiet)
+    with pytest.raises(TypeError, match=f"{name} needs a SparseDDPStrategy"):
         trainer.fit(Small())
+    twice = Trainer(strategy=SparseDDPStrategy(), accelerator="cpu", callbacks=[build(), build()], **quiet)
+    with pytest.raises(ValueError, match=f"callbacks holds 2 {name}"):
+        build().setup(twice, Small(), "fit")
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_the_same_callback_twice_is_refused(name: str) -> None:
-    trainer = Trainer(
-        strategy=SparseDDPStrategy(),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[CALLBACKS[name](), CALLBACKS[name]()],
-    )
-    with pytest.raises(ValueError, match=rf"callbacks holds 2 {name}.*give one"):
-        CALLBACKS[name]().setup(trainer, Small(), "fit")
+@pytest.mark.parametrize("callback", [AssumptionMonitor, ReplicaSentinel])
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "often"])
+def test_a_bad_interval_is_refused(callback: Any, every: Any) -> None:
+    with pytest.raises(ValueError, match="every_n_steps"):
+        callback(every_n_steps=every)
 
 
-def fit_with_all(rank: int, directory: str, arguments: dict[str, Any]) -> int:
-    """Fit with all callbacks at once, twice; return the steps made."""
-    callbacks = [build() for build in CALLBACKS.values() if build is not CALLBACKS["OverlapTimeline"]]
-    callbacks.append(OverlapTimeline(steps=[2, 20], path=f"{directory}/overlap.json", pictures=False))
-    callbacks[1].progress_bar = True  # somewhere to log
-    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=callbacks, log_every_n_steps=2, **arguments)
+def fit_with_all(rank: int, directory: str) -> int:
+    """Fit with all that look on at once, twice; return the steps made."""
+    timeline = OverlapTimeline(steps=[2, 20], path=f"{directory}/overlap.json", pictures=False)
+    callbacks = [AssumptionMonitor(), CompressionMonitor(progress_bar=True), ReplicaSentinel(), timeline]
+    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=callbacks, log_every_n_steps=2)
     model = Small()
     trainer.fit(model)
     trainer.fit_loop.max_epochs = 2
@@ -55,20 +61,23 @@ def fit_with_all(rank: int, directory: str, arguments: dict[str, Any]) -> int:
 
 
 def test_all_live_together_and_through_a_second_fit(pair: Pool, tmp_path: Any) -> None:
-    for steps in pair.run(fit_with_all, str(tmp_path), {}):
-        assert steps == 32
+    assert pair.run(fit_with_all, str(tmp_path)) == [32, 32]
 
 
-@pytest.mark.parametrize("ranks", [1])
-def test_one_process_has_nothing_to_look_at(pools: dict[int, Pool], tmp_path: Any, ranks: int) -> None:
-    pools[ranks].run(fit_alone, str(tmp_path))
-    assert not (tmp_path / "overlap.json").exists()
-
-
-def fit_alone(rank: int, directory: str) -> None:
-    """Fit on one process with callbacks that would look at every step."""
+def fit_alone(rank: int, directory: str) -> list[float]:
+    """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
     timeline = OverlapTimeline(every_n_steps=1, path=f"{directory}/overlap.json", pictures=False)
-    callbacks = [AssumptionMonitor(1), CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
+    adaptive = AdaptiveDensity([Warmup(4, unit="step"), ErrorBudget(1.0)], every_n_steps=1)
+    watching = [AssumptionMonitor(1), CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
+    callbacks = [*watching, adaptive, MomentumCorrection()]
     trainer = make_trainer(rank, SparseDDPStrategy(), callbacks=callbacks, log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="no step that more than one process made"):
-        trainer.fit(Small())
+    with pytest.warns(UserWarning, match="OverlapTimeline has recorded nothing"):
+        trainer.fit(WithSGD())
+    with pytest.warns(UserWarning, match="MomentumCorrection"):
+        make_trainer(rank, SparseDDPStrategy(), callbacks=[MomentumCorrection(0.9)]).fit(WithSGD(momentum=0.0))
+    return [group["momentum"] for group in trainer.optimizers[0].param_groups]
+
+
+def test_one_process_has_nothing_to_look_at_or_to_correct(forked: dict[int, Pool], tmp_path: Any) -> None:
+    assert forked[1].run(fit_alone, str(tmp_path)) == [[0.9]]
+    assert not (tmp_path / "overlap.json").exists()
