@@ -27,9 +27,10 @@ ROOMS = [
 # The same inside the engine: memory, wire, collectives and observe stand on the ground and do not know each other.
 ENGINE = [
     {"memory", "wire", "collectives", "observe"},
-    {"adam"},
-    {"settings", "planning"},
+    {"planning"},
     {"step"},
+    {"adam"},
+    {"settings"},
     {"replicas"},
     {"local_steps"},
     {"engine"},

@@ -29,7 +29,9 @@ from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory import Memory
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.levels import OneLevel
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import Channel
 
 # BERT-large: the embeddings of words and positions, and 24 blocks of 16 tensors; 334 million elements.
 _BLOCK = (1 << 20, 1 << 10) * 4 + (1 << 10, 1 << 10, 1 << 22, 1 << 12, 1 << 22, 1 << 10, 1 << 10, 1 << 10)
@@ -312,7 +314,8 @@ def launches_of_a_step(
     with launches, mock.patch.object(torch, "Generator", _host_generator):
         pipeline = rehearsed_pipeline(settings, sizes, ranks, system.device)
         pipeline.recorder = PhaseRecorder(launches)
-        pipeline.collectives = CountedCollectives(ranks, system.device, launches)
+        collectives = CountedCollectives(ranks, system.device, launches)
+        pipeline.levels = OneLevel(Channel(collectives, pipeline.recorder))
         adam = _CorrectedAdam(pipeline.memory, sizes, system) if system.is_corrected else None
         compensate = launches.during("compensate")(pipeline.memory.compensate)
         with mock.patch.object(pipeline.memory, "compensate", compensate):
@@ -366,8 +369,7 @@ class _CorrectedAdam:
             self._optimizer.state[parameter] = {"step": torch.tensor(float(_DENSE_STEPS)), **moments}
         self._names = {parameter: str(place) for place, parameter in enumerate(self._parameters)}
         assert isinstance(memory, AdamMemory)
-        correction = AdamCorrection(dense_steps=_DENSE_STEPS, fall_steps=0)
-        self._steps = AdamSteps([self._optimizer], self._names, correction, lambda name: 0.5, memory)
+        self._steps = AdamSteps([self._optimizer], self._names, lambda name: 0.5, memory)
 
     def context(self, step: int) -> StepContext:
         """Return what the exchange is told: in the first step, to send everything."""

@@ -165,14 +165,14 @@ class VirtualRank:
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]
             arguments = (settings.local_steps, self._pipeline, Single(), InlineWorker())
-            self._rounds = Rounds(self.network, names, *arguments, self.recorder, self._collectives)
+            self._rounds = Rounds(self.network, names, *arguments)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
-        self._view.expect(total_steps)
+        self._view.adam.total_steps = total_steps
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -195,7 +195,7 @@ class VirtualRank:
         self.optimizer.step()
         with torch.no_grad():
             if rounds is not None:
-                rounds.end_step(0, lambda: StepContext)
+                rounds.count_step(0)
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._average(list(self.network.parameters()))
 
@@ -218,7 +218,7 @@ class VirtualRank:
             tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
-        self._view.look(lambda number: number)  # replicas are the same here to the bit
+        self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
         coming = self._view.coming_step()
         self._densities.density = settings.density_at(epoch, coming.settled)
         self._pipeline.context = StepContext(None, coming.hyperparameters, coming.whole)
@@ -232,7 +232,7 @@ class VirtualRank:
             self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()
-        with self._view.without_corrected():
+        with self._view.adam.hidden():
             self._clip()
 
     def _clip(self) -> None:

@@ -114,7 +114,7 @@ class AdaptiveDensity(StepObserver):
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         engine.recorder.ask_for_samples(counts=False)
-        engine.memory.is_watched = engine.memory.is_watched or engine.corrects_adam
+        engine.memory.is_watched = engine.memory.is_watched or engine.memory.corrects_adam
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -95,7 +95,7 @@ class CompressionMonitor(StepObserver):
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         engine.recorder.ask_for_samples(counts=self.by_parameter, histograms=self.histograms)
-        if engine.corrects_adam:
+        if engine.memory.corrects_adam:
             engine.memory.is_watched = True
 
     @override
@@ -157,7 +157,7 @@ class CompressionMonitor(StepObserver):
                     log_magnitudes(trainer, parameter_tag(f"log10_{kind}_magnitude", name), row, step)
 
     def _log_plan(self, trainer: Trainer, engine: Engine, shown: list[str], step: int) -> None:
-        plan = engine.plan
+        plan = engine.planner.plan
         if self._has_page and plan is self._plan:
             return
         if not self._has_page:

@@ -47,7 +47,7 @@ def statistics_over_ranks(
         stats["backward_seconds"] = sum(marks.backward_seconds for marks in ours) / len(ours)
         stats["commit_seconds"] = sum(marks.seconds("commit") for marks in ours) / len(ours)
     if samples is not None:
-        stats |= memory_statistics(engine) if engine.corrects_adam else {}
+        stats |= memory_statistics(engine) if engine.memory.corrects_adam else {}
         stats["gradient_square"], stats["residual_square"] = (norm**2 for norm in samples.norms())
     stats = reduce_over_ranks(strategy, {**stats, **throughput})
     for total in ("", "total_"):

@@ -28,7 +28,8 @@ from lightning_sparse.callbacks import (  # noqa: F401  # help and short names k
 from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.density import Rule
-from lightning_sparse.compressors.feedback import AdamCorrection, ErrorFeedback
+from lightning_sparse.compressors.feedback import ErrorFeedback
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.schedule import Schedule

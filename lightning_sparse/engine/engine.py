@@ -5,32 +5,28 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.density.table import Densities
-from lightning_sparse.compressors.feedback import Clipping, Hyperparameters
 from lightning_sparse.compressors.layout import ModelLayout, layout_of
-from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.memory import Hyperparameters
 from lightning_sparse.engine.observe import Recorder, StepMarks, mean_stats
-from lightning_sparse.engine.planning.planner import StepPlanner
-from lightning_sparse.engine.replicas import ReplicaAverager
+from lightning_sparse.engine.planning.planner import Planner, StepPlanner
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.arrived import ArrivedGradients
-from lightning_sparse.engine.step.hook import GradientStream
-from lightning_sparse.engine.step.node import Node
-from lightning_sparse.engine.step.step import Exchanged, Pipeline, StepContext
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, NoStream
+from lightning_sparse.engine.step.levels import OneLevel, Replicas, TwoLevels
+from lightning_sparse.engine.step.step import Pipeline, StepContext
+from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires, build_wires
-from lightning_sparse.schedule import Merged, Schedule
-from lightning_sparse.schedule.plan import Plan
+from lightning_sparse.schedule import Merged
 
 _LOGGER = logging.getLogger(__name__)
 _ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
@@ -53,11 +49,14 @@ class Engine(Uncopied):
 
     Attributes:
         arrived: what exchanges have brought of gradients whose step is not over.
+        compressor: what is sent.
         densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
+        levels: which ranks exchange with which.
         memory: what is kept.
         pipeline: what every group goes through.
+        planner: which grouping is followed.
         recorder: the facts of the steps.
-        rounds: of local steps; ``None`` where gradients are exchanged in every step.
+        replicas: what keeps them one beside the exchange.
 
     Raises:
         RuntimeError: if the backend lacks a collective that the compressor needs.
@@ -70,47 +69,52 @@ class Engine(Uncopied):
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
         node_ranks: int = 1,
-        begin: Optional[Callable[[], None]] = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
-        self._settings, self._begin = settings, begin
-        self.arrived = ArrivedGradients()
         everybody = dist.get_process_group_ranks(ddp.process_group)
+        self._settings, self._begin = settings, begin
+        self.compressor = settings.compressor
+        self.arrived = ArrivedGradients()
         self.recorder = Recorder(device, len(everybody), node_ranks)
+        self.densities = Densities(self.compressor, settings.density_at(0))
         self._collectives = Collectives(everybody, device, timeout)
-        self._node, self._across = _levels_of(self._collectives, everybody, node_ranks, timeout)
-        compressor = settings.compressor
-        self.densities = Densities(compressor, settings.density_at(0))
-        ranks = self._across.ranks
-        wires = _wires_of(settings, self._across.rank, ranks)
-        self._collectives.check(wires.collectives)
-        if wires.owners is None and compressor.wire_format == "gather":
-            _tell_of_memory(_ARRIVAL_BYTES * ranks * settings.density, node_ranks, say)
+        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout)
+        across = self.levels.across.collectives
+        wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
+        self.compressor.begin(self._exchanged_layout())
         self._numels = self._exchanged_numels()
         self._learned: Optional[Mapping[str, Any]] = None
         self._epoch = 0
-        compressor.begin(self._exchanged_layout())
+        self._density_of: Optional[tuple[int, float]] = None  # epoch, and how much of the warm-up lies behind
         # Those of frozen parameters, too: they may be unfrozen.
         dtypes = {each.dtype for each in parameters if each.is_floating_point()}
-        self.memory = settings.memory_for(dtypes, ranks, None if self._node is None else self._node.share_of)
-        self.pipeline = Pipeline(
-            compressor,
-            self.memory,
-            wires,
-            self._across,
-            self.recorder,
-            self.densities.of,
-            self._node,
-            self._collectives,
-        )
+        self.memory = settings.memory_for(dtypes, across.ranks, self.levels.share_of if node_ranks > 1 else None)
+        self.planner = self._planner_of(settings, say)
+        parts = (wires, across, self.recorder, self.densities.of, self.levels, self.planner)
+        self.pipeline = Pipeline(self.compressor, self.memory, *parts)
         self._worker = ExchangeWorker(device)
-        diverges, every = compressor.replicas_diverge, compressor.param_sync_every
-        self._averager = ReplicaAverager(ddp.module, self._collectives, every) if diverges else None
-        self._planner = None if settings.local_steps else self._planner_of(settings.schedule, say)
-        self._stream = None if settings.local_steps else self._stream_from(ddp)
-        self.rounds = self._rounds_of(ddp, say)
+        self._stream = self._stream_from(ddp)
+        self.replicas = self._replicas_of(ddp.module, say)
+
+    def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
+        settings, compressor = self._settings, self.compressor
+        # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
+        dense_format = compressor.dense_wire_format or (None if settings.adam is None else "reduce")
+        form = (compressor.wire_format, dense_format, settings.wire, across.rank, across.ranks)
+        wires = build_wires(*form, settings.exchange, settings.wire_bits)
+        self._collectives.check(wires.collectives)
+        is_gathered = wires.owners is None and compressor.wire_format == "gather"
+        arrival_bytes, shared_by = _ARRIVAL_BYTES * across.ranks * settings.density, self.levels.node_ranks
+        if is_gathered and arrival_bytes > _RESIDUAL_BYTES:
+            say(
+                f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
+                f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
+                " number of ranks."
+            )
+        return wires
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -120,60 +124,51 @@ class Engine(Uncopied):
     @property
     def topology(self) -> tuple[int, int]:
         """How many ranks there are, and how many of a node share what is kept; 1 where there is one level."""
-        return self._collectives.ranks, 1 if self._node is None else self._node.ranks
-
-    def share_of(self, flat: Tensor) -> Tensor:
-        """Return the part of a flat tensor of a parameter's size that this rank exchanges and keeps."""
-        return flat if self._node is None else self._node.share_of(flat)
+        return self._collectives.ranks, self.levels.node_ranks
 
     def _exchanged_layout(self) -> ModelLayout:
         """Return what is exchanged, and between whom, as compressors see it."""
-        node = self._node
-        if node is None:
-            return self._layout
-        numels = tuple(map(node.share_numel, self._layout.numels))
-        return self._layout._replace(numels=numels, rank=self._across.rank, ranks=self._across.ranks)
+        across = self.levels.across.collectives
+        numels = tuple(map(self.levels.share_numel, self._layout.numels))
+        return self._layout._replace(numels=numels, rank=across.rank, ranks=across.ranks)
 
     def _exchanged_numels(self) -> dict[str, int]:
         layout = self._exchanged_layout()
         return dict(zip(layout.names, layout.numels))
 
-    def _stream_from(self, ddp: DistributedDataParallel) -> GradientStream:
-        schedule, overlaps = self._settings.schedule, self._settings.overlaps_backward
-        worker, recorder = self._worker, self.recorder
-        holds = self._settings.feedback.has_moments or ddp.find_unused_parameters or ddp.static_graph
-        arrived = self.arrived if holds else None
-        return GradientStream(
-            ddp, self.pipeline, schedule, worker, recorder, self._end_step, overlaps, self._begin, arrived
-        )
+    def _stream_from(self, ddp: DistributedDataParallel) -> Union[GradientStream, NoStream]:
+        settings = self._settings
+        if settings.local_steps is not None:
+            return NoStream()
+        if settings.has_moments or ddp.find_unused_parameters or ddp.static_graph:
+            self.arrived.watch(ddp.module.parameters())
+        parts = (self.pipeline, settings.schedule, self._worker)
+        return GradientStream(ddp, *parts, settings.overlaps_backward, self._begin, self.arrived)
+
+    def _replicas_of(self, module: nn.Module, say: Callable[[str], None]) -> Replicas:
+        settings = self._settings
+        if settings.local_steps is not None:
+            parts = (settings.local_steps, self.pipeline, settings.schedule, self._worker)
+            return Rounds(module, self.parameter_names, *parts, self._begin_exchange, say)
+        if self.compressor.replicas_diverge:
+            averager = ReplicaAverager(module, self._collectives)
+            return AveragedReplicas(averager, self.compressor.param_sync_every, self._worker, self.recorder)
+        return Replicas()
+
+    @property
+    def rounds(self) -> Optional[Rounds]:
+        """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
+        return self.replicas if isinstance(self.replicas, Rounds) else None
 
     @property
     def used_parameters(self) -> Optional[AbstractSet[Parameter]]:
         """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
-        return None if self._stream is None else self._stream.used
-
-    def _rounds_of(self, ddp: DistributedDataParallel, say: Callable[[str], None]) -> Optional[Rounds]:
-        local, schedule = self._settings.local_steps, self._settings.schedule
-        if local is None:
-            return None
-        names, worker, recorder = self._layout.names, self._worker, self.recorder
-        return Rounds(ddp.module, names, local, self.pipeline, schedule, worker, recorder, self._collectives, say)
-
-    def _end_step(self, step: Sequence[Exchanged]) -> None:
-        """Finish a step all of whose groups have arrived; on the worker, before the next backward can begin."""
-        self.pipeline.commit(step)
-        marks = self.recorder.end_step().marks
-        # Now, so that it does not count as time of the step.
-        self.recorder.close_samples(self.memory.state_dict, self.memory.update_norms)
-        if self._planner is not None:
-            self._planner.end_step(marks)
+        return self._stream.used
 
     def detach(self) -> None:
         """Let go of the wrapped model, between two steps; what is kept stays."""
-        if self.rounds is not None:
-            self.synchronize_replicas()
-        if self._stream is not None:
-            self._stream.close()
+        self.replicas.detach()
+        self._stream.close()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Exchange the gradients of a new wrapper of the same model from now on, whichever are trained now.
@@ -183,15 +178,12 @@ class Engine(Uncopied):
         layout = layout_of(ddp.module, *self._layout[2:5])
         if layout != self._layout:
             self._worker.run(lambda: self._train_others(layout))
-        if self._planner is not None:
-            self._planner.expect_other_order()
-        if self.rounds is None:
-            self._stream = self._stream_from(ddp)
-        else:
-            self.rounds.follow(ddp.module, layout.names)
+        self.planner.expect_other_order()
+        self._stream = self._stream_from(ddp)
+        self.replicas.follow(ddp.module, layout.names)
 
     def _train_others(self, layout: ModelLayout) -> None:
-        compressor = self._settings.compressor
+        compressor = self.compressor
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = compressor.state_dict() if self._learned is None else dict(self._learned)
         self._layout = layout
@@ -199,26 +191,10 @@ class Engine(Uncopied):
         compressor.load_state_dict(learned)
         self._numels.update(self._exchanged_numels())
 
-    def plan_anew(self) -> None:
-        """Measure what things cost once more, from the next step on; all ranks must call."""
-        if self._planner is not None:
-            self._planner.start_anew()
-
     def leave_optimizers(self) -> None:
         """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
         self.arrived.clear()
-        if isinstance(self.memory, AdamMemory):
-            self._worker.run(self.memory.leave)
-
-    @property
-    def compressor(self) -> Compressor:
-        """The compressor."""
-        return self.pipeline.compressor
-
-    @property
-    def corrects_adam(self) -> bool:
-        """Whether the updates of Adam or AdamW are made before selection."""
-        return isinstance(self.memory, AdamMemory)
+        self._worker.run(self.memory.leave)
 
     def target_density(self, name: str) -> float:
         """Return the density of a parameter when warm-up is over, as the user asked for it."""
@@ -232,32 +208,23 @@ class Engine(Uncopied):
         """Return the density of each parameter in the next step, by name."""
         return {name: self.densities.of(name) for name in self.parameter_names}
 
-    def clip(self, clipping: Clipping) -> None:
-        """Clip gradients before compression from the next step on, where the optimizer is corrected; on all ranks."""
-        if isinstance(self.memory, AdamMemory):
-            self.memory.clip_to(clipping)
-
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
         means: list[float] = []
         self._worker.run(lambda: means.append(float(self._collectives.gather_numbers([number]).mean())))
         return means[0]
 
-    def send_all(self, is_wanted: bool) -> None:
-        """Send every gradient whole in the next steps, with what waits; all ranks must call."""
-        self.densities.sends_all = is_wanted
-
-    def _planner_of(self, schedule: Schedule, say: Callable[[str], None]) -> Optional[StepPlanner]:
-        if not isinstance(schedule, Merged):
-            return None
+    def _planner_of(self, settings: Settings, say: Callable[[str], None]) -> Planner:
+        if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
+            return Planner()
         return StepPlanner(
-            schedule,
+            settings.schedule,
             self._collectives,
             self.recorder,
             self._numels,
             self.densities,
-            self._settings.adapts_density,
-            self.pipeline.waits_for_whole_step or not self._settings.overlaps_backward,
+            settings.adapts_density,
+            self.memory.clips_gradients or not settings.overlaps_backward,
             say,
         )
 
@@ -282,7 +249,12 @@ class Engine(Uncopied):
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = settled >= 1
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self.recorder.samples_deltas)
-        self.densities.density = self._settings.density_at(epoch, settled)
+        self._set_density(epoch, settled)
+
+    def _set_density(self, epoch: int, settled: float) -> None:
+        if self._density_of != (epoch, settled):
+            self._density_of = (epoch, settled)
+            self.densities.density = self._settings.density_at(epoch, settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
@@ -297,13 +269,10 @@ class Engine(Uncopied):
             agreed: numbers that have to be the same on all ranks where a round ends.
         """
         self.recorder.totals.end_step()
-        if self.rounds is not None:
-            self._epoch = epoch
-            self.rounds.end_step(optimizer, self._begin_exchange, agreed)
-            return
-        self.recorder.samples_deltas = False
-        if self._averager is not None and self._averager.count_step():
-            self.synchronize_replicas()
+        self._epoch = epoch
+        if self.rounds is None:  # which sample when they exchange
+            self.recorder.samples_deltas = False
+        self.replicas.count_step(optimizer, agreed)
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
@@ -311,26 +280,10 @@ class Engine(Uncopied):
         samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
-            self.densities.density = self._settings.density_at(epoch)
+            self._set_density(epoch, 1.0)
             return StepContext(samples_deltas=samples_deltas)
 
         return prepare
-
-    def synchronize_replicas(self) -> None:
-        """Make all replicas one, where the method lets them drift apart; all ranks must call.
-
-        Parameters and buffers are averaged over ranks; a round of local steps is closed.
-        """
-        if self.rounds is not None:
-            self.rounds.close(self._begin_exchange)
-        if self._averager is not None:
-            self._worker.run(self._averager.make_one)
-            self.recorder.add_to_last(self._averager.sent_bytes)
-
-    @property
-    def plan(self) -> Optional[Plan]:
-        """The plan in force; ``None`` if the schedule follows none, or none yet."""
-        return None if self._planner is None else self._planner.plan
 
     @property
     def last_marks(self) -> Optional[StepMarks]:
@@ -346,14 +299,9 @@ class Engine(Uncopied):
         recorder = self.recorder
         if recorder.last is None:
             return {}
-        waited_seconds = None if self.rounds is None else self.rounds.total_waited_seconds
-        totals = recorder.totals.as_stats(recorder.has_levels, waited_seconds)
+        totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
-        if recorder.last.is_plain:
-            return stats
-        if self.rounds is not None:
-            return self.rounds.in_stats(stats)
-        return stats if self._averager is None else {**stats, "replica_divergence": float(self._averager.divergence)}
+        return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
 
     def settle(self) -> None:
         """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.
@@ -365,12 +313,10 @@ class Engine(Uncopied):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
-        state = {"memory": self.memory.state_dict(), "compressor": self._settings.compressor.state_dict()}
-        if self.plan is not None:
-            state["plan"] = {**self.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
-        if self.rounds is not None:
-            state["rounds"] = self.rounds.state_dict()
-        return state if self._averager is None else {**state, "averager": self._averager.state_dict()}
+        state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
+        if self.planner.plan is not None:
+            state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
+        return {**state, **self.replicas.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace those parts that ``state`` holds by a copy; the others stay as they are.
@@ -383,21 +329,18 @@ class Engine(Uncopied):
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
             if "compressor" in state:
-                self._settings.compressor.load_state_dict(state["compressor"])
+                self.compressor.load_state_dict(state["compressor"])
                 self._learned = state["compressor"]
-            if self.rounds is not None and "rounds" in state:
-                self.rounds.load_state_dict(state["rounds"])
-            if self._averager is not None and "averager" in state:
-                self._averager.load_state_dict(state["averager"])
+            self.replicas.load_state_dict(state)
 
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self._worker.run(load)
 
     def restore_plan(self, state: Mapping[str, Any], topology: tuple[int, int]) -> bool:
-        """Follow the plan of a run before; return whether it is for these ranks, this schedule, these parameters."""
+        """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
         is_ours = topology == self.topology and state["schedule"] == type(self._settings.schedule).__name__
-        return is_ours and self._planner is not None and self._planner.restore(state)
+        return is_ours and self.planner.restore(state)
 
     def close(self, has_failed: bool = False) -> bool:
         """End the worker and give the process group back; safe to call twice.
@@ -408,45 +351,24 @@ class Engine(Uncopied):
         Returns:
             whether what is kept is that of a whole step: no exchange has failed, or hangs.
         """
-        if self._stream is not None:
-            self._stream.close()
+        self._stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = self._worker.close()
         if has_ended:
-            inside = [] if self._node is None else [self._across, self._node.collectives]
-            for collectives in (*inside, self._collectives):
-                collectives.close(has_failed or self._worker.error is not None)
+            self.levels.close(has_failed or self._worker.error is not None)
         return has_ended and self._worker.error is None
 
 
 def _levels_of(
-    collectives: Collectives, everybody: list[int], node_ranks: int, timeout: Optional[timedelta]
-) -> tuple[Optional[Node], Collectives]:
-    """Return this rank's node, ``None`` where there is one level, and the ranks that it exchanges selections with."""
+    collectives: Collectives, recorder: Recorder, everybody: list[int], node_ranks: int, timeout: Optional[timedelta]
+) -> OneLevel:
+    """Return which ranks this one exchanges what with."""
     if node_ranks == 1:
-        return None, collectives
+        return OneLevel(Channel(collectives, recorder))
     nodes = [everybody[first : first + node_ranks] for first in range(0, len(everybody), node_ranks)]
     rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
     number, place = divmod(collectives.rank, node_ranks)
-    node = Node(Collectives(nodes[number], collectives.device, timeout, nodes))
-    node.collectives.check(("all_to_all", "all_gather"))
-    return node, Collectives(rows[place], collectives.device, timeout, rows)
-
-
-def _wires_of(settings: Settings, rank: int, ranks: int) -> Wires:
-    compressor = settings.compressor
-    # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
-    dense_format = compressor.dense_wire_format or (None if settings.feedback.adam is None else "reduce")
-    return build_wires(
-        compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
-    )
-
-
-def _tell_of_memory(arrival_bytes: float, shared_by: int, say: Callable[[str], None]) -> None:
-    """Say so where what arrives in a step takes more bytes for each element than the residual, of what ranks share."""
-    if arrival_bytes > _RESIDUAL_BYTES:
-        say(
-            f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
-            f" {_RESIDUAL_BYTES / shared_by:g} for what waits: exchange='auto' takes ways that do not grow with the"
-            " number of ranks."
-        )
+    inside = Collectives(nodes[number], collectives.device, timeout, nodes)
+    inside.check(("all_to_all", "all_gather"))
+    across = Collectives(rows[place], collectives.device, timeout, rows)
+    return TwoLevels(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))

@@ -2,8 +2,8 @@
 
 The change goes the way of a gradient (any compressor, memory and wire), and its mean over ranks is the gradient of an
 outer step, which moves the shared model. With everything sent this is local SGD (Stich, arXiv 1805.09767), with an
-outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), in fragments that overlap with training Streaming
-DiLoCo (arXiv 2501.18512), and with top-k and error feedback SparseLoCo (Sarfi et al., arXiv 2508.15706).
+outer Nesterov momentum DiLoCo (Douillard et al., arXiv 2311.08105), overlapping with training as in Streaming DiLoCo
+(arXiv 2501.18512), and with top-k and error feedback SparseLoCo (Sarfi et al., arXiv 2508.15706).
 
 Where ours differs: an exchange that overlaps with steps is applied as a correction, which keeps what those steps have
 learned, where Streaming DiLoCo mixes them with the shared model; and the mean is over all ranks, as in SparseLoCo's
@@ -13,7 +13,7 @@ formula, where its released code divides by the number of ranks that sent an ele
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 from threading import Event
 from time import perf_counter
 from typing import Any, Optional
@@ -21,12 +21,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.replicas import ReplicaAverager, floats
 from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Payload
@@ -50,27 +50,27 @@ def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
     return min(_MOST_STEPS, max(1, math.ceil(exchange_seconds / (COMMUNICATION_SHARE * step_seconds))))
 
 
-class _Flight:
-    """The exchange of a fragment, from its beginning until it is applied.
+class _PendingSync:
+    """An exchange, from its beginning until it is applied.
 
     Attributes:
         names: of the tensors that it is about.
-        lands: step after which it is applied.
+        due: step after which it is applied.
         corrections: what is then added to each; ``None`` where they are replaced by the shared model.
         has_news: whether a rank has written something that is not shared yet, once the exchange has ended.
         done: set when the exchange has ended.
     """
 
-    def __init__(self, names: Sequence[str], lands: int, corrections: Optional[list[Tensor]]) -> None:
+    def __init__(self, names: Sequence[str], due: int, corrections: Optional[list[Tensor]]) -> None:
         self.names = list(names)
-        self.lands = lands
+        self.due = due
         self.corrections = corrections
         self.changes: list[Tensor] = []  # held for as long as a device may read them
         self.has_news = False
         self.done = Event()
 
 
-class Rounds:
+class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
     Floating-point buffers are exchanged with them, and so are frozen parameters once ranks have written them
@@ -84,14 +84,12 @@ class Rounds:
         pipeline: what every group goes through.
         schedule: how parameters are cut into groups.
         worker: where it is done.
-        recorder: the facts.
-        collectives: how buffers and frozen parameters are averaged.
+        begin: called for each exchange that begins; what it returns is called on the worker before that exchange, for
+            what is known of it.
         say: called with lines for the user.
 
     Attributes:
         covered_steps: local steps that the last exchange was about.
-        waited_seconds: time that training has waited for the last exchange that was applied.
-        total_waited_seconds: the same, of all exchanges.
         begun_exchanges: how many exchanges have begun in this training.
     """
 
@@ -103,38 +101,39 @@ class Rounds:
         pipeline: Pipeline,
         schedule: Schedule,
         worker: ExchangeWorker,
-        recorder: Recorder,
-        collectives: Collectives,
+        begin: Callable[[], Callable[[], StepContext]] = lambda: StepContext,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._local = local
+        self._begin = begin
         self._say = say
         self._every = local.every if isinstance(local.every, int) else _FIRST_STEPS
         self._origin = 0  # step at which rounds of this length began
         self._times: Optional[list[tuple[int, float, float]]] = None if isinstance(local.every, int) else []
-        self._landed = perf_counter()
+        self._applied_at = perf_counter()
         self._pipeline = pipeline
+        self._recorder = pipeline.recorder
+        self._everybody = pipeline.levels.everybody
         self._schedule = schedule
         self._worker = worker
-        self._recorder = recorder
-        self._collectives = collectives
         self._step = 0
         self._steps_of: dict[int, int] = {}
         self._has_begun = False
-        self._flights: list[_Flight] = []
-        self._replicas = ReplicaAverager(module, collectives, None)
+        self._pending: Optional[_PendingSync] = None
+        self._averager = ReplicaAverager(module, self._everybody.collectives)
         self._names: frozenset[str] = frozenset()
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._seen: dict[str, Tensor] = {}  # fingerprints of what is not shared, when all ranks last had the same of it
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every
-        self.waited_seconds = self.total_waited_seconds = 0.0
+        self._last_wait = self._total_wait = 0.0  # seconds
         self.begun_exchanges = 0
         self.follow(module, names)
 
+    @override
     def follow(self, module: Module, names: Sequence[str]) -> None:
-        """Exchange these parameters from now on, between two rounds: replicas are the same then."""
+        # Between two rounds, when replicas are the same.
         self._module = module
         present = dict(self._named())
         beside = [*floats(module.named_buffers()), *(name for name in self._beside if name in present)]
@@ -147,9 +146,8 @@ class Rounds:
         }
         has_buffers = any(each._buffers for each in module.modules())
         self._may_have_news = has_buffers or any(not each.requires_grad for each in module.parameters())
-        self._fragments = _cut({name: present[name].numel() for name in names}, self._local.fragments)
-        self._begun = [self._step] * len(self._fragments)
-        self._are_stale = [False] * len(self._fragments)
+        self._begun = self._step  # when the last exchange did
+        self._is_stale = False  # whether a step has been made since
         self._seen = self._fingerprints()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -191,10 +189,9 @@ class Rounds:
 
         What has changed in the round so far is part of it.
         """
-        self._worker.run(self._replicas.make_one)
+        self._worker.run(self._averager.average)
         self._count_bytes()
-        self._flights.clear()
-        self._are_stale = [False] * len(self._fragments)
+        self._pending, self._is_stale = None, False
         for name, tensor in self._tensors().items():
             shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
             shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
@@ -202,48 +199,35 @@ class Rounds:
 
     def _count_bytes(self) -> None:
         if self._recorder.last is not None:
-            self._recorder.last.wire_bytes += self._replicas.sent_bytes
+            self._recorder.last.wire_bytes += self._averager.sent_bytes
 
-    def end_step(
-        self, optimizer: int, begin: Callable[[], Callable[[], StepContext]], agreed: Sequence[float] = ()
-    ) -> None:
-        """Count a step of an optimizer; apply the exchanges that are to be applied now, and begin those that are due.
+    @override
+    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+        """Count a step of an optimizer; apply the exchange that is due, and begin one at the end of a round.
 
         A round counts the steps of the optimizer that has made the most, whether or not a scaler skipped some: ranks
         call this equally often. Steps before :meth:`begin` are only counted.
-
-        Args:
-            optimizer: its number.
-            begin: called for each exchange that begins now; what it returns is called on the worker before that
-                exchange, for what is known of it.
-            agreed: numbers that have to be the same on all ranks.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         if not self._has_begun:
             return
-        self._are_stale = [True] * len(self._fragments)
+        self._is_stale = True
         if self._steps_of[optimizer] <= self._step:
             return
         self._step += 1
-        self._land(self._step)
-        for fragment in range(len(self._fragments)):
-            if self._is_due(fragment):
-                self._begin(fragment, begin, self._local.overlap_steps, agreed)
-        self._land(self._step)
+        self._apply_until(self._step)
+        if (self._step - self._origin) % self._every == 0:
+            self._submit(self._local.overlap_steps, agreed)
+        self._apply_until(self._step)
         if self._times is not None and len(self._times) > _TIMED_ROUNDS:
             self._choose_length(self._times)
-
-    def _is_due(self, fragment: int) -> bool:
-        """Return whether a fragment's exchange begins now: fragments take turns within a round."""
-        own_turn = (fragment + 1) * self._every // len(self._fragments)
-        return (self._step - self._origin - own_turn) % self._every == 0
 
     def _choose_length(self, times: Sequence[tuple[int, float, float]]) -> None:
         """Choose how many steps a round has from now on, the same on all ranks."""
         steps, seconds, waited = (sum(each) for each in zip(*times[1:]))  # the first exchange makes connections
         means: list[float] = []
         numbers = (seconds / steps, waited / (len(times) - 1))
-        self._worker.run(lambda: means.extend(self._collectives.mean_of_numbers(numbers)))
+        self._worker.run(lambda: means.extend(self._everybody.collectives.mean_of_numbers(numbers)))
         step, exchange = means
         self._times, self._origin = None, self._step
         self._every = fitting_steps(step, exchange)
@@ -252,42 +236,36 @@ class Rounds:
             f" steps, so that exchanges take {exchange / (step * self._every):.1%} of the time."
         )
 
-    def close(self, begin: Callable[[], Callable[[], StepContext]]) -> None:
+    @override
+    def synchronize(self) -> None:
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
-        has_late = bool(self._flights)  # which are applied as corrections, and leave ranks apart by what those round
-        self._land(self._step + self._every)
-        for fragment, is_stale in enumerate(self._are_stale):
-            if is_stale or has_late:
-                self._begin(fragment, begin, 0)
-        self._land(self._step)
+        is_late = self._pending is not None  # applied as a correction, it leaves ranks apart by what that rounds
+        self._apply_until(self._step + self._every)
+        if self._is_stale or is_late:
+            self._submit(0)
+        self._apply_until(self._step)
 
-    def _begin(
-        self,
-        fragment: int,
-        begin: Callable[[], Callable[[], StepContext]],
-        overlap: int,
-        agreed: Sequence[float] = (),
-    ) -> None:
-        names = self._fragments[fragment]
-        steps, self._begun[fragment] = self._step - self._begun[fragment], self._step
-        self._are_stale[fragment] = False
-        is_last = fragment == len(self._fragments) - 1
-        flown = [*names, *self._beside] if is_last else names
+    @override
+    def detach(self) -> None:
+        self.synchronize()
+
+    def _submit(self, overlap: int, agreed: Sequence[float] = ()) -> None:
+        """Begin an exchange, which is applied after some more steps."""
+        steps, self._begun, self._is_stale = self._step - self._begun, self._step, False
         present = self._tensors()
         # A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
-        tensors = [present.get(name, self._shared[name]) for name in flown]
-        starts = [tensor.clone() for tensor in tensors] if overlap else None
-        flight = _Flight(flown, self._step + overlap, starts)
-        flight.changes = [self._change(name, tensor) for name, tensor in zip(flown, tensors)]
-        if is_last and self._may_have_news:
-            nothing = torch.zeros((), dtype=torch.bool, device=self._collectives.device)
-            flight.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
-        self._flights.append(flight)
+        tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
+        starts = [tensor.clone() for tensor in tensors.values()] if overlap else None
+        pending = self._pending = _PendingSync(list(tensors), self._step + overlap, starts)
+        pending.changes = [self._change(name, tensor) for name, tensor in tensors.items()]
+        if self._may_have_news:
+            nothing = torch.zeros((), dtype=torch.bool, device=self._averager.device)
+            pending.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
         self.begun_exchanges += 1
-        prepare = begin()  # here, and not when the worker gets to it: what ranks have asked for by now is the same
-        self._worker.submit(lambda: self._exchange(flight, len(names), prepare, steps, agreed), flight.done.set)
+        prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
+        self._worker.submit(lambda: self._exchange(pending, prepare, steps, agreed), pending.done.set)
 
     def _change(self, name: str, tensor: Tensor) -> Tensor:
         """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
@@ -308,36 +286,31 @@ class Rounds:
         """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
         unshared = self._unshared()
         found: list[str] = []
-        self._worker.run(lambda: found.extend(self._replicas.make_alike(unshared)))
+        self._worker.run(lambda: found.extend(self._averager.average_differing(unshared)))
         self._count_bytes()
         self._shared |= {name: _wide(unshared[name]) for name in found}
         self._seen = self._fingerprints()
 
     def _exchange(
-        self,
-        flight: _Flight,
-        parameters: int,
-        prepare: Callable[[], StepContext],
-        steps: int,
-        agreed: Sequence[float],
+        self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, agreed: Sequence[float]
     ) -> None:
-        """Exchange a fragment's changes and move the shared model by their mean; on the worker."""
+        """Exchange changes and move the shared model by their mean; on the worker."""
         self._recorder.begin_backward()
         self._recorder.end_backward()
         if agreed:
             self._check_agreed(agreed)
+        names, changes, trained = pending.names, pending.changes, len(self._names)
         self._pipeline.context = prepare()
-        self._pipeline.commit(self._exchange_groups(flight.names[:parameters], flight.changes[:parameters]))
-        self._average(flight.changes[parameters:])
-        flight.has_news = len(flight.changes) > len(flight.names) and bool(flight.changes[-1])
-        self._move(flight.names, flight.changes, parameters)
-        if flight.corrections is not None:
-            for name, start in zip(flight.names, flight.corrections):
+        self._pipeline.commit(self._exchange_groups(names[:trained], changes[:trained]))
+        self._average(names[trained:] or names, changes[trained:])
+        pending.has_news = len(changes) > len(names) and bool(changes[-1])
+        self._move(names, changes, trained)
+        if pending.corrections is not None:
+            for name, start in zip(names, pending.corrections):
                 start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         self.covered_steps = self._recorder.current.covered_steps = steps
         self._pipeline.wires.end_step()  # the next exchange is many steps away: what is not in use is given back
-        self._recorder.end_step()
-        self._recorder.close_samples(self._pipeline.memory.state_dict)
+        self._pipeline.close_step()
 
     def _exchange_groups(self, names: Sequence[str], changes: Sequence[Tensor]) -> list[Exchanged]:
         exchanged: list[Exchanged] = []
@@ -354,14 +327,11 @@ class Rounds:
                 group, numel = [], 0
         return exchanged + (self._pipeline.exchange(group) if group else [])
 
-    def _average(self, changes: Sequence[Tensor]) -> None:
+    def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
         """Average changes over ranks, in place: all of each, whatever the compressor."""
         if not changes:
             return
-        flat = torch.cat(list(changes)).div_(self._collectives.ranks)
-        self._recorder.add_bytes(self._collectives.sent_bytes("all_reduce", flat))
-        with self._recorder.span("exchange"), self._collectives.telling_of("buffers and what is frozen", "all_reduce"):
-            flat = self._collectives.run(*Payload("all_reduce", flat))
+        flat = self._everybody.call(Payload("all_reduce", torch.cat(list(changes)).div_(self._everybody.ranks)), names)
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 
@@ -380,45 +350,47 @@ class Rounds:
             shared.sub_(change, alpha=local.outer_lr)
 
     def _check_agreed(self, numbers: Sequence[float]) -> None:
-        everywhere = self._collectives.gather_numbers(numbers)
+        everywhere = self._everybody.collectives.gather_numbers(numbers)
         if bool((everywhere != everywhere[0]).any()):
             raise RuntimeError(
                 f"learning rates differ between ranks, that of this rank is {numbers[0]}: a schedule went by a number"
                 " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
             )
 
-    def _land(self, step: int) -> None:
-        """Apply the exchanges that are to be applied after a step."""
-        while self._flights and self._flights[0].lands <= step:
-            flight = self._flights.pop(0)
-            self._wait(flight)
-            tensors = self._tensors()
-            for position, name in enumerate(flight.names):
-                if name not in tensors:
-                    continue
-                if flight.corrections is None:
-                    tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
-                else:
-                    tensors[name].add_(flight.corrections[position])
-            if flight.has_news:
-                self._take_up()
+    def _apply_until(self, step: int) -> None:
+        """Apply the exchange that is due after a step."""
+        pending = self._pending
+        if pending is None or pending.due > step:
+            return
+        self._pending = None
+        self._wait(pending)
+        tensors = self._tensors()
+        for position, name in enumerate(pending.names):
+            if name not in tensors:
+                continue
+            if pending.corrections is None:
+                tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
+            else:
+                tensors[name].add_(pending.corrections[position])
+        if pending.has_news:
+            self._take_up()
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, pending: _PendingSync) -> None:
         if self._times is not None:
-            self._synchronize()
+            self._synchronize_device()
         start = perf_counter()
-        self._worker.wait(flight.done)
+        self._worker.wait(pending.done)
         if self._times is not None:
-            self._synchronize()
-        self.waited_seconds = perf_counter() - start
-        self.total_waited_seconds += self.waited_seconds
+            self._synchronize_device()
+        self._last_wait = perf_counter() - start
+        self._total_wait += self._last_wait
         if self._times is not None:
-            self._times.append((self.covered_steps, start - self._landed, self.waited_seconds))
-        self._landed = perf_counter()
+            self._times.append((self.covered_steps, start - self._applied_at, self._last_wait))
+        self._applied_at = perf_counter()
 
-    def _synchronize(self) -> None:
+    def _synchronize_device(self) -> None:
         """Wait for a device, whose time is to be measured; in a few rounds only."""
-        device = self._collectives.device
+        device = self._averager.device
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
 
@@ -455,26 +427,32 @@ class Rounds:
                 tensors[name].copy_(tensor)
         self._away = None
 
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        """Return the statistics of the last exchange as those of the steps that it was about."""
-        return {**stats, "exposed_seconds": self.waited_seconds, "local_steps": float(self.covered_steps)}
+    @property
+    @override
+    def waited_seconds(self) -> float:
+        return self._total_wait
 
+    @override
+    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+        return {**stats, "exposed_seconds": self._last_wait, "local_steps": float(self.covered_steps)}
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return where the round stands, as plain tensors and numbers (not copied); no exchange may be in progress."""
-        # While steps are synchronous, Lightning's file holds all of the one model.
+        # No exchange may be in progress. While steps are synchronous, Lightning's file holds all of the one model.
         own, written = {}, {}
         if self._has_begun:
             own = self._tensors() if self._away is None else self._away
             unshared = self._unshared()
             written = {name: unshared[name] for name, has_changed in self._have_changed().items() if has_changed}
-        return {
+        pending = self._pending
+        rounds = {
             "has_begun": self._has_begun,
             "step": self._step,
             "every": self._every if self._times is None else None,
             "origin": self._origin,
             "steps_of": dict(self._steps_of),
-            "begun": list(self._begun),
-            "are_stale": list(self._are_stale),
+            "begun": self._begun,
+            "is_stale": self._is_stale,
             "local": dict(own),
             "beside": self._beside,
             "written": written,
@@ -482,32 +460,41 @@ class Rounds:
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
             "momentum": dict(self._momenta),
-            "flights": [
-                {"names": flight.names, "lands": flight.lands, "corrections": flight.corrections}
-                for flight in self._flights
-            ],
+            "pending": None
+            if pending is None
+            else {
+                "names": pending.names,
+                "due": pending.due,
+                "corrections": pending.corrections,
+                "has_news": pending.has_news,
+            },
         }
+        return {"rounds": rounds}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where another round stood, with the shared model that the model's tensors hold now.
 
         Raises:
             ValueError: if it is about tensors of another shape.
         """
+        if "rounds" in state:
+            self._load(state["rounds"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         unshared = self._unshared()
-        self._shared |= {name: _wide(unshared[name]) for name in state.get("beside", ()) if name in unshared}
+        self._shared |= {name: _wide(unshared[name]) for name in state["beside"] if name in unshared}
         self._seen = self._fingerprints()
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
-        device = self._collectives.device
-        self._has_begun = bool(state["has_begun"])
+        device = self._averager.device
+        self._has_begun = state["has_begun"]
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
         if not isinstance(self._local.every, int) and state["every"] is not None:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
-        if len(state["begun"]) == len(self._fragments):
-            self._begun, self._are_stale = list(state["begun"]), list(state["are_stale"])
-        for name, tensor in state.get("written", {}).items():
+        self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
+        for name, tensor in state["written"].items():
             if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
                 # Where other numbers of ranks go on, both are means: of all ranks, also those that have not written.
                 unshared[name].copy_(tensor / state["writers"][name].to(tensor.device))
@@ -515,11 +502,12 @@ class Rounds:
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
         self._momenta = {name: each.to(device, copy=True) for name, each in state["momentum"].items()}
-        self._flights = []
-        for saved in state["flights"]:
-            flight = _Flight(saved["names"], saved["lands"], [each.to(device) for each in saved["corrections"]])
-            flight.done.set()
-            self._flights.append(flight)
+        saved, self._pending = state["pending"], None
+        if saved is not None:
+            corrections = [each.to(device) for each in saved["corrections"]]
+            self._pending = _PendingSync(saved["names"], saved["due"], corrections)
+            self._pending.has_news = saved["has_news"]
+            self._pending.done.set()
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -538,19 +526,3 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the shared model as a parameter of a type holds it, wide: rounding is no change of the parameter."""
     return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
-
-
-def _cut(numels: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Cut a model into parts of about as many elements, in the order of its definition.
-
-    Example::
-
-        >>> _cut({"a": 10, "b": 10, "c": 5, "d": 15}, 2)
-        [['a', 'b'], ['c', 'd']]
-    """
-    total = sum(numels.values())
-    fragments: list[list[str]] = [[] for _ in range(parts)]
-    for name, end in zip(numels, accumulate(numels.values())):
-        middle = end - numels[name] / 2
-        fragments[min(parts - 1, int(middle * parts / total))].append(name)
-    return [fragment for fragment in fragments if fragment]

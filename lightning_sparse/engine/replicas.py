@@ -1,7 +1,7 @@
-"""Replicas that drift apart by design, made one again by averaging."""
+"""Averages of replicas that drift apart."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Optional
 from zlib import crc32
@@ -9,20 +9,59 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.step.levels import Replicas
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
 
 
+class AveragedReplicas(Replicas):
+    """Replicas that drift apart, and are averaged every so many steps; ``None``: only when they are looked at."""
+
+    def __init__(
+        self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker, recorder: Recorder
+    ) -> None:
+        self._averager = averager
+        self._every = every
+        self._worker = worker
+        self._recorder = recorder
+        self._steps = 0
+
+    @override
+    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+        self._steps += 1
+        if self._every is not None and self._steps >= self._every:
+            self.synchronize()
+
+    @override
+    def synchronize(self) -> None:
+        # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
+        self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
+        self._steps = 0
+        self._recorder.add_to_last(self._averager.sent_bytes)
+
+    @override
+    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+        return {**stats, "replica_divergence": float(self._averager.divergence)}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"averager": {"steps": self._steps, "divergence": self._averager.divergence}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "averager" in state:
+            self._steps = int(state["averager"]["steps"])
+            self._averager.divergence = state["averager"]["divergence"].to(self._averager.device, copy=True)
+
+
 class ReplicaAverager:
     """Average parameters and floating-point buffers over ranks.
-
-    Args:
-        module: the model.
-        collectives: how they travel.
-        every: steps between two averages; ``None`` to wait until it is asked for.
 
     Attributes:
         divergence: how far the replicas were apart when they were last averaged: the root mean square over ranks of
@@ -30,47 +69,25 @@ class ReplicaAverager:
         sent_bytes: that left this rank the last time that the replicas were made one.
     """
 
-    def __init__(self, module: nn.Module, collectives: Collectives, every: Optional[int]) -> None:
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self._module = module
         self._collectives = collectives
-        self._every = every
-        self._steps = 0
+        self.device = collectives.device
         self.divergence = torch.zeros(())
         self.sent_bytes = 0.0
 
-    def count_step(self) -> bool:
-        """Count a step of the optimizer, and tell whether an average is due."""
-        self._steps += 1
-        return self._every is not None and self._steps >= self._every
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many steps have been taken since the last average, and how far it brought replicas together."""
-        return {"steps": self._steps, "divergence": self.divergence}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state."""
-        self._steps = int(state["steps"])
-        self.divergence = state["divergence"].to(self._collectives.device, copy=True)
-
-    def make_one(self) -> None:
-        """Average over ranks, in place, unless all replicas are the same: afterwards they are identical to the bit.
+    def average(self, are_apart: bool = False) -> None:
+        """Average the model over ranks, in place, unless all replicas are the same: then they are identical to the bit.
 
         Raises:
             ExchangeError: if another rank does not get there.
         """
-        everything = floats(chain(self._module.named_parameters(), self._module.named_buffers()))
-        # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
-        self.make_alike(everything, are_apart=self._steps > 0)
-        self._steps = 0
+        self.average_differing(floats(chain(self._module.named_parameters(), self._module.named_buffers())), are_apart)
 
-    def make_alike(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
+    def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
         """Average over ranks, in place, those tensors that they hold differently; all of them if that is known.
 
-        Returns:
-            their names, the same on all ranks; none where ranks have other tensors than each other.
-
-        Raises:
-            ExchangeError: if another rank does not get there.
+        Return their names, the same on all ranks; none where ranks have other tensors than each other.
         """
         self.sent_bytes = 0.0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):

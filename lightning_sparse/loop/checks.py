@@ -44,11 +44,6 @@ def warning_of_meeting(ddp: DistributedDataParallel, backend: str, environment: 
 
     Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
     where the device has one queue for both, and refuses it where it was told to take the host's order.
-
-    Args:
-        ddp: the wrapped model.
-        backend: of its process group.
-        environment: of the process.
     """
     if backend != "nccl":
         return None

@@ -4,22 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.feedback import (
-    FROM_OPTIMIZER,
-    LEAST_DENSE_STEPS,
-    AdamCorrection,
-    ErrorFeedback,
-    Hyperparameters,
-    WarmUp,
-)
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
-from lightning_sparse.engine.memory import Memory
+from lightning_sparse.engine.memory import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 
 TAKES_MOMENTUM = (
@@ -47,6 +41,29 @@ class _Taken(NamedTuple):
     scaled_decay: float
 
 
+class Uncorrected:
+    """What stands in the place of :class:`AdamSteps` where no optimizer is corrected."""
+
+    names: Mapping[torch.nn.Parameter, str] = {}
+    total_steps: Optional[int] = None
+    is_dense = False
+
+    def coming(self, is_plain: bool, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
+        """Correct nothing."""
+        return ComingStep({})
+
+    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
+        """Warm nothing up."""
+        return None
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Hide nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Have changed nothing."""
+
+
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
@@ -59,7 +76,10 @@ class OptimizerView:
         optimizers: that train it.
         feedback: what the memory accumulates.
         target_of: density of a parameter when warm-up is over, by its name.
-        memory: what is kept, where Adam's updates are made before selection.
+        memory: what is kept; ``None`` to check the optimizers alone.
+
+    Attributes:
+        adam: the corrected optimizers' part of a step.
 
     Raises:
         ValueError: if the memory accumulates momentum, and an optimizer is not SGD, has dampening, or has momentum of
@@ -74,14 +94,12 @@ class OptimizerView:
         target_of: Callable[[str], float] = lambda name: 1.0,
         memory: Optional[Memory] = None,
     ) -> None:
-        self._adam: Optional[AdamSteps] = None
         self._optimizers = optimizers
         self._feedback = feedback
+        self.adam: Union[AdamSteps, Uncorrected] = Uncorrected()
         self.know(parameters)
-        # Where everything is sent, nothing is kept that could be an update.
-        if feedback.adam is not None and isinstance(memory, AdamMemory):
-            corrected = list(filter(is_correctable, optimizers))
-            self._adam = AdamSteps(corrected, self._names, feedback.adam, target_of, memory)
+        if isinstance(memory, AdamMemory):
+            self.adam = AdamSteps(list(filter(is_correctable, optimizers)), self._names, target_of, memory)
         self._taken: dict[tuple[int, int], _Taken] = {}
         self._handles: list[Any] = []
         if feedback.momentum is not None:
@@ -100,8 +118,7 @@ class OptimizerView:
     def know(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
-        if self._adam is not None:
-            self._adam.names = self._names
+        self.adam.names = self._names
 
     def coming_step(self, is_plain: bool = False, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
         """Return what the exchange has to know of the coming step, which may be left to plain DDP.
@@ -109,33 +126,8 @@ class OptimizerView:
         The same on all ranks: all train the same parameters, and have made as many steps with each. For the
         parameters in ``continued`` it has had an exchange before.
         """
-        found = self.hyperparameters(continued)
-        if self._adam is None:
-            return ComingStep(found)
-        coming = self._adam.coming(is_plain, continued)
-        return coming._replace(hyperparameters={**found, **coming.hyperparameters})
-
-    def expect(self, total_steps: Optional[int]) -> None:
-        """Know how many optimizer steps the whole training has; ``None`` where that is not known."""
-        if self._adam is not None:
-            self._adam.total_steps = total_steps
-
-    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """See, between two steps, whether Adam's second moment is known; return the warm-up when that is decided.
-
-        Args:
-            agree: returns the mean over ranks of a number; called on all ranks or on none.
-        """
-        return None if self._adam is None else self._adam.look(agree)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the coming step sends everything of all parameters, for Adam's second moment to be learned."""
-        return self._adam is not None and self._adam.is_dense
-
-    def without_corrected(self) -> AbstractContextManager[None]:
-        """Keep out of sight the gradients of parameters whose updates were made before selection, for a while."""
-        return nullcontext() if self._adam is None else self._adam.hidden()
+        coming = self.adam.coming(is_plain, continued)
+        return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[torch.Tensor] = frozenset()) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
@@ -160,8 +152,7 @@ class OptimizerView:
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
-        if self._adam is not None:
-            self._adam.close()
+        self.adam.close()
         for handle in self._handles:
             handle.remove()
         for index in range(len(self._optimizers)):
@@ -222,7 +213,7 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 def takes_adam(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
     """Say what is done to those of some optimizers that are Adam, by their own names."""
-    adam = settings.feedback.adam
+    adam = settings.adam
     assert adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
     most = adam.most_dense_steps(total_steps)
@@ -297,13 +288,7 @@ def handled(optimizer: Optimizer) -> list[torch.Tensor]:
 def waiting_gradients(
     module: torch.nn.Module, optimizers: Sequence[Optimizer], waiting: Sequence[Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """Return, by parameter name, the gradients that no optimizer has made a step with.
-
-    Args:
-        module: the model.
-        optimizers: that train it.
-        waiting: those of them that have not made a step since the last backward.
-    """
+    """Return, by parameter name, the gradients that none of the optimizers but those that wait has made a step with."""
     done = {parameter for optimizer in optimizers for parameter in handled(optimizer)}
     done -= {parameter for optimizer in waiting for parameter in handled(optimizer)}
     return {

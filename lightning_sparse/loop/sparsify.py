@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, AdamCorrection, Clipping
+from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.settings import AUTO, Settings, refuse
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
 from lightning_sparse.loop.optimizers import (
@@ -66,21 +67,15 @@ def sparsify(
     Args:
         ddp_model: the model, wrapped, of all processes.
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
-        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
-            that lets replicas drift apart.
-        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
-        schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
-            object; not ``"auto"``, which wraps the model anew.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or their code: ``"4bit"``,
-            ``"2bit"``.
-        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
-            Where there are any, call :meth:`Sparsifier.set_epoch` at the start of each.
-        optimizer_correction: as of ``SparseDDPStrategy``: ``"auto"`` makes the updates of AdamW and Adam before
-            selection.
-        exchange: how selections travel: ``"auto"``, ``"gather"``, ``"owners"`` or an
-            :class:`~lightning_sparse.Owners`.
-        overlaps_backward: whether gradients travel while backward goes on.
-        scaler: the gradient scaler, if there is one: what waits is kept without its scale.
+        compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, but none that lets replicas drift apart.
+        density: as there, like the following.
+        schedule: but not ``"auto"``, which wraps the model anew.
+        wire: see there.
+        warmup_epochs: see there; where there are any, call :meth:`Sparsifier.set_epoch` at the start of each.
+        optimizer_correction: see there.
+        exchange: see there.
+        overlaps_backward: see there.
+        scaler: the gradient scaler, if there is one: residuals are kept without its scale.
         total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
             ``None`` where that is not known.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
@@ -112,17 +107,7 @@ def start(
     timeout: Optional[timedelta],
     say: Callable[[str], None],
 ) -> "Sparsifier":
-    """Check what is to be trained, and have its gradients exchanged.
-
-    Args:
-        ddp: the wrapped model, without a hook.
-        optimizers: that train it.
-        settings: what the user chose; of this model alone.
-        scaler: the gradient scaler; ``None`` where there is none.
-        total_steps: of the whole training; ``None`` where that is not known.
-        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
-        say: called on rank 0 with lines for the user.
-    """
+    """Check what is to be trained, and have its gradients exchanged; ``settings`` are of this model alone."""
     _check_model(ddp)
     _check_optimizers(ddp, optimizers)
     if can_correct(settings, optimizers):
@@ -145,15 +130,6 @@ class Sparsifier:
     """Exchange the gradients of a wrapped model until closed; what :func:`sparsify` returns.
 
     As a context manager it closes itself.
-
-    Args:
-        ddp: the wrapped model.
-        optimizers: that train it.
-        settings: what the user chose, checked.
-        scaler: the gradient scaler; ``None`` where there is none.
-        total_steps: of the whole training; ``None`` where that is not known.
-        timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
-        say: called on rank 0 with lines for the user.
 
     Attributes:
         engine: what exchanges gradients; ``None`` on one process, and once closed.
@@ -193,7 +169,7 @@ class Sparsifier:
         self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
-        self._view.expect(total_steps)
+        self._view.adam.total_steps = total_steps
         self._handles = [optimizer.register_step_post_hook(self._end_step) for optimizer in optimizers]
         self._tell(total_steps)
 
@@ -208,7 +184,7 @@ class Sparsifier:
     @property
     def corrects_adam(self) -> bool:
         """Whether the updates of Adam or AdamW are made before selection."""
-        return self.engine is not None and self.engine.corrects_adam
+        return self.engine is not None and self.engine.memory.corrects_adam
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
@@ -250,20 +226,19 @@ class Sparsifier:
             yield
             return
         self.expect_clipping(clipping)
-        with self._view.without_corrected():
+        with self._view.adam.hidden():
             yield
 
     def expect_clipping(self, clipping: Clipping) -> None:
         """Have the gradients that the next updates are made of clipped."""
         self.clipping = clipping
         if self.engine is not None:
-            self.engine.clip(clipping)
+            self.engine.memory.clip_to(clipping)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
 
-        Tensors, numbers and words, for ``torch.save``; as with a module's, tensors are not copied, and change when
-        training goes on. Empty on one process.
+        Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process.
         """
         if self.engine is None:
             self._check_open()
@@ -289,18 +264,22 @@ class Sparsifier:
         """
         self._check_open()
         given, present = ({"ranks": 1, **each} for each in (state, self.state_dict()))
-        for kind, cure in _ALIKE.items():
-            if given.get(kind) != present.get(kind):
-                raise ValueError(
-                    f"this state is of {kind} {given.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}"
-                )
         ours, theirs = (each.get("layouts", {}) for each in (present, given))
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if changed:
-            raise ValueError(
+        refuse(
+            *(
+                (
+                    given.get(kind) != present.get(kind),
+                    f"this state is of {kind} {given.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}",
+                )
+                for kind, cure in _ALIKE.items()
+            ),
+            (
+                changed,
                 f"this state is of a model in which {', '.join(map(repr, changed[:_SHOWN]))} had another shape, type or"
-                " order in memory, or was not there: build the same model"
-            )
+                " order in memory, or was not there: build the same model",
+            ),
+        )
         if self.engine is None:
             return
         kept = dict(state["engine"])
@@ -346,7 +325,7 @@ class Sparsifier:
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
                 " warmup_epochs=0"
             )
-        warm_up = self._view.look(self.engine.mean_over_ranks)
+        warm_up = self._view.adam.look(self.engine.mean_over_ranks)
         if warm_up is not None:
             self._say(tells_warm_up(warm_up, self._settings.density))
         coming, scale = self._view.coming_step(continued=self.engine.arrived.state().keys()), None
@@ -371,7 +350,7 @@ class Sparsifier:
         self._say(f"{summary(settings)}.")
         if settings.feedback.momentum == FROM_OPTIMIZER:
             self._say(TAKES_MOMENTUM)
-        corrects = settings.feedback.adam is not None
+        corrects = settings.adam is not None
         if corrects:
             self._say(takes_adam(settings, self.optimizers, total_steps))
         found = []
@@ -432,28 +411,33 @@ def _check_model(ddp: DistributedDataParallel) -> None:
             "ddp_model has a communication hook already, and DDP takes one: wrap the model in a new"
             " DistributedDataParallel, and call sparsify once"
         )
-    if ddp.is_multi_device_module:
-        raise ValueError("ddp_model has parameters on several devices: give each process a model on one device")
     ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
-    if ranks != world:
-        raise ValueError(
+    refuse(
+        (
+            ddp.is_multi_device_module,
+            "ddp_model has parameters on several devices: give each process a model on one device",
+        ),
+        (
+            ranks != world,
             f"ddp_model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
-            " leave process_group out"
-        )
+            " leave process_group out",
+        ),
+    )
 
 
 def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
     trained = set(ddp.parameters())
-    if not optimizers:
-        raise ValueError("optimizer=[] names none: give the optimizer that trains the model, or all of them")
+    refuse((not optimizers, "optimizer=[] names none: give the optimizer that trains the model, or all of them"))
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
-        if trained.isdisjoint(handled(optimizer)):
-            raise ValueError(
+        refuse(
+            (
+                trained.isdisjoint(handled(optimizer)),
                 f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
-                " ddp_model.parameters()"
+                " ddp_model.parameters()",
             )
+        )
 
 
 def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
@@ -465,10 +449,9 @@ def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> Non
     """
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
-    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-        raise ValueError(
-            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
-        )
+    is_number = total_steps is None or (isinstance(total_steps, int) and total_steps >= 1)
+    message = f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
+    refuse((not is_number, message))
 
 
 def check_settings(settings: Settings) -> None:
@@ -477,14 +460,15 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ValueError: if not.
     """
-    name = type(settings.compressor).__name__
-    if isinstance(settings.schedule, Auto):
-        raise ValueError(
+    refuse(
+        (
+            isinstance(settings.schedule, Auto),
             "schedule='auto' wraps the model anew in the midst of training, which a loop of one's own has no place for:"
-            " use schedule='merged', or the Trainer's strategy='sparse_auto'"
-        )
-    if settings.compressor.replicas_diverge:
-        raise ValueError(
-            f"compressor={name} lets replicas drift apart, which have to be averaged before validation and saving: use"
-            " the Trainer's strategy for it, or another compressor, such as 'topk'"
-        )
+            " use schedule='merged', or the Trainer's strategy='sparse_auto'",
+        ),
+        (
+            settings.compressor.replicas_diverge,
+            f"compressor={type(settings.compressor).__name__} lets replicas drift apart, which have to be averaged"
+            " before validation and saving: use the Trainer's strategy for it, or another compressor, such as 'topk'",
+        ),
+    )

@@ -81,7 +81,7 @@ def _warm_up(settings: Settings) -> str:
     if settings.warmup_epochs:
         first = settings.density ** (1 / (settings.warmup_epochs + 1))
         words.append(f"over {settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
-    if settings.feedback.adam is not None:
+    if settings.adam is not None:
         words.append("that of the correction")
     return ", or where it sends more, ".join(words) or "none"
 
@@ -94,7 +94,7 @@ def _schedule(settings: Settings) -> str:
 
 def _correction(settings: Settings) -> str:
     feedback = settings.feedback
-    if feedback.adam is not None:
+    if settings.adam is not None:
         return "updates before selection"
     if feedback.momentum is not None:
         whose = "the optimizer's" if feedback.momentum == FROM_OPTIMIZER else f"{feedback.momentum}"

@@ -95,8 +95,8 @@ class BackendChoice(Uncopied):
         has_changed, _ = yield from self._watch(_RECHECK_STEPS, reference)
         if not has_changed:
             return None
-        stale = self._engine.plan
-        self._engine.plan_anew()
+        stale = self._engine.planner.plan
+        self._engine.planner.start_anew()
         return stale
 
     def _stay_plain(self) -> Generator[None, float, Optional[Plan]]:
@@ -106,8 +106,8 @@ class BackendChoice(Uncopied):
         while True:
             # What was looked at in vain stays what is compared with: the change may come while it is looked at.
             has_changed, theirs = yield from self._watch(patience * _RECHECK_STEPS, theirs)
-            stale = self._engine.plan
-            self._engine.plan_anew()
+            stale = self._engine.planner.plan
+            self._engine.planner.start_anew()
             # A plan in the making tries one way after the other; none of them sends more than the user asked for.
             ours = yield from self._time(False)
             if compare([(ours, [theirs])], self._density).pays:
@@ -118,7 +118,7 @@ class BackendChoice(Uncopied):
                 self._departure = min(2 * self._departure, _MAX_DEPARTURE)
 
     def _await_plan(self, known: Optional[Plan]) -> Steps:
-        while self._engine.plan is known:
+        while self._engine.planner.plan is known:
             yield
 
     def _compare(self) -> Generator[None, float, tuple[Comparison, int]]:
@@ -154,10 +154,10 @@ class BackendChoice(Uncopied):
         """Stay with the winner; what waits is sent before DDP takes over."""
         if is_plain:
             self.wants_plain = False
-            self._engine.send_all(True)
+            self._engine.densities.sends_all = True
             for _ in range(_SETTLING_STEPS):
                 yield
-            self._engine.send_all(False)
+            self._engine.densities.sends_all = False
         self.wants_plain = is_plain
         for _ in range(_SETTLING_STEPS):
             yield

@@ -38,7 +38,7 @@ _CALLED_ELSEWHERE = {
     " AdaptiveDensity([Warmup(length)])",
     **dict.fromkeys(
         (
-            *("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps", "fragments"),
+            *("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps"),
             "synchronous_steps",
         ),
         "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from lightning_sparse._lightning import CURE, CheckpointIO, FabricDDPStrategy
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import AdamCorrection, Clipping
+from lightning_sparse.compressors.feedback import Clipping
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.optimizers import handled
@@ -144,7 +145,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
     def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
         """Return what the schedule follows for a model on this rank; ``None`` if it follows no plan, or none yet."""
         handle = self.handle(model)
-        return None if handle is None or handle.engine is None else handle.engine.plan
+        return None if handle is None or handle.engine is None else handle.engine.planner.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.

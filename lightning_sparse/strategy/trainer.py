@@ -24,9 +24,10 @@ from lightning_sparse._lightning import (
     Trainer,
 )
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import AdamCorrection, Clipping, ErrorFeedback
+from lightning_sparse.compressors.feedback import Clipping, ErrorFeedback
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import gather_apart, gather_together
 from lightning_sparse.engine.local_steps import Rounds
@@ -115,8 +116,6 @@ class SparseDDPStrategy(DDPStrategy):
         nesterov: whether that is Nesterov's.
         residual_decay: what waits is multiplied by this before a change is added to it.
         overlap_steps: local steps that are made while an exchange travels; what it brings is then added.
-        fragments: parts of the model that are exchanged in turn within ``local_steps``, so that bytes do not come all
-            at once.
         synchronous_steps: optimizer steps that are DDP's, before the first round of local steps: gradients are averaged
             whole, and ranks are one model. They are counted on across a resume.
         levels: how many levels ranks exchange on: with 2, the ranks of a node average their gradients whole, each of
@@ -161,14 +160,13 @@ class SparseDDPStrategy(DDPStrategy):
         nesterov: bool = False,
         residual_decay: float = 1.0,
         overlap_steps: int = 0,
-        fragments: int = 1,
         synchronous_steps: int = 0,
         levels: Union[str, int] = AUTO,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         outer = (outer_lr, outer_momentum, nesterov)
-        rounds = LocalSteps(local_steps, *outer, residual_decay, overlap_steps, fragments, synchronous_steps).checked()
+        rounds = LocalSteps(local_steps, *outer, residual_decay, overlap_steps, synchronous_steps).checked()
         if rounds != LocalSteps() and ddp_kwargs.get("static_graph"):
             raise ValueError(
                 f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local_steps} it"
@@ -241,7 +239,7 @@ class SparseDDPStrategy(DDPStrategy):
 
         After training it stays what it was at its end.
         """
-        return self._final_plan if self.engine is None else self.engine.plan
+        return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
         """Take statistics and plan of a training that other processes have made for those of this one."""
@@ -399,8 +397,8 @@ class SparseDDPStrategy(DDPStrategy):
         assert self.engine is not None
         assert self._optimizer_view is not None
         self._clipping = _clipping(clip_val, *algorithm, **named_algorithm)
-        self.engine.clip(self._clipping)
-        with self._optimizer_view.without_corrected():
+        self.engine.memory.clip_to(self._clipping)
+        with self._optimizer_view.adam.hidden():
             if all(parameter.grad is None for parameter in handled(optimizer)):
                 return  # torch clips no list without a member
             self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
@@ -414,11 +412,11 @@ class SparseDDPStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
-        if self._optimizer_view is not None and self.settings.feedback.adam is not None:
+        if self._optimizer_view is not None and self.settings.adam is not None:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             total_steps = _total_steps(trainer)
-            self._optimizer_view.expect(total_steps)
-            if self._optimizer_view.is_dense:
+            self._optimizer_view.adam.total_steps = total_steps
+            if self._optimizer_view.adam.is_dense:
                 self._say(takes_adam(self.settings, self.optimizers, total_steps))
         self._resume_time()
         if self._rounds is not None:
@@ -463,10 +461,10 @@ class SparseDDPStrategy(DDPStrategy):
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
         assert self._optimizer_view is not None
-        warm_up = self._optimizer_view.look(self.engine.mean_over_ranks)
+        warm_up = self._optimizer_view.adam.look(self.engine.mean_over_ranks)
         if warm_up is not None:
             self._say(tells_warm_up(warm_up, self.settings.density))
-        if self._optimizer_view.is_dense:
+        if self._optimizer_view.adam.is_dense:
             return True
         if self._choice is None:
             return False
@@ -627,7 +625,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _synchronize_replicas(self) -> None:
         if self.engine is not None:
-            self.engine.synchronize_replicas()
+            self.engine.replicas.synchronize()
 
     def _agree_on_trained(self) -> None:
         """Raise, on every rank, unless all are about to train the same parameters."""
@@ -773,7 +771,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._step.restore(gradients, is_begun, [trained[name] for name in used if name in trained])
         if self.lightning_module.trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
             self._clipping = Clipping(*kept.get("clipping", ()))
-            self.engine.clip(self._clipping)
+            self.engine.memory.clip_to(self._clipping)
         if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
@@ -801,7 +799,7 @@ class SparseDDPStrategy(DDPStrategy):
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
             can_ask = not self._has_failed or self.root_device.type == "cpu"
             if can_ask:
-                self.remember(self.compression_stats(), self.engine.plan)
+                self.remember(self.compression_stats(), self.engine.planner.plan)
             if not self._has_failed and self.world_size > 1 and self._final_stats.get("total_steps"):
                 self._say(closing(self._final_stats, None if self._choice is None else self._choice.verdict))
             is_whole = self.engine.close(self._has_failed)
@@ -811,7 +809,7 @@ class SparseDDPStrategy(DDPStrategy):
             if self._optimizer_view is not None:
                 self._optimizer_view.close()
                 self._optimizer_view = None
-            if self.settings.feedback.adam is not None:
+            if self.settings.adam is not None:
                 del self.precision_plugin.clip_gradients
         super().teardown()
         self._wrapping.close()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import AdamCorrection
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.wire import Owners

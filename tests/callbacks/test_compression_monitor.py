@@ -164,7 +164,7 @@ def fit_dawdling(rank: int, local: dict[str, int], directory: str) -> list[int]:
     return looked
 
 
-@pytest.mark.parametrize("local", [{"overlap_steps": 2}, {"fragments": 2, "overlap_steps": 3}], ids=str)
+@pytest.mark.parametrize("local", [{"overlap_steps": 2}, {"overlap_steps": 3}], ids=str)
 def test_ranks_look_together_however_late_an_exchange_is(pair: Pool, tmp_path: Path, local: dict[str, int]) -> None:
     first, second = pair.run(fit_dawdling, local, str(tmp_path))
     assert first == second

@@ -10,7 +10,7 @@ from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.compressors.group_selection import WholeSelection
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
-from lightning_sparse.engine.wire import Arrival, build_wires
+from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Tensors, assert_same_as_virtual
@@ -222,9 +222,9 @@ def test_a_selection_without_indices_is_taken_apart_again() -> None:
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
     means, kept = (WholeSelection([Selection(values, None, 4)]) for values in (padded, padded / 2))
-    arrival = part.split_by_parameter(Arrival(torch.tensor(True), None, means, kept))
-    assert [mean.values.tolist() for mean in arrival.means] == [[1.0, 2.0, 3.0], [0.0]]
-    assert [kept.values.tolist() for kept in arrival.kept] == [
+    assert part.merged is not None
+    assert [mean.values.tolist() for mean in part.merged.means(means[0])] == [[1.0, 2.0, 3.0], [0.0]]
+    assert [left.values.tolist() for left in part.merged.kept(kept[0])] == [
         [0.5, 1.0, 1.5],
         [4.0],
     ]  # the bias was not used: all of it stays
@@ -249,9 +249,9 @@ def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_n
     like = torch.empty(0)
     addresses = [workspace.take(10, like).data_ptr() for _ in range(3)]
     assert len(set(addresses)) == 3
-    workspace.end_step()
+    workspace.release()
     assert [workspace.take(10, like).data_ptr() for _ in range(2)] == addresses[:2]
-    workspace.end_step()
+    workspace.release()
     first, second = workspace.take(10, like), workspace.take(11, like.double())
     assert first.data_ptr() == addresses[0]
     assert (second.numel(), second.dtype) == (11, torch.float64)

@@ -26,11 +26,9 @@ class Watched(Small):
         return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take a note."""
         self.notes["batch"].append(self.state())
 
     def on_validation_epoch_start(self) -> None:
-        """Take a note."""
         self.notes["validation"].append(self.state())
 
 
@@ -100,7 +98,6 @@ class Changed(Watched):
     """A model that a callback's like gives other weights on each rank, after the last average of an epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Write."""
         assert self.notes["batch"]
         with torch.no_grad():
             self.network[0].bias.fill_(float(self.global_rank))

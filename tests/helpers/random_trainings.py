@@ -905,7 +905,6 @@ def _local(chance: random.Random, strategy: str) -> LocalSteps:
         nesterov=momentum > 0 and chance.random() < 0.5,
         residual_decay=0.9 if chance.random() < (0.05 if strategy in ("dense", "qsgd") else 0.3) else 1.0,
         overlap_steps=chance.choice([0, 0, *range(1, every)]),
-        fragments=chance.choice([1, 1, *range(2, every + 1)]),
         synchronous_steps=chance.choice([0, 0, 0, 2]),
     )
 

@@ -71,7 +71,7 @@ class Watching(Callback):
         self._plan = strategy.exchange_plan()
         if step % max(100, self.steps // _OFTEN) == 0:
             strategy.engine.settle()
-            strategy.engine.plan_anew()
+            strategy.engine.planner.start_anew()
         if step in (self.steps // 10, self.steps // 2, self.steps):
             for logger in trainer.loggers:
                 logger.save()  # TensorBoard's thread opens its file anew for everything it writes

@@ -36,7 +36,6 @@ each_optimizer = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
 def wrapped(model: Optional[nn.Module] = None, **arguments: Any) -> DistributedDataParallel:
-    """Wrap a model; every rank has the same."""
     torch.manual_seed(0)
     model = (Edges() if model is None else model).to(DEVICE)
     return DistributedDataParallel(model, **{"bucket_cap_mb": bucket_cap_mb(model), **arguments})
@@ -77,7 +76,6 @@ def train(
 def train_both(
     rank: int, kind: str, micro_batches: int, settings: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[Tensors, Tensors]:
-    """Train at density 1, and a twin with plain DDP."""
     with sparsified(kind, wrapped(**arguments), density=1.0, **settings) as (ddp, optimizer, _):
         train(rank, ddp, [optimizer], range(5), micro_batches)
     twin = wrapped()
@@ -86,7 +84,6 @@ def train_both(
 
 
 def assert_close(ours: Tensors, theirs: Tensors) -> None:
-    """Fail unless parameters agree up to rounding."""
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
 
@@ -165,7 +162,6 @@ def test_mass_is_conserved(pair: Pool, compressor: str) -> None:
 
 
 def stored(state: dict[str, Any]) -> Any:
-    """Write a state into a file and read it again."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -395,12 +391,10 @@ class Broken(TopK):
     """A compressor that fails."""
 
     def select(self, *group: Any) -> Any:
-        """Fail."""
         raise OSError("cannot select")
 
 
 def fail(rank: int) -> tuple[bool, str, str, dict[str, float]]:
-    """Meet an error of the exchange, close, and go on."""
     broken = sparsified("SGD", compressor=Broken(), density=0.05)
     with broken as (ddp, _, handle), pytest.raises(OSError, match="cannot select"):
         ddp(batch(rank, 0)).backward()
@@ -423,7 +417,6 @@ def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_
 
 
 def train_alone(rank: int) -> tuple[Tensors, Tensors, Any]:
-    """Train on one process, and a twin with plain DDP."""
     with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
         handle.load_state_dict(handle.state_dict())
@@ -454,21 +447,21 @@ def refusal_of(rank: int, arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ddp_model": nn.Linear(2, 2)}, "TypeError: ddp_model=Linear must be a torch.nn.parallel.Distr"),
-        ({"optimizer": []}, "ValueError: optimizer=[] names none"),
-        ({"optimizer": [1]}, "TypeError: optimizer=1 must be a torch.optim.Optimizer"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD trains no parameter"),
-        ({"schedule": "auto"}, "ValueError: schedule='auto' wraps the model anew"),
-        ({"compressor": "a2sgd"}, "ValueError: compressor=A2SGD lets replicas drift apart"),
-        ({"compressor": "lag"}, "ValueError: compressor='lag' is unknown"),
-        ({"density": 1.5}, "ValueError: density=1.5 must be"),
-        ({"wire": "int3"}, "ValueError: "),
-        ({"exchange": "ring"}, "ValueError: "),
+        ({"ddp_model": nn.Linear(2, 2)}, "TypeError: ddp_model=Linear"),
+        ({"optimizer": []}, "ValueError: optimizer=[]"),
+        ({"optimizer": [1]}, "TypeError: optimizer=1"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD"),
+        ({"schedule": "auto"}, "ValueError: schedule='auto'"),
+        ({"compressor": "a2sgd"}, "ValueError: compressor=A2SGD"),
+        ({"compressor": "lag"}, "ValueError: compressor='lag'"),
+        ({"density": 1.5}, "ValueError: density=1.5"),
+        ({"wire": "int3"}, "ValueError: wire='int3'"),
+        ({"exchange": "ring"}, "ValueError: exchange='ring'"),
         ({"local_steps": 4}, "TypeError: sparsify() got an unexpected keyword argument 'local_steps'"),
-        ({"scaler": 65536.0}, "TypeError: scaler=65536.0 must be a torch.amp.GradScaler"),
-        ({"total_steps": 0}, "ValueError: total_steps=0 must be a whole number"),
-        ({"optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection(...) was given"),
-        ({"compressor": DGC(momentum=0.9)}, "ValueError: momentum=0.9 was given to the memory"),
+        ({"scaler": 65536.0}, "TypeError: scaler=65536.0"),
+        ({"total_steps": 0}, "ValueError: total_steps=0"),
+        ({"optimizer_correction": CORRECTION}, "ValueError: optimizer_correction=AdamCorrection(...)"),
+        ({"compressor": DGC(momentum=0.9)}, "ValueError: momentum=0.9"),
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
 )
@@ -477,43 +470,34 @@ def test_what_is_refused(pools: dict[int, Pool], ranks: int, arguments: dict[str
         assert refusal.startswith(message)
 
 
-def refused_states(rank: int) -> list[str]:
-    """Return the errors with which states of others are refused, and a second handle."""
-    messages = []
+def refused_states(rank: int) -> None:
+    """Give a handle states of others, and the model a second handle."""
     with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
         state = handle.state_dict()
-        for change in (
-            {},
-            {"ranks": 4},
-            {"rank": 1 - rank},
-            {"compressor": "OMGS"},
-            {"layouts": {**state["layouts"], "matrix": [[2, 2], [2, 1], "torch.float32"]}},
-        ):
-            with pytest.raises(ValueError, match="this state is of") if change else nullcontext() as refusal:
+        handle.load_state_dict(state)
+        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], "torch.float32"]}
+        changes: dict[str, dict[str, Any]] = {
+            "ranks 4, and here it is 2": {"ranks": 4},
+            f"rank {1 - rank}, and here it is {rank}": {"rank": 1 - rank},
+            "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
+            "model in which 'matrix' had": {"layouts": layouts},
+        }
+        for told, change in changes.items():
+            with pytest.raises(ValueError, match=told):
                 handle.load_state_dict({**state, **change})
-            messages.append(str(refusal.value) if refusal else "")
-        with pytest.raises(RuntimeError) as refusal:
-            sparsify(ddp, optimizer)
-        messages.append(str(refusal.value))
         with pytest.raises(ValueError, match="ranks 1, and here it is 2"):
             handle.load_state_dict({})  # which one process has
-    with sparsified("AdamW", compressor="lags") as (_, _, handle), pytest.raises(ValueError, match="same optimizers"):
+        with pytest.raises(RuntimeError, match="hook already"):
+            sparsify(ddp, optimizer)
+    with sparsified("AdamW", compressor="lags") as (_, _, handle), pytest.raises(ValueError, match="kinds"):
         handle.load_state_dict(state)
-    return messages
 
 
 def test_states_of_others_are_refused(pair: Pool) -> None:
-    for rank, (none, ranks, other, compressor, layouts, second) in enumerate(pair.run(refused_states)):
-        assert not none
-        assert "ranks 4, and here it is 2: start as many processes" in ranks
-        assert f"rank {1 - rank}, and here it is {rank}: each rank" in other
-        assert "compressor 'OMGS', and here it is 'LAGS': choose" in compressor
-        assert "this state is of a model in which 'matrix' had another shape" in layouts
-        assert "has a communication hook already" in second
+    pair.run(refused_states)
 
 
 def lines_said(rank: int) -> tuple[list[str], str]:
-    """Return what is said at the start, and warned of."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -532,10 +516,8 @@ def lines_said(rank: int) -> tuple[list[str], str]:
 
 def test_rank_0_says_what_is_sent_and_warns_of_optimizers_that_learn_from_it(pair: Pool) -> None:
     (lines, file), others = pair.run(lines_said)
-    assert lines[0].startswith("sparsify: LAGS sends 0.05 of each gradient; warm-up: that of the correction;")
-    assert lines[1].startswith("sparsify: AdamW: gradients are sent whole for the first 2 optimizer steps")
-    assert file == __file__
-    assert others == ([], "")
+    assert [name in line for name, line in zip(("LAGS", "AdamW"), lines)] == [True, True]
+    assert (file, others) == (__file__, ([], ""))
 
 
 WITHOUT_LIGHTNING = """

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors.feedback import AdamMoments, ErrorFeedback, Hyperparameters
-from lightning_sparse.engine.adam.memory import AdamMemory
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
+from lightning_sparse.engine.memory import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
@@ -51,7 +52,7 @@ def corrected_steps(
     with sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
         optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
         parameters = dict(ddp.module.named_parameters())
-        feedback = ErrorFeedback(adam=correction)
+        feedback = engine._settings.feedback
         view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
@@ -285,7 +286,7 @@ def first_planned_step(rank: int, dense_steps: int) -> int:
     settings = {"compressor": "topk", "schedule": "merged"}
     training = corrected_steps(rank, torch.optim.AdamW, settings, {}, dense_steps + 120, correction=correction)
     engine = next(training)[1]
-    planned = [step for step, _ in enumerate(training) if engine.plan is not None]
+    planned = [step for step, _ in enumerate(training) if engine.planner.plan is not None]
     return planned[0]
 
 
@@ -701,9 +702,13 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_
 def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
     first, second, weight, gradient = torch.ones(4, 1000).unbind()
     moments = AdamMoments(5, 0.9, 0.999, 1e-8, 0.0, first, second, None, weight)
-    memory = AdamMemory(ranks=2, refresh_steps=1)
+    memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
     memory.compensate(["weight"], [gradient], {"weight": Hyperparameters(0.1, adam=moments)})
-    assert memory.take_local_gradients()["weight"].nbytes == 2 * 1000
+    ranks = mock.Mock()
+    ranks.mean_gradients.side_effect = lambda gradients, numels: list(gradients.values())
+    assert memory.after_exchange([(["weight"], None)], torch.tensor(True), ranks)
+    [[gradients, numels]] = [call.args for call in ranks.mean_gradients.call_args_list]
+    assert (gradients["weight"].nbytes, numels) == (2 * 1000, [1000])
 
 
 class InHalves(LightningModule):

@@ -21,11 +21,12 @@ class MadeUpEngine:
     """As much of an engine as the choice asks for; a plan takes it some steps."""
 
     def __init__(self, density: float) -> None:
+        self.planner = self
         self.plan: Any = None
         self._density = density
         self._steps = 0
 
-    def plan_anew(self) -> None:
+    def start_anew(self) -> None:
         """Make another plan."""
         self._steps = 0
 

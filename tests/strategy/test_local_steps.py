@@ -28,7 +28,7 @@ from tests.helpers.trainers import Rows, Small, run_fit, weights
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": "dense", "local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
     "sparse": {"compressor": "topk", "density": 0.1, "wire": "2bit", "local_steps": 4, "residual_decay": 0.9},
-    "late": {"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 2, "fragments": 2},
+    "late": {"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 2},
     "synchronous": {
         **{"compressor": "topk", "density": 0.1, "local_steps": 4, "overlap_steps": 1},
         **{"synchronous_steps": 3, "find_unused_parameters": True},

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import lightning_sparse.engine.collectives
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.compressors.feedback import AdamCorrection, falling_density
+from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import warning_of_meeting

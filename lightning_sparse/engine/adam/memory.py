@@ -5,20 +5,64 @@ The rule, its sources and where it differs from them stand at :class:`~lightning
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import NOT_CLIPPED, AdamMoments, Clipping, Hyperparameters, WarmUp
+from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.memory.base import MemoryState, in_widened
-from lightning_sparse.engine.memory.residual import ResidualMemory, cloned, kept_like
+from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
+from lightning_sparse.engine.memory.residual import (
+    Averages,
+    Hyperparameters,
+    MemoryState,
+    ResidualMemory,
+    cloned,
+    in_widened,
+    kept_like,
+)
 from lightning_sparse.functional import AdamScalars, accumulate_updates, denominator, to_gradients
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
+_LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
+
+
+class AdamMoments(NamedTuple):
+    """Adam's state of a parameter: the optimizer's own tensors, laid out as its gradient is.
+
+    Attributes:
+        step: number of the coming step, from 1.
+        decay: weight decay that is added to the gradient, negative where the objective is maximized; 0 where it is
+            decoupled.
+        first: first moment, flat; zero while updates are made before selection.
+        second: second moment, flat; of the mean gradient, the same on all ranks.
+        largest: the largest second moment so far, with ``amsgrad``; else ``None``.
+        parameter: flat.
+        maximizes: whether the objective is maximized, and the first moment that of the negative gradient.
+    """
+
+    step: int
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    first: Tensor
+    second: Tensor
+    largest: Optional[Tensor]
+    parameter: Tensor
+    maximizes: bool = False
+
+    @property
+    def preconditioner(self) -> Tensor:
+        """The second moment that the gradient is divided by the root of."""
+        return self.second if self.largest is None else self.largest
+
+    def scalars(self, second_step: int) -> AdamScalars:
+        """Return the numbers of the coming step, where the second moment is that of an earlier one."""
+        return AdamScalars(self.beta2, 1 - self.beta2**second_step, self.eps)
 
 
 class AdamMemory(ResidualMemory):
@@ -27,15 +71,16 @@ class AdamMemory(ResidualMemory):
     Takes 4 bytes an element, as gradients would. The moments are the optimizer's own tensors: the first is emptied into
     what waits, the second is learned here, and is one for all ranks.
 
+    Each rank clips its own gradient, whose norm is larger than that of the mean by a factor, one for all ranks, that is
+    measured whenever the mean is known.
+
     Args:
         ranks: how many ranks the gradient is averaged over.
-        refresh_steps: steps between two mean gradients that the second moment learns from, at least.
-        clip: what gradients are clipped to. Each rank clips its own gradient,
-            whose norm is larger than that of the mean by a factor, one for all ranks, that is measured whenever the
-            mean is known.
+        correction: what the user chose.
+        clip: what gradients are clipped to.
         follows_learning_rate: see :class:`ResidualMemory`.
         share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient; ``None``
-            where it is given all. Moments, and what :meth:`learn` is given, are whole in any case.
+            where it is given all. Moments, and the means that are learned from, are whole in any case.
 
     Attributes:
         warm_up: how long more is sent than later; ``None`` while the second moment is not known.
@@ -43,10 +88,12 @@ class AdamMemory(ResidualMemory):
             to see whether it is known.
     """
 
+    corrects_adam = True
+
     def __init__(
         self,
         ranks: int,
-        refresh_steps: int,
+        correction: AdamCorrection,
         clip: Clipping = NOT_CLIPPED,
         follows_learning_rate: bool = False,
         share_of: Optional[Callable[[Tensor], Tensor]] = None,
@@ -57,9 +104,9 @@ class AdamMemory(ResidualMemory):
         self.second_means: dict[str, tuple[float, int]] = {}
         self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
         self._norm_ratio: Optional[Tensor] = None
+        self.correction = correction
         self._ranks = ranks
         self._share_of = share_of
-        self._refresh_steps = refresh_steps
         self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
         self._second_steps: dict[str, int] = {}  # that their second moments are of
@@ -70,8 +117,8 @@ class AdamMemory(ResidualMemory):
         self._learned: dict[str, tuple[Tensor, float]] = {}
         self._has_pieces = False
 
+    @override
     def clip_to(self, clipping: Clipping) -> None:
-        """Clip gradients to something else from the next step on."""
         self._clipping = clipping
         self.clips_gradients = clipping.norm is not None
 
@@ -136,8 +183,9 @@ class AdamMemory(ResidualMemory):
             self._residuals[name].mul_(self._denominator(name, known))
         self._second_steps.pop(name, None)
 
+    @override
     def leave(self) -> None:
-        """Accumulate gradients again, of all parameters; their second moments may change before they come back."""
+        # Second moments may change before their parameters come back.
         for name in list(self._in_updates):
             self._return_to_gradients(name, self._moments.pop(name, None))
 
@@ -214,17 +262,30 @@ class AdamMemory(ResidualMemory):
 
     def _is_due(self, name: str) -> bool:
         step = self._moments[name].step
-        return step - self._second_steps[name] >= max(self._refresh_steps, int(_GROWTH * step))
+        return step - self._second_steps[name] >= max(self.correction.refresh_steps, int(_GROWTH * step))
 
     @override
-    def take_local_gradients(self) -> dict[str, Tensor]:
+    def after_exchange(
+        self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
+    ) -> bool:
+        """Average gradients, without residuals, in the few steps in which the second moment learns from them."""
         local, self._local = self._local, {}
-        return local
+        # The host waits for the device in such a step only, at most every tenth.
+        if not local or not bool(finite):
+            return False
+        for names, used in parts:
+            are_used = [True] * len(names) if used is None else used.tolist()
+            known = [name for name, is_used in zip(names, are_used) if is_used and name in local]
+            for together in _messages(known, local):
+                gradients = {name: local.pop(name) for name in together}
+                means = ranks.mean_gradients(gradients, [self._moments[name].second.numel() for name in together])
+                if self.clips_gradients:
+                    squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float32)).square_()
+                    self._measure_norms(together, means, ranks.mean_squares(squares, together))
+                self._learn(together, means)
+        return True
 
-    @override
-    def learn(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Optional[Tensor]) -> None:
-        if squared_norms is not None:
-            self._measure_norms(names, means, squared_norms)
+    def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
         for name, mean in zip(names, means):
             moments = self._moments[name]
             known, present = self._second_steps[name], moments.step
@@ -304,6 +365,20 @@ class AdamMemory(ResidualMemory):
         self.warm_up = next(
             (WarmUp(int(dense), int(fall)) for _, (dense, fall) in _as_numbers(state.get("warm_up", {}))), None
         )
+
+
+def _messages(names: Sequence[str], gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names whose gradients travel in one message: few messages, little memory."""
+    together: list[str] = []
+    numel = 0
+    for name in names:
+        together.append(name)
+        numel += gradients[name].numel()
+        if numel >= _LEARNED_TOGETHER:
+            yield together
+            together, numel = [], 0
+    if together:
+        yield together
 
 
 def _as_numbers(kept: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:

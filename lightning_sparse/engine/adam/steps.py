@@ -17,15 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_sparse.compressors.feedback import (
-    LEAST_DENSE_STEPS,
-    AdamCorrection,
-    AdamMoments,
-    Hyperparameters,
-    WarmUp,
-)
-from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.memory.base import in_widened
+from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
+from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
+from lightning_sparse.engine.memory.residual import Hyperparameters, in_widened
 from lightning_sparse.functional import apply_updates, laid_flat
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
@@ -73,7 +67,6 @@ class AdamSteps:
     Args:
         optimizers: that are :func:`is_correctable`.
         names: of parameters.
-        correction: what the user chose.
         target_of: density of a parameter when warm-up is over, by its name.
         memory: what is kept; knows of which step a second moment is, and where gradients were written.
 
@@ -85,14 +78,13 @@ class AdamSteps:
         self,
         optimizers: Sequence[Optimizer],
         names: Mapping[Parameter, str],
-        correction: AdamCorrection,
         target_of: Callable[[str], float],
         memory: AdamMemory,
     ) -> None:
         self.names = names
         self.total_steps: Optional[int] = None
         self._optimizers = optimizers
-        self._correction = correction
+        self._correction = memory.correction
         self._target_of = target_of
         self._memory = memory
         self._present: dict[Parameter, AdamMoments] = {}
@@ -123,7 +115,7 @@ class AdamSteps:
             self._present[parameter] = moments
             rate = float(group["lr"])
             hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        return ComingStep(hyperparameters, frozenset(whole), 0.0 if warm_up is None else warm_up.settled(self._steps))
+        return ComingStep(hyperparameters, frozenset(whole), _settled(warm_up, self._steps))
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
         """Yield each parameter with its optimizer, group, name, and the steps it has made.
@@ -160,8 +152,7 @@ class AdamSteps:
     def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
         """See whether the second moment is known by now; return the warm-up where that has just been decided.
 
-        Args:
-            agree: returns the mean over ranks of a number; called on all ranks or on none.
+        ``agree`` returns the mean over ranks of a number; called on all ranks or on none.
         """
         if self._warm_up is not None:
             return None
@@ -340,6 +331,21 @@ class AdamSteps:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
+
+
+def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
+    """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
+
+    Example::
+
+        >>> [_settled(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
+        [0.0, 0.0, 0.5, 1.0]
+    """
+    if warm_up is None:
+        return 0.0
+    fallen = max(0, steps - warm_up.dense_steps)
+    is_over = steps >= warm_up.dense_steps and fallen >= warm_up.fall_steps
+    return 1.0 if is_over else fallen / max(1, warm_up.fall_steps)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

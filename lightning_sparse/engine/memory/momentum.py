@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import Hyperparameters
 from lightning_sparse.compressors.group_selection import GroupSelection
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.memory.base import MemoryState
-from lightning_sparse.engine.memory.residual import ResidualMemory, kept_like, laid_clones, overwrite_accepted
+from lightning_sparse.engine.memory.residual import (
+    Hyperparameters,
+    MemoryState,
+    ResidualMemory,
+    kept_like,
+    laid_clones,
+    overwrite_accepted,
+)
 
 
 class MomentumMemory(ResidualMemory):

@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent waits for the next gradient.
+"""KEPT: the contract of a memory, and error feedback, in which what was not sent is added to the next gradient.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD"
 (arXiv 1901.09847). Rescaling at a change of the learning rate: Zheng, Huang and Kwok, "Communication-Efficient
@@ -7,18 +7,121 @@ Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (arXiv 190
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from functools import cache
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import Hyperparameters
+from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.compressors.group_selection import GroupSelection, runs
-from lightning_sparse.engine.memory.base import Memory, MemoryState, in_widened
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import copy_elements
 
-_MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up what waits
+MemoryState = dict[str, dict[str, Tensor]]
+_MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
+
+
+class Hyperparameters(NamedTuple):
+    """The optimizer's settings for a parameter in this step.
+
+    Attributes:
+        momentum: that the memory has taken over from the parameter group.
+        nesterov: whether that is Nesterov's.
+        adam: Adam's state of it, where the memory makes Adam's updates before selection; else ``None``.
+        continues_step: whether its gradient was exchanged before in this step: a backward is one of several.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    adam: Optional[Any] = None
+    continues_step: bool = False
+
+
+class Averages(Protocol):
+    """Means over ranks that a memory may ask for at the end of a step; on all ranks or on none."""
+
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
+        """Return the mean of flat bfloat16 gradients, whole, of so many elements each."""
+
+    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+        """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
+
+
+class Memory:
+    """Add what is kept to the gradient before selection, and keep what was not sent after it; this one keeps nothing.
+
+    A step is a transaction: :meth:`compensate` changes nothing that is kept, and :meth:`update` is told which tensors'
+    exchange counts. A non-finite gradient or an unused parameter therefore leaves the memory bit for bit as it was.
+
+    Attributes:
+        corrects_adam: whether what is kept are updates of Adam or AdamW, made before selection.
+        clips_gradients: whether the norm of the whole gradient has to be known before the first group is compensated.
+        gradient_norm: that norm in this step, a tensor of one element; only set where ``clips_gradients``.
+        is_watched: whether to take note of what :meth:`statistics` tells; to be set before a step.
+    """
+
+    corrects_adam: bool = False
+    clips_gradients: bool = False
+    gradient_norm: Optional[Tensor] = None
+    is_watched: bool = False
+
+    def compensate(
+        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> list[Tensor]:
+        """Return flat gradients plus what is kept, in at least fp32: in place where their type is wide enough.
+
+        ``hyperparameters`` are empty where no optimizer is known.
+        """
+        return in_widened(gradients)
+
+    def update(
+        self, names: Sequence[str], accumulated: Sequence[Tensor], kept: GroupSelection, accepted: Tensor
+    ) -> None:
+        """Keep what :meth:`compensate` returned (it may be changed), with ``kept`` written over the places sent.
+
+        ``accepted`` is bool ``[len(names)]``, or ``[]`` for all; where it is false, nothing of a parameter changes.
+        """
+
+    def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
+        """Turn means of what was accumulated, flat, into gradients, in place; ``means`` tells where they are not 0."""
+
+    def after_exchange(
+        self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
+    ) -> bool:
+        """Exchange what the memory itself wants to know of this step's gradients; return whether it did.
+
+        ``parts`` are the names that travelled together, each with whether any rank used them (``None``: all).
+        """
+        return False
+
+    def clip_to(self, clipping: Clipping) -> None:
+        """Clip the gradients that updates are made of to something else from the next step on; on all ranks."""
+
+    def leave(self) -> None:
+        """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""
+        return {}
+
+    def update_norms(self) -> dict[str, Tensor]:
+        """Return by name, where updates are accumulated, the norms of those of the last step, if it was watched."""
+        return {}
+
+    def state_dict(self) -> MemoryState:
+        """Return what is kept, not copied; the kind ``"residual"`` is what has not been sent."""
+        return {}
+
+    def load_state_dict(self, state: MemoryState) -> None:
+        """Replace what is kept by a copy."""
+        if state:
+            raise ValueError(
+                f"a state that holds {' and '.join(state)} was given to an exchange that keeps nothing; load it into"
+                " the compressor and wire that it was saved with"
+            )
 
 
 class ResidualMemory(Memory):
@@ -30,10 +133,9 @@ class ResidualMemory(Memory):
     Args:
         local_clip_norm: largest norm of this rank's gradient over the whole model; a larger one is scaled down before
             it is accumulated. ``None`` not to clip.
-        follows_learning_rate: multiply what waits by the last learning rate over the present one (within a tenth and
-            ten), so that what was gathered acts with the learning rate under which it was gathered.
-        decay: what waits is multiplied by this before a gradient is added; below 1 some of it is forgotten, as in
-            SparseLoCo (arXiv 2508.15706).
+        follows_learning_rate: multiply the residual by the last learning rate over the present one (within a tenth and
+            ten), so that it acts with the learning rate under which it was gathered.
+        decay: the residual is multiplied by this before a gradient is added, as in SparseLoCo (arXiv 2508.15706).
     """
 
     def __init__(
@@ -69,14 +171,14 @@ class ResidualMemory(Memory):
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        """Add what waits to the gradients, in place."""
+        """Add the residuals to the gradients, in place."""
         if names:
             torch._foreach_add_(gradients, self._waiting(names, gradients, hyperparameters), alpha=self._decay)
 
     def _waiting(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return what is added to the gradients: what waits, in terms of the present learning rate."""
+        """Return what is added to the gradients: residuals in terms of the present learning rate."""
         residuals = kept_like(self._residuals, names, gradients)
         if not (self._follows_learning_rate and hyperparameters):
             return residuals
@@ -172,3 +274,15 @@ def laid_clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors by name."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@cache
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of a type are accumulated and kept: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def in_widened(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients in the type in which they are accumulated; those that have it are not copied."""
+    wide = [widened(gradient.dtype) for gradient in gradients]
+    return [gradient if gradient.dtype is dtype else gradient.to(dtype) for gradient, dtype in zip(gradients, wide)]

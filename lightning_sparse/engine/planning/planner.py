@@ -11,6 +11,8 @@ from itertools import accumulate, chain
 from statistics import median
 from typing import Any, Optional
 
+from typing_extensions import override
+
 from lightning_sparse.compressors.density.table import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder, StepMarks
@@ -38,7 +40,26 @@ Course = Generator[None, StepMarks, None]
 Watch = Generator[None, StepMarks, str]
 
 
-class StepPlanner:
+class Planner:
+    """Follow no plan: what stands in a planner's place where the schedule needs none."""
+
+    plan: Optional[Plan] = None
+
+    def end_step(self, marks: StepMarks) -> None:
+        """Look at a step that has ended; on every rank, between two steps."""
+
+    def expect_other_order(self) -> None:
+        """Expect a new DDP, whose first steps bring gradients in an order that means nothing."""
+
+    def start_anew(self) -> None:
+        """Forget what things cost; between two steps, on every rank."""
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Follow a plan of a run before, if it is of the parameters that are trained here; on every rank."""
+        return False
+
+
+class StepPlanner(Planner):
     """Keep a schedule on the best plan known; ``plan`` is ``None`` while nothing is known.
 
     With ``adapts_density`` the plan may send more than the user asked for; ``holds_groups`` where no group is exchanged
@@ -71,8 +92,8 @@ class StepPlanner:
         self._course: Course = self._run()
         schedule.reset()
 
+    @override
     def end_step(self, marks: StepMarks) -> None:
-        """Look at a step that has ended; on every rank, between two steps."""
         order = tuple(marks.ready)
         if not order or not marks.is_typical:
             return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one
@@ -84,17 +105,18 @@ class StepPlanner:
             self._order = order
             self._begin()
 
+    @override
     def expect_other_order(self) -> None:
-        """Expect a new DDP, whose first steps bring gradients in an order that means nothing."""
         self._foreign_steps = _FOREIGN_STEPS
 
+    @override
     def start_anew(self) -> None:
-        """Forget what things cost; between two steps, on every rank."""
         self._remembered = None
         self._begin()
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Follow a plan of a run before, once gradients come in its order; return whether it fits the parameters."""
+        # It is followed once gradients come in its order, and watched as if it had been made here.
         plan = Plan.of(state)
         if sorted(chain.from_iterable(plan.groups)) != sorted(self._numels):
             return False

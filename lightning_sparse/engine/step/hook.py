@@ -3,23 +3,23 @@
 This module must not postpone its annotations: DDP checks the hook's second argument, by name and by real type.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.futures import Future
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.step.arrived import ArrivedGradients
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.functional import laid_flat
 from lightning_sparse.schedule import Schedule
 
 # A bucket costs a call, a future and an event, some 15 microseconds of a CPU, so small parameters share one. They wait
@@ -51,6 +51,97 @@ def bucket_cap_mb(module: torch.nn.Module) -> float:
     return max(1, min(_LARGEST_BUCKET_MB * _BYTES_OF_MB, nbytes / _BUCKETS)) / _BYTES_OF_MB
 
 
+class ArrivedGradients:
+    """Tell what exchanges have brought of each gradient, the same on all ranks, from what its rank has added since.
+
+    The next exchange of a step is given the second alone, and what it brings is added to the first: momentum and Adam's
+    moments would take that for a gradient, and of a parameter that no rank has used since nothing is to change. Where
+    nothing is watched, all is a gradient like any other.
+    """
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self._received: list[Tensor] = []  # parameters that are being exchanged
+        self._written: dict[Tensor, Tensor] = {}  # gradients to which nothing has been added since
+        self._copies: dict[Tensor, Tensor] = {}  # of the others, as they were before
+        self._handles: list[Any] = []
+
+    def watch(self, parameters: Iterable[Parameter]) -> None:
+        """Watch what backward adds to."""
+        self.is_watched = True
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
+        self._handles = [parameter.register_hook(partial(self._keep, parameter)) for parameter in trained]
+
+    def unwatch(self) -> None:
+        """Watch no more; what has arrived is known, also when gradients lie in the memory of a new wrapper."""
+        self.is_watched = False
+        for parameter in list(self._written):
+            self._keep(parameter)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
+        """Copy what has arrived of a gradient that backward is about to add to."""
+        gradient = self._written.pop(parameter, None)
+        if parameter.grad is None:
+            self._copies.pop(parameter, None)
+        elif gradient is not None:  # which DDP may have moved since, and somebody replaced
+            self._copies[parameter] = gradient.detach().clone()
+
+    def state(self) -> dict[Tensor, Tensor]:
+        """Return what has arrived, by parameter (not copied)."""
+        known = {**self._copies, **self._written}
+        return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
+
+    def restore(self, arrived: Mapping[Parameter, Tensor]) -> None:
+        """Go on from what :meth:`state` returned."""
+        self._written.clear()
+        self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
+
+    def take(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Optional[Tensor]]]:
+        """Forget what has arrived of gradients, flat, that are about to be exchanged.
+
+        Return those that hold what has arrived, each with that, flat; with ``None`` where it holds nothing else.
+        """
+        if not self.is_watched:
+            return []
+        self._received += parameters
+        found: list[tuple[Tensor, Optional[Tensor]]] = []
+        for parameter, gradient in zip(parameters, gradients) if self._written or self._copies else ():
+            written, copy = self._written.pop(parameter, None), self._copies.pop(parameter, None)
+            if written is not None and parameter.grad is written:
+                found.append((gradient, None))
+            elif copy is not None and parameter.grad is not None:
+                found.append((gradient, laid_flat(copy, parameter)))
+        return found
+
+    def note(self) -> None:
+        """Take the gradients that have been exchanged for what has arrived."""
+        received, self._received = self._received, []
+        self._written.update((each, each.grad) for each in received if each.grad is not None)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """End the step of parameters: what their gradients hold from now on is of the next."""
+        for parameter in parameters:
+            self._written.pop(parameter, None)
+            self._copies.pop(parameter, None)
+
+    def clear(self) -> None:
+        """Take all gradients for the rank's own."""
+        self._written.clear()
+        self._copies.clear()
+
+
+class NoStream:
+    """What stands in the place of a stream where gradients are not exchanged, in rounds of local steps."""
+
+    used: Optional[AbstractSet[Parameter]] = None
+
+    def close(self) -> None:
+        """Nothing was registered."""
+
+
 class GradientStream(Uncopied):
     """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
 
@@ -62,13 +153,10 @@ class GradientStream(Uncopied):
         pipeline: what is done with a group.
         schedule: how gradients are cut into groups.
         worker: where it is done.
-        recorder: where facts go.
-        end_step: called on the worker with what arrived in a step, before the next backward can begin.
         overlaps_backward: whether groups are exchanged while backward goes on. If not, they are submitted after all
             that backward itself exchanges, which is then in one order with them on all ranks.
         begin: called before the first bucket of a step is taken.
-        arrived: what earlier exchanges of a step have brought, which is then kept out of the next; ``None`` where that
-            is a gradient like any other.
+        arrived: what earlier exchanges of a step have brought, which is kept out of the next where it is watched.
     """
 
     def __init__(
@@ -77,22 +165,18 @@ class GradientStream(Uncopied):
         pipeline: Pipeline,
         schedule: Schedule,
         worker: ExchangeWorker,
-        recorder: Recorder,
-        end_step: Callable[[Sequence[Exchanged]], None],
-        overlaps_backward: bool = True,
-        begin: Optional[Callable[[], None]] = None,
-        arrived: Optional[ArrivedGradients] = None,
+        overlaps_backward: bool,
+        begin: Callable[[], None],
+        arrived: ArrivedGradients,
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
-        self._recorder = recorder
-        self._finish_step = end_step
+        self._recorder = pipeline.recorder
         self._overlaps_backward = overlaps_backward
         self._begin = begin
         self._arrived = arrived
         self._taken: list[tuple[Tensor, Tensor]] = []  # out of gradients, until they have been exchanged
-        self._received: list[Tensor] = []
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._is_static = ddp.static_graph
         ignored = ddp.parameters_to_ignore
@@ -109,25 +193,22 @@ class GradientStream(Uncopied):
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._known: dict[int, _KnownBucket] = {}
         self._keeps_buckets = False
-        if arrived is not None:
-            arrived.watch(self._names)
         ddp.register_comm_hook(self, exchange_hook)
 
     @property
-    def used(self) -> Optional[AbstractSet[torch.nn.Parameter]]:
+    def used(self) -> Optional[AbstractSet[Parameter]]:
         """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
         return None if self._usage is None else self._usage.used
 
     def close(self) -> None:
         """Take back what was registered on the parameters."""
-        if self._arrived is not None:
-            self._arrived.unwatch()
+        self._arrived.unwatch()
         if self._usage is not None:
             self._usage.close()
 
     def receive(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; the future ends when its mean over ranks has been written into it."""
-        if self._begin is not None and not self._futures:
+        if not self._futures:
             self._begin()
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=self._future_devices)
@@ -153,7 +234,9 @@ class GradientStream(Uncopied):
         gradients = self._gradients_of(bucket, buffer)
         self._recorder.add_ready([local.name for local in gradients])
         self._worker.follow()  # a graph that was kept from before may write buckets of one group on several streams
-        self._hold_arrived(self._known[bucket.index()])
+        found = self._arrived.take(self._known[bucket.index()].parameters, (local.gradient for local in gradients))
+        if found:
+            self._worker.submit(partial(self._take_out, found))
         # What an optimizer has stepped with may still lie there, where another one's turn has come.
         spent = [local.gradient for local in gradients if local.is_used is False]
         if spent:
@@ -163,15 +246,6 @@ class GradientStream(Uncopied):
             self._group_numel += local.gradient.numel()
             if self._schedule.closes_group(local.name, self._group_numel):
                 self._submit_group()
-
-    def _hold_arrived(self, bucket: "_KnownBucket") -> None:
-        """Have what earlier exchanges of the step have brought kept out of this one."""
-        if self._arrived is None:
-            return
-        self._received += bucket.parameters
-        found = self._arrived.take(zip(bucket.parameters, (local.gradient for local in bucket.gradients)))
-        if found:
-            self._worker.submit(partial(self._take_out, found))
 
     def _take_out(self, found: Sequence[tuple[Tensor, Optional[Tensor]]]) -> None:
         pairs = [(gradient, gradient.clone() if arrived is None else arrived) for gradient, arrived in found]
@@ -234,23 +308,21 @@ class GradientStream(Uncopied):
     def _end_backward(self) -> None:
         self._submit_group()
         self._recorder.end_backward()
-        if self._arrived is not None:
+        if self._arrived.is_watched:
             # DDP gives gradients back in a callback of its own, which comes after this one and before one of this one.
             _LATER(lambda: _LATER(self._note_arrived))
         # The first step of a static graph hands over all buckets when backward, with all that it exchanges, is over.
         if self._overlaps_backward or (self._is_static and not self._keeps_buckets):
-            self._end_step()
+            self._submit_commit()
         else:
             # DDP is about to reduce which parameters were used, and then waits for us, in a callback after this one.
-            _LATER(self._end_step)
+            _LATER(self._submit_commit)
 
     def _note_arrived(self) -> None:
-        assert self._arrived is not None
-        received, self._received = self._received, []
-        self._arrived.note(received)
+        self._arrived.note()
         self._taken.clear()  # only now: the caller's stream has waited for that on which it was added
 
-    def _end_step(self) -> None:
+    def _submit_commit(self) -> None:
         self._release_held()
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []
@@ -260,12 +332,13 @@ class GradientStream(Uncopied):
             self._keeps_buckets = True
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
 
-        def finish() -> None:
-            self._finish_step(exchanged)
+        def commit() -> None:
+            self._pipeline.commit(exchanged)
+            self._pipeline.close_step()
             if self._taken:
                 torch._foreach_add_([gradient for gradient, _ in self._taken], [arrived for _, arrived in self._taken])
 
-        self._worker.submit(finish, settle=lambda: _complete(futures))
+        self._worker.submit(commit, settle=lambda: _complete(futures))
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -296,8 +369,8 @@ class Usage:
         used: those whose gradient has been accumulated since the set was last cleared.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.used: set[torch.nn.Parameter] = set()
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        self.used: set[Parameter] = set()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self.used.add)
             for parameter in parameters

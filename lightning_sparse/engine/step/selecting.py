@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, element_count
 from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection, parted
 from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Arrival, WireFormat, Wires
 from lightning_sparse.functional import add_rows
 
@@ -36,13 +37,18 @@ class Part(NamedTuple):
     wire: WireFormat
     merged: Optional["MergedParameters"] = None
 
-    def split_by_parameter(self, arrival: Arrival) -> Arrival:
-        """Turn what arrived for each of ``tensors`` into what arrived for each parameter."""
-        if self.merged is None:
-            return arrival
-        return arrival._replace(means=self.merged.means(arrival.means[0]), kept=self.merged.kept(arrival.kept[0]))
+    def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> Arrival:
+        """Send what is selected, and return what arrives for each parameter."""
+        channel.recorder.see_selection(self.selection, self.counts)
+        arrival = channel.run(self.wire.exchange(self.selection, self.tensors, used), names)
+        if self.merged is not None:
+            with channel.recorder.span("encode"):
+                means, kept = self.merged.means(arrival.means[0]), self.merged.kept(arrival.kept[0])
+            arrival = arrival._replace(means=means, kept=kept)
+        channel.recorder.see_sent(names, self._sent_by_parameter)
+        return arrival
 
-    def sent_by_parameter(self) -> Sequence[Selection]:
+    def _sent_by_parameter(self) -> Sequence[Selection]:
         """Return what is sent of each parameter; the host waits where it is merged."""
         return self.selection if self.merged is None else self.merged.sent(self.selection[0])
 
@@ -50,17 +56,8 @@ class Part(NamedTuple):
 class GroupSelector:
     """Ask a compressor for its selections of a group.
 
-    A parameter whose density is 1 is sent whole, where the compressor has a way for that, and one of which that is much
-    less than some elements; it is asked for the others, one by one or, where it selects across the group, laid end to
-    end.
-
-    Args:
-        compressor: who selects.
-        wires: the ways.
-
-    Raises:
-        ValueError: if it selects across the group and asks for momentum factor masking: what it sent of a parameter is
-            then no longer known by element.
+    A parameter is sent whole where its density is 1, or where that takes far fewer bytes than its elements; the
+    compressor selects from the others, one by one or, where it selects across the group, laid end to end.
     """
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
@@ -83,17 +80,10 @@ class GroupSelector:
         are_used: Sequence[Optional[bool]],
         whole: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Choose what is sent.
+        """Choose what is sent of gradients plus residuals, flat and not changed, of so many elements each.
 
-        Args:
-            names: parameter names.
-            accumulated: for each its flat tensor of gradient plus residual; not changed.
-            densities: for each the fraction of elements to send.
-            are_used: for each whether this rank used it; ``None`` where that is not tracked.
-            whole: names of those that are sent whole without asking the compressor, whose density is 1.
-
-        Returns:
-            the parameters of which elements are sent, by each way, then those that are sent whole, if there are any.
+        ``are_used`` is whether this rank used each (``None``: not tracked), ``whole`` the names of those that are sent
+        whole whatever the compressor. Parts that are sent whole come last.
         """
         few: list[int] = []
         rest: list[int] = []
@@ -113,9 +103,9 @@ class GroupSelector:
             return density >= 1
         return self._format_for(numel, element_count(numel, density)) is self._wires.whole
 
-    def end_step(self) -> None:
-        """End a step: nothing of it is looked at any more, so its working memory serves the next one."""
-        self._workspace.end_step()
+    def release(self) -> None:
+        """Take working memory back, of which nobody looks at any more."""
+        self._workspace.release()
 
     def _ask(
         self,
@@ -163,11 +153,8 @@ class GroupSelector:
 class MergedParameters(NamedTuple):
     """Several parameters as one flat tensor.
 
-    Attributes:
-        flat: their accumulated gradients laid end to end.
-        mean: room for as many elements.
-        tensors: the accumulated gradient of each.
-        are_used: for each whether this rank used it; ``None`` where that is not tracked.
+    ``flat`` are their accumulated gradients (``tensors``) laid end to end, ``mean`` is room for as many elements, and
+    ``are_used`` tells of each whether this rank used it; ``None`` where that is not tracked.
     """
 
     flat: Tensor
@@ -237,19 +224,14 @@ class Workspace:
         self._taken = 0
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return a flat tensor, its contents undefined, that nobody else gets before :meth:`end_step`.
-
-        Args:
-            numel: number of elements.
-            like: whose type and device it has.
-        """
+        """Return a flat tensor, its contents undefined, that nobody else gets before :meth:`release`."""
         place, self._taken = self._taken, self._taken + 1
         held = self._held[place] if place < len(self._held) else None
         if held is None or held.numel() != numel or held.dtype != like.dtype:
             self._held[place : place + 1] = [like.new_empty(numel)]
         return self._held[place]
 
-    def end_step(self) -> None:
+    def release(self) -> None:
         """Take everything back."""
         del self._held[self._taken :]
         self._taken = 0

@@ -1,12 +1,49 @@
-"""The exchange worker: one thread, first in, first out, so that backward goes on while gradients travel."""
+"""One thread, first in, first out, that issues all collectives while backward goes on, and records each."""
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
+from torch import Tensor
+
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.wire import Payload
+
+Result = TypeVar("Result")
+Phases = Generator[Payload, Tensor, Result]
+
+
+class Channel:
+    """Collectives between some ranks, whose bytes and seconds are recorded; those inside a node apart."""
+
+    def __init__(self, collectives: Collectives, recorder: Recorder, is_inside_node: bool = False) -> None:
+        self.collectives = collectives
+        self.ranks = collectives.ranks
+        self.recorder = recorder
+        self._is_inside_node = is_inside_node
+
+    def run(self, phases: Phases[Result], names: Sequence[str]) -> Result:
+        """Run the collective that each phase names, and hand its result to the next phase."""
+        received: Optional[Tensor] = None
+        while True:
+            try:
+                with self.recorder.span("encode"):
+                    payload = phases.send(received)  # type: ignore[arg-type]  # a generator starts with None
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            received = self.call(payload, names)
+
+    def call(self, payload: Payload, names: Sequence[str]) -> Tensor:
+        """Call one collective; ``names`` are the parameters that it is about."""
+        self.recorder.add_bytes(self.collectives.sent_bytes(payload.collective, payload.tensor), self._is_inside_node)
+        subject = f"the group of {len(names)} parameters from {names[0]!r} to {names[-1]!r}"
+        with self.recorder.span("exchange"), self.collectives.telling_of(subject, payload.collective):
+            return self.collectives.run(*payload)
 
 
 class _Task(NamedTuple):
@@ -18,13 +55,8 @@ class _Task(NamedTuple):
 class ExchangeWorker:
     """Run tasks one after the other on a thread, and on a device on a stream, of their own.
 
-    One thread issues all collectives in one order: a collective issued from the continuation of another one races
-    with other buckets' on gloo.
-
-    After a task has raised, no further task runs; the error is kept for the thread that can raise it to the user.
-
-    Args:
-        device: device that the tasks' tensors are on.
+    A collective issued from the continuation of another one would race with other buckets' on gloo. After a task has
+    raised, no further task runs; the error is kept for the thread that can raise it to the user.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,11 +77,9 @@ class ExchangeWorker:
             self._followed.add(self._device_module.current_stream(self._device))
 
     def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
-        """Queue a task.
+        """Queue a task; on a device it starts after what the calling thread's current stream holds now.
 
-        Args:
-            run: what to do; on a device it starts after what the calling thread's current stream holds now.
-            settle: called after ``run``, also where ``run`` was skipped or raised: somebody waits for it.
+        ``settle`` is called after it, also where it was skipped or raised: somebody waits for it.
         """
         self.follow()
         ready = [stream.record_event() for stream in self._followed]
@@ -57,24 +87,16 @@ class ExchangeWorker:
         self._tasks.put(_Task(run, settle, ready))
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run a task after those that are queued, and wait for it; on a device the calling thread's stream waits.
-
-        Raises:
-            BaseException: what this task or one before it has raised.
-        """
+        """Run a task after those that are queued, wait for it, and raise what it or one before it has raised."""
         done = threading.Event()
         self.submit(task, settle=done.set)
         self.wait(done)
 
     def wait(self, done: threading.Event) -> None:
-        """Wait for a task that sets ``done`` when it is settled; on a device the calling thread's stream waits, too.
-
-        Raises:
-            BaseException: what this task or one before it has raised.
-        """
+        """Wait for a task that sets ``done`` when it is settled; on a device the calling thread's stream waits, too."""
         done.wait()
         self.raise_error()
-        self._be_waited_for()
+        self._sync_caller_stream()
 
     def raise_error(self) -> None:
         """Raise what a task has raised, if one has."""
@@ -82,15 +104,9 @@ class ExchangeWorker:
             raise self.error
 
     def close(self, patience: float = 5.0) -> bool:
-        """End the thread after the tasks that are queued; on a device the calling thread's stream waits for them.
+        """End the thread after the tasks that are queued; safe to call twice.
 
-        Safe to call twice.
-
-        Args:
-            patience: seconds to wait for a task that is still running.
-
-        Returns:
-            whether the thread has ended. It has not if it hangs in a collective whose peer is gone.
+        Return whether it has ended within some seconds: not if it hangs in a collective whose peer is gone.
         """
         self._tasks.put(None)
         self._thread.join(patience)
@@ -98,10 +114,10 @@ class ExchangeWorker:
         if has_ended:
             # The thread has queued its work on the device, which may still do it. Nobody else waits for that where
             # backward was interrupted; what is kept is about to be read, and the memory of gradients to be given out.
-            self._be_waited_for()
+            self._sync_caller_stream()
         return has_ended
 
-    def _be_waited_for(self) -> None:
+    def _sync_caller_stream(self) -> None:
         if self._device_module:
             self._device_module.current_stream(self._device).wait_stream(self._stream)
 

@@ -149,7 +149,7 @@ def _fitted_tensor(tensor: Tensor, engine: Engine, save: Save, parameter: Tensor
     """
     if not _are_shares(engine, save):
         whole = tensor[: parameter.numel()]
-        return engine.share_of(whole if layout is None else _relaid(whole, layout, parameter))
+        return engine.levels.share_of(whole if layout is None else _relaid(whole, layout, parameter))
     if layout is not None and layout != (now := saved_layouts({"": parameter})[""]):
         raise ValueError(
             f"it was saved with the shape and the order {layout}, and has {now} now. Of the ranks of a node each keeps"

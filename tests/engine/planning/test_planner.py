@@ -94,8 +94,8 @@ def train(rank: int, schedule: "str | Schedule", network: Optional[Network], ste
             slow_down(engine, network, current)
         for step in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             current[0] = step + 1
-            groups.append(() if engine.plan is None else engine.plan.groups)
-        return parameters_of(ddp), groups, lines, engine.plan
+            groups.append(() if engine.planner.plan is None else engine.planner.plan.groups)
+        return parameters_of(ddp), groups, lines, engine.planner.plan
 
 
 @pytest.mark.parametrize("schedule", ["merged", "greedy"])
@@ -141,7 +141,7 @@ def train_adaptively(rank: int, network: Network, steps: int) -> tuple[dict[str,
         slow_down(engine, network, [0])
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
-        return parameters_of(ddp), engine.plan, engine.compression_stats()
+        return parameters_of(ddp), engine.planner.plan, engine.compression_stats()
 
 
 @pytest.mark.clock
@@ -171,7 +171,7 @@ def train_edges(rank: int, compressor: str, schedule: str, steps: int) -> tuple[
     with sparse_ddp(Edges(), compressor, **settings) as (ddp, engine):
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, steps), lr=0.01):
             pass
-        return parameters_of(ddp), engine.plan is not None
+        return parameters_of(ddp), engine.planner.plan is not None
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
@@ -195,8 +195,8 @@ def count_proposals(rank: int) -> tuple[int, Any]:
     ):
         for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, STEPS), lr=0.01):
             pass
-        assert engine.plan is not None
-        return propose.call_count, engine.plan.groups
+        assert engine.planner.plan is not None
+        return propose.call_count, engine.planner.plan.groups
 
 
 def test_what_rank_0_proposes_the_others_do_not_look_for(pair: Pool) -> None:

@@ -36,7 +36,6 @@ class Wavering:
         return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
 
     def finish_step(self, names: Any, means: Any, finite: Tensor, all_gather: Any) -> Any:
-        """Count the steps."""
         self.step += 1
         return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
 
@@ -142,7 +141,6 @@ def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, floa
 
 
 def measured(pool: Pool, compressor: Any, density: Optional[float]) -> dict[str, float]:
-    """Return the statistics of a step on rank 0."""
     return pool.run(stats_of_a_step, {"compressor": compressor, "density": density})[0][0]
 
 
@@ -166,12 +164,10 @@ class Asked(TopK):
     """Top-k that writes down what it is asked for."""
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
-        """Refuse to look at a parameter that goes whole."""
         assert "matrix" not in names
         return super().select(names, accumulated, counts)
 
     def density_of(self, name: str, density: float) -> float:
-        """Send the matrix whole."""
         return 1.0 if name == "matrix" else density
 
 

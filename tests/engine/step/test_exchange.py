@@ -104,7 +104,6 @@ def test_only_the_momentum_of_what_was_sent_is_masked(pair: Pool, wire: str) -> 
 
 
 def lines_said(rank: int, settings: dict[str, Any]) -> list[str]:
-    """Return the lines for the user."""
     lines: list[str] = []
     with sparse_ddp(Edges(), **settings, say=lines.append):
         return lines

@@ -26,7 +26,6 @@ class Tabled(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return one loss."""
         loss: Tensor = self.edges(inputs) + self.table(inputs[:, :3].abs().long().clamp(max=19)).square().sum()
         return loss
 
@@ -76,7 +75,6 @@ class Mixed(nn.Module):
         self._ddp_params_and_buffers_to_ignore = ["alone.weight"]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return one loss."""
         seen = inputs[:, :3]
         loss: Tensor = self.edges(inputs) + self.precise(seen.double()).square().sum() + self.alone(seen).sum()
         return loss

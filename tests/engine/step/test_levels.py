@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_sparse.engine.step.node as node_module
+import lightning_sparse.engine.step.levels as levels_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import FixedSize
@@ -37,7 +37,6 @@ each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
 
 @pytest.fixture
 def nodes(pools: dict[int, Pool]) -> Pool:
-    """Two nodes of two ranks each."""
     return pools[4]
 
 
@@ -76,7 +75,6 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tenso
 
 
 def assert_balanced(books: list[list[tuple[Tensors, Tensors, Tensors, Tensors]]]) -> None:
-    """Check that what came was applied, or waits."""
     for entries in zip(*books):
         before, gradients, applied, after = zip(*entries)
         for name, first in gradients[0].items():
@@ -211,7 +209,6 @@ def test_gradients_of_two_types_in_one_group(nodes: Pool) -> None:
 
 
 def train_clipped(rank: int, settings: dict[str, Any], clip_norm: float) -> list[Tensors]:
-    """Train with a limit to the norm of gradients."""
     torch.manual_seed(0)
     return train_steps(rank, Edges(), {**settings, "compressor": DGC(momentum=None, clip_norm=clip_norm)})
 
@@ -271,9 +268,8 @@ def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes: Pool) -> No
 
 
 def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> list[Tensors]:
-    """Train with messages of so many elements."""
     torch.manual_seed(0)
-    with mock.patch.object(node_module, "_MESSAGE_ELEMENTS", elements):
+    with mock.patch.object(levels_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
 
 
@@ -287,7 +283,7 @@ def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any,
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
         engine.settle()
-        return None if engine.plan is None else engine.plan.groups, history[-3:]
+        return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
 
 def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes: Pool) -> None:

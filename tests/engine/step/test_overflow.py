@@ -35,16 +35,13 @@ class Overflowing(Small):
         }
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take a note."""
         self.notes.append(self.note())
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch; overflow once."""
         loss = super().training_step(batch, batch_index)
         return loss * float("inf") if batch_index == self.overflow_at and self.global_rank == 1 else loss
 
     def on_train_end(self) -> None:
-        """Take the last note."""
         self.notes.append(self.note())
 
 

@@ -29,11 +29,9 @@ class Stream:
         self.done: set[str] = set()
 
     def record_event(self) -> frozenset[str]:
-        """Return what is done when the event has passed."""
         return frozenset(self.done)
 
     def wait_event(self, event: frozenset[str]) -> None:
-        """Do what is queued next after an event."""
         self.done |= event
 
     def wait_stream(self, stream: "Stream") -> None:
@@ -50,7 +48,6 @@ class PlayedDevice(threading.local):
         self.present = Stream()
 
     def current_stream(self, device: Any = None) -> Stream:
-        """Return the stream of this thread."""
         return self.present
 
     def set_device(self, device: Any) -> None:
@@ -58,7 +55,6 @@ class PlayedDevice(threading.local):
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Put this thread on a stream."""
         before, self.present = self.present, stream
         yield
         self.present = before
@@ -136,7 +132,6 @@ class Stateful(TopK):
         self.done: set[str] = set()
 
     def load_state_dict(self, state: Any) -> None:
-        """Note the stream, to which copies would belong."""
         self.stream = PlayedWorker.played.current_stream()
         self.done = set(self.stream.done)
 

@@ -1,0 +1,101 @@
+"""What the user chooses of the correction of Adam, and how long it sends more than later."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from lightning_sparse.compressors.feedback import same_everywhere
+
+LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
+_FALL = 10  # steps of the fall for each dense one
+_STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
+
+
+@dataclass(frozen=True)
+class AdamCorrection:
+    """Divide by the root of Adam's second moment before selection: what is sent and kept are updates, not gradients.
+
+    Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
+    second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
+    is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
+    while everything is sent, in the first steps, and after that from a mean gradient that is exchanged now and then, as
+    16-bit values.
+
+    The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
+    one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
+
+    A second moment that is shared, and learned at growing intervals, is 1-bit and 0/1 Adam's (arXiv 2102.02888,
+    2202.06009), which keep the first moment, send all of it as signs, and divide after the exchange. Here selection
+    comes after the division, so that updates compete and not gradients.
+
+    Args:
+        dense_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
+            least 2; ``None`` for as many as the second moment takes to be known: from 10 to 100, and no more than a
+            hundredth of a training whose length is known, if that is more than 10. It is known when its mean over a
+            parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
+            elements.
+        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for ten times
+            as many as the dense steps, and no more than a tenth of a training whose length is known.
+        refresh_steps: steps between two mean gradients that the second moment learns from, at least; the interval grows
+            to a tenth of the steps made. Each of them takes half of what DDP sends in a step.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Example::
+
+        >>> AdamCorrection(dense_steps=100, fall_steps=200).refresh_steps
+        10
+    """
+
+    dense_steps: Optional[int] = None
+    fall_steps: Optional[int] = None
+    refresh_steps: int = 10
+
+    def __post_init__(self) -> None:
+        """Check."""
+        for name, least in (("dense_steps", 2), ("fall_steps", 0), ("refresh_steps", 1)):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < least):
+                raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
+
+    def most_dense_steps(self, total_steps: Optional[int]) -> int:
+        """Return how many steps are dense at most, of the whole training's (``None`` where they are not known)."""
+        if self.dense_steps is not None:
+            return self.dense_steps
+        known = MOST_DENSE_STEPS if total_steps is None else total_steps // 100
+        return max(LEAST_DENSE_STEPS, min(MOST_DENSE_STEPS, known))
+
+    def warm_up(self, dense_steps: int, total_steps: Optional[int] = None) -> "WarmUp":
+        """Return the warm-up of a training with so many dense steps.
+
+        Example::
+
+            >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=500)
+            (WarmUp(dense_steps=10, fall_steps=100), WarmUp(dense_steps=10, fall_steps=50))
+        """
+        if self.fall_steps is not None:
+            return WarmUp(dense_steps, self.fall_steps)
+        fall = _FALL * dense_steps
+        return WarmUp(dense_steps, fall if total_steps is None else min(fall, total_steps // 10))
+
+
+class WarmUp(NamedTuple):
+    """Steps in which everything is sent, and steps after them over which the density falls, of a corrected Adam."""
+
+    dense_steps: int
+    fall_steps: int
+
+
+def falling_density(target: float, settled: float) -> float:
+    """Return the density where so much of the fall lies behind: from 1, geometrically, in stairs, to its target.
+
+    Example::
+
+        >>> [round(falling_density(0.01, settled), 3) for settled in (0.0, 0.5, 0.99, 1.0)]
+        [1.0, 0.112, 0.012, 0.01]
+    """
+    if settled >= 1 or target >= 1:
+        return target
+    stairs = max(1, math.ceil(math.log(1 / target) / math.log(_STAIR)))
+    return same_everywhere(target ** (int(settled * stairs) / stairs))

@@ -1,0 +1,271 @@
+"""Which ranks exchange with which: all with all, or those of a node first; and what keeps replicas one beside that."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from lightning_sparse.engine.memory import widened
+from lightning_sparse.engine.step.selecting import Workspace
+from lightning_sparse.engine.step.worker import Channel, Phases
+from lightning_sparse.engine.wire import Payload
+from lightning_sparse.functional import round_to
+
+_MESSAGE_ELEMENTS = 1 << 22  # of all ranks together: two such messages are held, whatever the size of a group
+_ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
+
+
+class LocalGradient(NamedTuple):
+    """One parameter's gradient on this rank, before its exchange.
+
+    Attributes:
+        name: parameter name.
+        gradient: flat view of the gradient's storage; the mean over ranks is written here.
+        is_used: whether backward gave the parameter a gradient on this rank; ``None`` where that is not tracked.
+    """
+
+    name: str
+    gradient: Tensor
+    is_used: Optional[bool]
+
+
+class OneLevel:
+    """All ranks exchange with all, and each sees to the whole of every gradient.
+
+    Attributes:
+        across: between the ranks that exchange selections.
+        everybody: between all ranks.
+        node_ranks: how many ranks share what is kept of a gradient.
+    """
+
+    node_ranks = 1
+
+    def __init__(self, across: Channel, everybody: Optional[Channel] = None) -> None:
+        self.across = across
+        self.everybody = across if everybody is None else everybody
+
+    def share_numel(self, numel: int) -> int:
+        """Return how many elements each rank's share of so many has."""
+        return numel
+
+    def share_of(self, flat: Tensor) -> Tensor:
+        """Return this rank's share of a flat tensor: a view, or a copy where it has to be filled up."""
+        return flat
+
+    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+        """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
+        return group
+
+    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+        """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
+        return flag
+
+    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
+        """Combine the norms of shares into that of the whole."""
+        return norm
+
+    def write_back(self, names: Sequence[str]) -> None:
+        """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
+
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
+        """Return the means over ranks of flat bfloat16 gradients, as whole tensors of so many elements."""
+        flat = torch.cat(list(gradients.values()))
+        flat = self.across.call(Payload("all_reduce", flat), list(gradients)).div_(self.across.ranks)
+        means: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients.values()])
+        return means
+
+    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+        """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
+        return self.everybody.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
+
+    def close(self, has_failed: bool) -> None:
+        """Give the process groups back."""
+        self.everybody.collectives.close(has_failed)
+
+
+class Replicas:
+    """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
+
+    @property
+    def waited_seconds(self) -> Optional[float]:
+        """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
+        return None
+
+    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+        """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
+
+    def synchronize(self) -> None:
+        """Make all replicas one; all ranks must call."""
+
+    def detach(self) -> None:
+        """Prepare for another wrapper of the model, between two steps."""
+
+    def follow(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Know a model whose parameters of these names are trained from now on, between two steps."""
+
+    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+        """Return the statistics of the last exchange with those of the replicas."""
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their part of the engine's state, by its name; plain tensors and numbers, not copied."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what they keep by a copy of their part of an engine's state, if it has one; on the worker."""
+
+
+class _Averaged(NamedTuple):
+    """A group that the node has averaged, and this rank's shares of the means; messages are of type ``dtype``."""
+
+    gradients: Sequence[Tensor]
+    shares: Tensor
+    dtype: torch.dtype
+
+
+class TwoLevels(OneLevel):
+    """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
+
+    Every tensor is cut by itself into as many shares of equal size as there are ranks, so that nothing depends on which
+    tensors travel together; the last ones are filled up with zeros. Of a group, each rank receives everybody's part of
+    its share, whole (all-to-all), and averages the parts in the order of ranks. What is done with the mean, rank by
+    rank, is what one rank of each node does with a whole gradient elsewhere. In the end all shares go to all ranks
+    (all-gather).
+    """
+
+    def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
+        super().__init__(across, everybody)
+        self._inside = inside
+        self.node_ranks = inside.ranks
+        self._workspace = Workspace()
+        self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._averaged: list[_Averaged] = []
+
+    @override
+    def share_numel(self, numel: int) -> int:
+        return -(-numel // self.node_ranks)
+
+    @override
+    def share_of(self, flat: Tensor) -> Tensor:
+        numel = self.share_numel(flat.numel())
+        share = flat[self._inside.collectives.rank * numel :][:numel]
+        return share if share.numel() == numel else functional.pad(share, (0, numel - share.numel()))
+
+    @override
+    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+        names = [local.name for local in group]
+        shares = self._inside.run(self._average([local.gradient for local in group]), names)
+        are_used = [local.is_used for local in group]
+        if are_used[0] is not None:
+            flags = torch.tensor(list(map(bool, are_used)), dtype=torch.uint8).to(shares[0].device, non_blocking=True)
+            everywhere = self._inside.call(Payload("all_gather", flags), names)
+            are_used = [bool(flag) for flag in everywhere.bool().any(dim=0).tolist()]  # the host waits for a GPU
+        return [LocalGradient(*local) for local in zip(names, shares, are_used)]
+
+    @override
+    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+        return self._inside.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
+
+    @override
+    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
+        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norm.view(1)), names))
+        return whole
+
+    @override
+    def write_back(self, names: Sequence[str]) -> None:
+        averaged, self._averaged = self._averaged, []
+        for gradients, shares, dtype in averaged:
+            self._inside.run(self._hand_out(shares, gradients, dtype), names)
+        self._workspace.release()
+
+    @override
+    def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
+        shares = super().mean_gradients(gradients, numels)
+        tensors = [share.new_empty(numel) for share, numel in zip(shares, numels)]
+        self._inside.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16), list(gradients))
+        return tensors
+
+    @override
+    def close(self, has_failed: bool) -> None:
+        for channel in (self.across, self._inside, self.everybody):
+            channel.collectives.close(has_failed)
+
+    def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
+        """Return this rank's share of each mean, in at least fp32; it is working memory until :meth:`write_back`."""
+        dtypes = {gradient.dtype for gradient in gradients}
+        dtype = dtypes.pop() if len(dtypes) == 1 else widened(gradients[0].dtype)
+        rows = [self._rows(gradient.to(dtype)) for gradient in gradients]
+        numels = [row.shape[1] for row in rows]
+        padding = -sum(numels) % _ALIGNED
+        rows.append(rows[0].new_zeros(self.node_ranks, padding))
+        shares = self._workspace.take(sum(numels) + padding, rows[0].new_empty(0, dtype=widened(dtype)))
+        for start, stop in self._parts_of(len(shares)):
+            within = _within([*numels, padding], start, stop)
+            pieces = [rows[place][:, first:last] for place, first, last in within]
+            sent = torch.cat(pieces, dim=1, out=self._message("sent", stop - start, dtype))
+            parts = yield Payload("all_to_all", sent, out=self._message("parts", stop - start, dtype))
+            parts = parts.to(shares.dtype).div_(self.node_ranks)  # before they are added: large values stay finite
+            mean = torch.add(parts[0], parts[1], out=shares[start:stop])
+            for part in parts[2:]:
+                mean.add_(part)
+        self._averaged.append(_Averaged(gradients, shares, dtype))
+        return list(shares[: sum(numels)].split(numels))
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Return a flat tensor as the shares of all ranks, ``[ranks, share]``."""
+        padding = -flat.numel() % self.node_ranks
+        return (functional.pad(flat, (0, padding)) if padding else flat).view(self.node_ranks, -1)
+
+    def _parts_of(self, columns: int) -> Iterator[tuple[int, int]]:
+        """Cut the shares of a group into those of a message each."""
+        step = max(_ALIGNED, _MESSAGE_ELEMENTS // self.node_ranks // _ALIGNED * _ALIGNED)
+        return ((start, min(start + step, columns)) for start in range(0, columns, step))
+
+    def _message(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return memory ``[ranks, columns]``: that of the last message of this name, unless more is needed."""
+        held = self._messages.get((name, dtype))
+        if held is None or held.numel() < self.node_ranks * columns:
+            held = torch.empty(self.node_ranks * columns, dtype=dtype, device=self._inside.collectives.device)
+            self._messages[name, dtype] = held
+        return held[: self.node_ranks * columns].view(self.node_ranks, columns)
+
+    def _hand_out(self, shares: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Phases[None]:
+        """Write the shares of all ranks, laid end to end, into whole flat tensors."""
+        numels = [self.share_numel(tensor.numel()) for tensor in tensors]
+        for start, stop in self._parts_of(len(shares)):
+            sent = round_to(shares[start:stop], dtype)
+            written = yield Payload("all_gather", sent, out=self._message("parts", stop - start, dtype))
+            column = 0
+            for place, first, last in _within(numels, start, stop):
+                piece = written[:, column : column + last - first]
+                self._write(round_to(piece, tensors[place].dtype), tensors[place], first)
+                column += last - first
+
+    def _write(self, rows: Tensor, tensor: Tensor, first: int) -> None:
+        """Write into the shares of all ranks, from their element ``first`` on."""
+        numel, columns = self.share_numel(tensor.numel()), rows.shape[1]
+        if numel * self.node_ranks == tensor.numel():
+            tensor.view(self.node_ranks, numel)[:, first : first + columns].copy_(rows)
+            return
+        for rank, row in enumerate(rows):
+            there = tensor[rank * numel + first :][:columns]
+            there.copy_(row[: len(there)])
+
+
+def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which part of each tensor is between two places, where all are laid end to end.
+
+    Example::
+
+        >>> list(_within([4, 2, 5], 3, 7))
+        [(0, 3, 4), (1, 0, 2), (2, 0, 1)]
+    """
+    begin = 0
+    for place, numel in enumerate(numels):
+        first, last = max(0, start - begin), min(numel, stop - begin)
+        if first < last:
+            yield place, first, last
+        begin += numel
