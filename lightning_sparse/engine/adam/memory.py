@@ -1,4 +1,4 @@
-"""Adam before selection: what waits is an update, not a gradient.
+"""Adam before selection: the residual is one of updates, not of gradients.
 
 The rule, its sources and where it differs from them stand at :class:`~lightning_sparse.AdamCorrection`.
 """
@@ -69,7 +69,7 @@ class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
     Takes 4 bytes an element, as gradients would. The moments are the optimizer's own tensors: the first is emptied into
-    what waits, the second is learned here, and is one for all ranks.
+    the residual, the second is learned here, and is one for all ranks.
 
     Each rank clips its own gradient, whose norm is larger than that of the mean by a factor, one for all ranks, that is
     measured whenever the mean is known.
@@ -153,7 +153,7 @@ class AdamMemory(ResidualMemory):
         return accumulated
 
     def _follow(self, name: str, present: Optional[AdamMoments]) -> None:
-        """Follow whether updates are accumulated in this step; what waits changes its unit, not its worth."""
+        """Follow whether updates are accumulated in this step; the residual changes its unit, not its worth."""
         known = self._moments.pop(name, None)
         if present is not None:
             self._moments[name] = present
@@ -201,7 +201,7 @@ class AdamMemory(ResidualMemory):
         moments: Mapping[str, AdamMoments],
         hyperparameters: Mapping[str, Hyperparameters],
     ) -> None:
-        """Turn gradients into updates and add what waits, in place."""
+        """Turn gradients into updates and add the residual, in place."""
         gradients = [inputs[name] for name in moments]
         self._clip_as_mean(gradients)
         continued = {name for name in moments if hyperparameters[name].continues_step}

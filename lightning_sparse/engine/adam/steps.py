@@ -1,4 +1,4 @@
-"""The optimizer's part of a step whose updates were made before selection: apply what arrived, and weight decay.
+"""The optimizer's part of a step whose updates were made before selection: apply the mean update, and weight decay.
 
 The rule stands at :class:`~lightning_sparse.AdamCorrection`; :mod:`lightning_sparse.engine.adam.memory` is the part
 before the exchange.

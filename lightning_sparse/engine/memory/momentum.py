@@ -1,7 +1,7 @@
 """Momentum correction: momentum is accumulated before selection instead of after it.
 
 Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
-element that waited for many steps meets a momentum that has forgotten it; with momentum here, what waits is what dense
+element sent after many steps meets a momentum that has forgotten it; with momentum here, the residual is what dense
 training would have applied.
 """
 
@@ -80,7 +80,7 @@ class MomentumMemory(ResidualMemory):
         for name, momentum, gradient in zip(names, in_flight, gradients):
             settings = hyperparameters.get(name, self._without_optimizer)
             if settings.continues_step:
-                # What is there has been decayed, and added to what waits: it is left out meanwhile. Where that is not
+                # What is there has been decayed, and added to the residual: it is left out meanwhile. Where that is not
                 # known, the run has been resumed between two exchanges of one step.
                 before = momentum * self._decayed.setdefault(name, torch.ones_like(gradient[:1], dtype=torch.bool))
                 momentum.sub_(before)

@@ -73,7 +73,7 @@ class ArrivedGradients:
         self._handles = [parameter.register_hook(partial(self._keep, parameter)) for parameter in trained]
 
     def unwatch(self) -> None:
-        """Watch no more; what has arrived is known, also when gradients lie in the memory of a new wrapper."""
+        """Watch no more; means stay known, also when gradients lie in the memory of a new wrapper."""
         self.is_watched = False
         for parameter in list(self._written):
             self._keep(parameter)
@@ -82,7 +82,7 @@ class ArrivedGradients:
         self._handles.clear()
 
     def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
-        """Copy what has arrived of a gradient that backward is about to add to."""
+        """Copy the mean in a gradient that backward is about to add to."""
         gradient = self._written.pop(parameter, None)
         if parameter.grad is None:
             self._copies.pop(parameter, None)
@@ -90,7 +90,7 @@ class ArrivedGradients:
             self._copies[parameter] = gradient.detach().clone()
 
     def state(self) -> dict[Tensor, Tensor]:
-        """Return what has arrived, by parameter (not copied)."""
+        """Return the means that have arrived, by parameter (not copied)."""
         known = {**self._copies, **self._written}
         return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
 
@@ -100,9 +100,9 @@ class ArrivedGradients:
         self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
 
     def take(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Optional[Tensor]]]:
-        """Forget what has arrived of gradients, flat, that are about to be exchanged.
+        """Forget the means in gradients, flat, that are about to be exchanged.
 
-        Return those that hold what has arrived, each with that, flat; with ``None`` where it holds nothing else.
+        Return those gradients that hold one, each with it, flat; with ``None`` where they hold nothing else.
         """
         if not self.is_watched:
             return []
@@ -117,7 +117,7 @@ class ArrivedGradients:
         return found
 
     def note(self) -> None:
-        """Take the gradients that have been exchanged for what has arrived."""
+        """Take the gradients that have been exchanged for means."""
         received, self._received = self._received, []
         self._written.update((each, each.grad) for each in received if each.grad is not None)
 

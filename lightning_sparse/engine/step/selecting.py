@@ -38,7 +38,7 @@ class Part(NamedTuple):
     merged: Optional["MergedParameters"] = None
 
     def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> Arrival:
-        """Send what is selected, and return what arrives for each parameter."""
+        """Send what is selected, and return the mean of each parameter."""
         channel.recorder.see_selection(self.selection, self.counts)
         arrival = channel.run(self.wire.exchange(self.selection, self.tensors, used), names)
         if self.merged is not None:

@@ -78,7 +78,7 @@ class StepContext(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Parameters of a group that travelled together, and what arrived of them; not yet written back.
+    """Parameters of a group that travelled together, and their means over ranks; not yet written back.
 
     Attributes:
         names: parameter names.
@@ -164,7 +164,7 @@ class Pipeline:
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients are working memory until :meth:`commit`. What arrived comes in a part for each way:
+        The gradients are working memory until :meth:`commit`. Means come in a part for each way:
         parameters that are sent whole travel by themselves. ``ready`` is when the last gradient was, for the record.
         """
         names = [local.name for local in group]
@@ -237,7 +237,7 @@ class Pipeline:
         used = exchanged.arrival.used
         for position, (local, tensor) in enumerate(zip(exchanged.group, means)):
             if used is not None and not local.is_used:
-                tensor.mul_(used[position])  # what nobody used is not applied, nor taken from what waits
+                tensor.mul_(used[position])  # what nobody used is not applied, nor taken from the residual
             if tensor is not local.gradient:
                 local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
@@ -266,7 +266,7 @@ class Pipeline:
         """Have the compressor finish the step, for all parameters but those of ``context.whole``."""
         means = [exchanged.arrival.means for exchanged in step]
         if type(self.compressor).finish_step is Compressor.finish_step:
-            return means  # most methods have no state; then nobody has to look at what arrived of each parameter
+            return means  # most methods have no state; then nobody has to look at single parameters
         asked = {
             name: mean
             for exchanged in step
