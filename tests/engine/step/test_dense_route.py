@@ -9,7 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
+from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_way
+from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (
@@ -19,7 +21,6 @@ from tests.helpers.sparse_ddp import (
     batch,
     parameters_of,
     sparse_ddp,
-    watch_gradients,
 )
 
 Tensors = dict[str, Tensor]
@@ -55,44 +56,22 @@ class WaveringDGC(Wavering, DGC):
         super().__init__(momentum=0.9)
 
 
-def waver(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tensors, Tensors, Tensors]]:
-    """Train; return for every step what was owed, what was applied, and what waits after it."""
-    torch.manual_seed(0)
-    book = []
-    with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        gradients = watch_gradients(ddp.module)
-        waiting = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-        for step in range(steps):
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            owed = {name: waiting[name] + gradient for name, gradient in gradients.items()}
-            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
-            residuals = engine.memory.state_dict()["residual"]
-            waiting = {name: residuals[name].view_as(gradient).clone() for name, gradient in gradients.items()}
-            book.append((owed, applied, waiting))
-            optimizer.step()
-    return book
-
-
 @each_way
 @pytest.mark.parametrize("compressor", [WaveringTopK, WaveringOMGS])
 def test_mass_is_conserved_while_densities_come_and_go(
     pools: dict[int, Pool], compressor: Any, schedule: str, wire: str
 ) -> None:
     settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
-    seen_whole = seen_part = 0
-    for entries in zip(*pools[3].run(waver, settings, 8)):
-        for name, applied in entries[0][1].items():
-            owed = sum(owed[name].double() for owed, _, _ in entries) / 3
-            kept = sum(waiting[name].double() for _, _, waiting in entries) / 3
-            scale = owed.abs().max().item()
-            torch.testing.assert_close(applied.double() + kept, owed, rtol=2e-6, atol=1e-6 * scale + 1e-12)
-            assert all(torch.equal(applied, other[name]) for _, other, _ in entries[1:])
-            is_whole = kept.abs().max() < 0.01 * scale
-            seen_whole += bool(is_whole)
-            seen_part += not is_whole
-    assert seen_whole > 10
-    assert seen_part > 10
+    books = pools[3].run(balance, settings, 8)
+    assert_mass_is_conserved(books)
+    are_whole = []
+    for entries in zip(*books):
+        assert_same(entries[1]["applied"], entries[0]["applied"])
+        assert_same(entries[2]["applied"], entries[0]["applied"])
+        for name, applied in entries[0]["applied"].items():
+            kept = sum(entry["after"][name] for entry in entries) / 3
+            are_whole.append(bool(kept.abs().max() < 0.01 * (applied + kept).abs().max()))
+    assert min(sum(are_whole), len(are_whole) - sum(are_whole)) > 10
 
 
 @pytest.mark.parametrize(("compressor", "wire"), [*((WaveringTopK, wire) for wire in WIRES), (WaveringDGC, "bfloat16")])
@@ -102,10 +81,9 @@ def test_no_schedule_changes_a_bit_while_densities_come_and_go(
     outcomes = []
     for schedule in ("layerwise", "single", FixedSize(1000)):
         settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
-        outcomes.append([applied for history in pools[3].run(waver, settings, 6) for _, applied, _ in history])
+        outcomes.append([entry["applied"] for book in pools[3].run(balance, settings, 6) for entry in book])
     for outcome in outcomes[1:]:
-        for ours, first in zip(outcome, outcomes[0]):
-            assert all(torch.equal(ours[name], first[name]) for name in first)
+        assert_same(outcome, outcomes[0])
 
 
 def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
