@@ -44,6 +44,7 @@ from lightning_sparse.functional import (
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import KEY, Save, read_header, read_shard
+from tests.helpers.lockstep import run_phases
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 
@@ -211,35 +212,11 @@ def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor: Tensor
 # Wires ------------------------------------------------------------------------------------------------------------
 
 
-def carried(name: str, handed_in: Sequence[Tensor]) -> list[Tensor]:
-    """Do to one tensor of each rank what the collective of that name does."""
-    if name == "all_gather":
-        return [torch.stack(tuple(handed_in))] * len(handed_in)
-    assert name == "all_to_all"
-    return [torch.stack([tensor[rank] for tensor in handed_in]) for rank in range(len(handed_in))]
-
-
-def exchanged(
-    wires: Sequence[WireFormat], given_in: Sequence[Any], numels: Sequence[int]
-) -> tuple[list[Any], list[int]]:
+def exchanged(wires: Sequence[WireFormat], given_in: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """Run the phases of all ranks in this process; return what arrived, and the bytes of each phase of rank 0."""
     phases = [wire.exchange(grouped(selections), *rest) for wire, (selections, *rest) in zip(wires, given_in)]
-    received: Sequence[Any] = [None] * len(wires)
-    arrivals: list[Any] = []
-    nbytes = []
-    while not arrivals:
-        payloads = []
-        for phase, tensor in zip(phases, received):
-            try:
-                payloads.append(phase.send(tensor))
-            except StopIteration as stop:
-                arrivals.append(stop.value)
-        assert len(payloads) in (0, len(wires)), "ranks disagree on the number of phases"
-        if payloads:
-            assert len({(each.collective, each.tensor.shape, each.tensor.dtype) for each in payloads}) == 1
-            nbytes.append(payloads[0].tensor.numel() * payloads[0].tensor.element_size())
-            received = carried(payloads[0].collective, [each.tensor.clone() for each in payloads])
-    return arrivals, nbytes
+    arrivals, handed_in = run_phases(phases)
+    return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
 
 
 def dense(selection: Selection) -> Tensor:
@@ -296,7 +273,7 @@ def test_what_travels_and_what_stays_is_all_there_was(
         build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
     ]
     handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
-    arrivals, nbytes = exchanged(wires, handed_in, numels)
+    arrivals, nbytes = exchanged(wires, handed_in)
     for place, numel in enumerate(numels):
         mean = dense(arrivals[0].means[place])
         for arrival in arrivals:
@@ -330,7 +307,7 @@ def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: A
     wires = [
         build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).elements for rank in range(ranks)
     ]
-    arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)], [])
+    arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks
 

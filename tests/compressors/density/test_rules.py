@@ -22,14 +22,6 @@ def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch() -> None:
         assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(settings.density_at(place))
 
 
-def test_a_warm_up_counts_steps() -> None:
-    rule = Warmup(100)
-    wishes = [rule.minimum_densities(context(step=step, epoch=7))["weight"] for step in range(100)]
-    assert wishes[0] == pytest.approx(0.001 ** (1 / 101))
-    assert wishes == sorted(wishes, reverse=True)
-    assert rule.minimum_densities(context(step=100)) == {}
-
-
 def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[list[float], list[float]]:
     """Send the largest of a random gradient plus what waits; return errors and densities after each measurement."""
     generator = torch.Generator().manual_seed(0)
@@ -109,16 +101,16 @@ def test_what_was_learned_goes_on(build: Any) -> None:
     assert rule.state_dict() == build().state_dict()
 
 
-REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
-    (Warmup, {"length": 0}, "length=0 must be a whole number of steps"),
-    (ErrorBudget, {"budget": 0.0}, "budget=0.0 must be a positive ratio"),
-    (CriticalRegime, {"density": 0.0}, "density=0.0 must be a fraction"),
-    (CriticalRegime, {"threshold": -1.0}, "threshold=-1.0 must be a positive"),
-    (CriticalRegime, {"every_n_epochs": 0}, "every_n_epochs=0 must be a whole number"),
+REFUSALS = [
+    (Warmup, {"length": 0}),
+    (ErrorBudget, {"budget": 0.0}),
+    (CriticalRegime, {"density": 0.0}),
+    (CriticalRegime, {"threshold": -1.0}),
+    (CriticalRegime, {"every_n_epochs": 0}),
 ]
 
 
-@pytest.mark.parametrize(("rule", "arguments", "message"), REFUSALS, ids=str)
-def test_arguments_out_of_range_are_refused(rule: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("rule", "arguments"), REFUSALS, ids=str)
+def test_arguments_out_of_range_are_refused(rule: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         rule(**arguments)

@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.wire import Arrival, Payload, Wires, build_wires, exchange_of
+from lightning_sparse.engine.wire import Arrival, Wires, build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
+from tests.helpers.lockstep import run_phases
 
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,26 +32,8 @@ def exchanged(
         selection = largest_of_each(each, counts)
         selection = selection if filled is None else selection.filled_at(filled)
         phases.append(OwnersFormat(dtype, rank, ranks, keep).exchange(selection, each, None))
-    payloads = [next(each) for each in phases]
-    nbytes = []
-    while True:
-        nbytes.append(payloads[0].tensor.nbytes)
-        sent = [payload.tensor for payload in payloads]
-        if payloads[0].collective == "all_to_all":
-            received = [torch.stack([each[rank] for each in sent]) for rank in range(ranks)]
-        else:
-            received = [torch.stack(sent)] * ranks
-        answers = [_answer(phase, tensor) for phase, tensor in zip(phases, received)]
-        if isinstance(answers[0], Arrival):
-            return [answer for answer in answers if isinstance(answer, Arrival)], nbytes
-        payloads = [answer for answer in answers if isinstance(answer, Payload)]
-
-
-def _answer(phase: object, tensor: Tensor) -> "Arrival | Payload":
-    try:
-        return phase.send(tensor)  # type: ignore[attr-defined,no-any-return]
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+    arrivals, handed_in = run_phases(phases)
+    return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
 
 
 def gradients(ranks: int, numels: Sequence[int]) -> list[list[Tensor]]:

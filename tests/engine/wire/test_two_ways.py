@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
-from lightning_sparse.engine.wire import Arrival, Payload, build_wires
+from lightning_sparse.engine.wire import Arrival, build_wires
+from tests.helpers.lockstep import run_phases
 
 NUMELS = (7, 300, 1, 40)
 
@@ -61,23 +62,10 @@ def exchange(
     arrivals = []
     for ours in zip(*parts):
         phases: list[Any] = [part.wire.exchange(part.selection, part.tensors, used[part.positions]) for part in ours]
-        arrivals.append((ours[0], run(phases, collectives)))
+        arrived, handed_in = run_phases(phases)
+        collectives += [payloads[0].collective for payloads in handed_in]
+        arrivals.append((ours[0], arrived[0]))
     return arrivals, tensors, collectives
-
-
-def run(phases: list[Any], collectives: list[str]) -> Arrival:
-    """Run the phases of all ranks, and note their collectives."""
-    received: list[Any] = [None] * len(phases)
-    while True:
-        try:
-            payloads: list[Payload] = [phase.send(part) for phase, part in zip(phases, received)]
-        except StopIteration as stop:
-            arrival: Arrival = stop.value
-            return arrival
-        collectives.append(payloads[0].collective)
-        rows = torch.stack([payload.tensor for payload in payloads])
-        gathers = payloads[0].collective == "all_gather"
-        received = [rows if gathers else rows[:, rank] for rank in range(len(phases))]
 
 
 @pytest.mark.parametrize(

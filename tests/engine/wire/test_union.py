@@ -11,6 +11,7 @@ from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.wire import Arrival
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, devices, moved
+from tests.helpers.lockstep import run_phases
 
 NUMELS = (5, 70_000, 3)
 
@@ -36,25 +37,9 @@ def exchange(
         selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
         flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8, device=device)
         phases.append(UnionFormat(dtype, rank, ranks).exchange(grouped(selections), accumulated[rank], flags))
-    sent: list[list[Tensor]] = []
-    received: list[Any] = [None] * ranks
-    while True:
-        payloads, arrivals = [], []
-        for rank, generator in enumerate(phases):
-            try:
-                payloads.append(generator.send(received[rank]))
-            except StopIteration as stop:
-                arrivals.append(stop.value)
-        if arrivals:
-            assert not payloads
-            return moved(arrivals, "cpu"), moved(accumulated, "cpu"), sent
-        sent.append([payload.tensor.clone() for payload in payloads])
-        assert len({payload.collective for payload in payloads}) == 1
-        assert len({payload.tensor.numel() for payload in payloads}) == 1
-        if payloads[0].collective == "all_gather":
-            received = [torch.stack([payload.tensor for payload in payloads])] * ranks
-        else:
-            received = [torch.stack([payload.tensor[rank] for payload in payloads]) for rank in range(ranks)]
+    arrivals, handed_in = run_phases(phases)
+    sent = [[payload.tensor for payload in payloads] for payloads in handed_in]
+    return moved(arrivals, "cpu"), moved(accumulated, "cpu"), sent
 
 
 CHOICES = {
@@ -105,8 +90,3 @@ def test_nothing_selected_is_one_small_message() -> None:
         assert arrival.used.tolist() == [True, False, True]
         assert [mean.values.shape for mean in arrival.means] == [(1, 0)] * 3
         assert [left.values.shape for left in arrival.kept] == [(0,)] * 3
-
-
-def test_flags_of_unused_parameters_travel_with_the_counts() -> None:
-    arrivals, _, _ = exchange(CHOICES["disjoint"], used=[[0, 0, 1], [0, 1, 0], [0, 0, 0]])
-    assert all(arrival.used is not None and arrival.used.tolist() == [False, True, True] for arrival in arrivals)
