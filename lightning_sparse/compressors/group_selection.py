@@ -258,10 +258,15 @@ def starts_of(numels: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(numels, initial=0))
 
 
+def of_each(numbers: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
+    # The size is known: a GPU need not be asked for it.
+    return on_device(numbers, device).repeat_interleave(on_device(counts, device), output_size=sum(counts))
+
+
 def _origins(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return for each element selected where its tensor starts, int64 ``[count]``."""
-    starts, each = on_device(starts_of(numels)[:-1], device), on_device(counts, device)
-    return starts.repeat_interleave(each, output_size=sum(counts))  # the size is known: a GPU need not be asked for it
+    """Return for each element selected where its tensor starts."""
+    return of_each(starts_of(numels)[:-1], counts, device)
 
 
 def _indices(selection: Selection) -> Tensor:

@@ -177,7 +177,8 @@ class StepPlanner(Planner):
             for _ in range(_STEPS):
                 steps.append((yield))
         self._recorder.watches_gradients = False
-        samples = iter(self._averaged([marks for steps in seen.values() for marks in steps]))
+        marks = list(chain.from_iterable(seen.values()))
+        samples = iter(averaged(self._collectives, marks, self._holds_groups))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
     def _cost_of_whole(
@@ -262,9 +263,6 @@ class StepPlanner(Planner):
 
     def _groups(self, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
         return tuple(self._order[start:stop] for start, stop in zip((0, *grouping.stops), grouping.stops))
-
-    def _averaged(self, steps: Sequence[StepMarks]) -> list[StepSample]:
-        return averaged(self._collectives, steps, self._holds_groups)
 
 
 def _seconds(samples: Sequence[StepSample]) -> float:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.group_selection import (
     FlatSelection,
     GroupSelection,
+    of_each,
     on_device,
     starts_of,
 )
@@ -187,10 +188,10 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], ranks: int, kee
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     """Write to each owner what was selected of its share, in the order of places; uint8 ``[ranks, nbytes]``."""
-    index = selected.indices - _of_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices)
+    index = selected.indices - of_each(starts_of(shares.numels)[:-1], shares.counts, selected.indices.device)
     block = index // shares.ranks
     owner = index.add_(_skew(block)).remainder_(shares.ranks)
-    place = block.add_(_of_each(starts_of(shares.blocks)[:-1], shares.counts, index))
+    place = block.add_(of_each(starts_of(shares.blocks)[:-1], shares.counts, index.device))
     fits = _fitting(selected, owner, shares)
 
     ranks, room = shares.ranks, shares.room
@@ -209,7 +210,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
     """Tell which elements there is room for: of each tensor and each owner, the largest."""
     tensors = len(shares.numels)
-    message = _of_each(range(tensors), shares.counts, owner).add_(owner, alpha=tensors)
+    message = of_each(tuple(range(tensors)), shares.counts, owner.device).add_(owner, alpha=tensors)
     rooms = on_device(shares.rooms, owner.device).repeat(shares.ranks)
     wanted = torch.zeros_like(rooms).scatter_add_(0, message, torch.ones_like(message))
     filled = torch.ones_like(owner, dtype=torch.bool) if selected.filled is None else selected.filled
@@ -240,24 +241,17 @@ def _largest(sums: Tensor, shares: _Shares, rank: int) -> Tensor:
     owned, starts = shares.owned_blocks(rank), starts_of(shares.blocks)
     largest = largest_of_each([sums[start : start + blocks] for start, blocks in zip(starts, owned)], shares.finals)
     shifts = tuple(start - laid for start, laid in zip(starts[:-1], starts_of(tuple(owned))))
-    return largest.indices.add_(_of_each(shifts, shares.finals, largest.indices))
+    return largest.indices.add_(of_each(shifts, shares.finals, sums.device))
 
 
 def _positions(places: Tensor, shares: _Shares) -> Tensor:
     """Return which elements of the tensors laid end to end stand at places, ``[ranks, final]``, of each owner."""
-    block = places - _of_each(starts_of(shares.blocks)[:-1], shares.finals, places)
+    block = places - of_each(starts_of(shares.blocks)[:-1], shares.finals, places.device)
     owner = torch.arange(shares.ranks, device=places.device).unsqueeze(1)
     index = (owner - _skew(block)).remainder_(shares.ranks).add_(block, alpha=shares.ranks)
-    return index.add_(_of_each(starts_of(shares.numels)[:-1], shares.finals, places))
+    return index.add_(of_each(starts_of(shares.numels)[:-1], shares.finals, places.device))
 
 
 def _skew(block: Tensor) -> Tensor:
     """Return by how much owners are turned in a block; the same wherever the tensor lies in its group."""
     return block.bitwise_and(_MASK).mul_(_MULTIPLIER).bitwise_right_shift_(_SHIFT)
-
-
-def _of_each(numbers: Sequence[int], counts: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
-    each = on_device(tuple(numbers), like.device)
-    # The size is known: a GPU need not be asked for it.
-    return each.repeat_interleave(on_device(counts, like.device), output_size=sum(counts))

@@ -17,15 +17,12 @@ from lightning_sparse.schedule.merge.simulator import Cost, Problem, checked_pro
 def greedy_groups(
     sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
 ) -> list[list[int]]:
-    """Merge neighbours greedily, as the authors of OMGS-SGD do; selecting stops backward, as in their problem.
-
-    Arguments, errors and result are those of :func:`~lightning_sparse.schedule.plan_groups`.
-    """
+    """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_groups`."""
     return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
 
 
 def greedy_stops(problem: Problem) -> list[int]:
-    """Return where the groups of :func:`greedy_groups` stop."""
+    """Return where groups stop that are merged as in the released code; selecting stops backward, as in its problem."""
     if problem.tensors <= 2:
         return [problem.tensors]
     backward_free = problem.ready[1] + problem.select_seconds(0, 1)
