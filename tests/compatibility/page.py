@@ -5,28 +5,26 @@ from collections.abc import Sequence
 from tests.compatibility.rows import ROWS
 from tests.compatibility.running import IN_EVERY_ROW, Feature
 
-_TEXT = """# What works with what
+_TEXT = """# Feature compatibility
 
-Each cell is a test in two processes (`tests/test_compatibility.py`, of whose rows this page is made): the ranks end
+Each cell is a test in two processes (`tests/test_compatibility.py`, from whose rows this page is generated): ranks end
 with the same parameters to the bit, the parameters have moved, and the bytes fell as much as they should. The last
 column says what else is tested. Strategies that exchange in every step share a column: `sparse_topk` is tested with
 every row, and plain `ddp`, `sparse_lags`, `sparse_exdyna`, `sparse_sdagc` and `sparse_omgs` with every fifth.
 `sparse_auto` changes to plain DDP and back on the way, wherever four steps give it the time.
 
 - **yes**: works, and does what the last column says.
-- **no**: refused, with an error that says what to do instead; see below.
-- **GPU**: Lightning's `ddp` needs a GPU for it, and so do these strategies; on the CPU all of them raise the error of
-  torch's that says so, and that is what is tested there.
+- **no**: refused, with an error that names the cure; see below.
+- **GPU**: Lightning's `ddp` needs a GPU for it, and so do these strategies; the test on CPU expects torch's error.
 
 {table}
 
-{refusals}- Gradient clipping acts on what the exchange hands to the optimizer. With Adam and AdamW, whose updates are
-  made before selection, it acts on each rank's gradient before that. With `sparse_a2sgd` and local
-  steps it is each rank's own.
-- A layer that no rank ever uses is sent whole with Adam and AdamW, as with `ddp`: its second moment is never learned.
-- `sparse_a2sgd` lets the ranks' parameters drift apart and averages them every 50 steps, before validation, before a
-  checkpoint and at the end: there they are asked to be the same, with the other strategies after every step. With
-  `sparse_loco`, here in rounds of two local steps, ranks are one model where it is validated, saved and at the end.
+{refusals}- Gradient clipping acts after the exchange. With Adam and AdamW it acts on each rank's gradient before
+  selection; with `sparse_a2sgd` and local steps on each rank's own.
+- A layer that no rank ever uses is sent whole with Adam and AdamW, as with `ddp`: its second moment stays unknown.
+- Replicas of `sparse_a2sgd` diverge and are averaged every 50 steps, before validation, before a checkpoint and at the
+  end: there they are compared, with the other strategies after every step. Ranks of `sparse_loco`, here in rounds of
+  two local steps, are one model at validation, in a checkpoint and at the end.
 - A LightningModule that is compiled as a whole cannot call `self.log` in a step, with `ddp` either (torch 2.13).
 """
 
