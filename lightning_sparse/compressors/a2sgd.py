@@ -43,15 +43,6 @@ class A2SGD(Compressor):
 
     Raises:
         ValueError: if ``param_sync_every`` is not a whole number above 0.
-
-    Example::
-
-        >>> a2sgd = A2SGD()
-        >>> a2sgd.begin(ModelLayout(("weight",), (3,), 0, 2, torch.device("cpu")))
-        >>> selections = a2sgd.select(["weight"], [torch.tensor([1.0, 3.0, -5.0])], counts=[3])
-        >>> both = torch.tensor([[2.0, 5.0], [4.0, 5.0]])  # this rank's means, and the other one's
-        >>> a2sgd.finish_step(["weight"], selections, torch.tensor(True), lambda means: both)[0].values
-        tensor([ 2.,  4., -5.])
     """
 
     default_density: ClassVar[Optional[float]] = None

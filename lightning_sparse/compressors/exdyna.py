@@ -231,12 +231,6 @@ class Partitions(NamedTuple):
 
         In every step each partition belongs to one rank, and every rank visits every partition in as many steps as
         there are ranks.
-
-        Example::
-
-            >>> partitions = Partitions(edges=(0, 4, 8, 12), cuts=(0, 1, 3))
-            >>> partitions.owned(rank=0, step=0), partitions.owned(rank=0, step=1)
-            ((0, 4), (4, 12))
         """
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
@@ -250,25 +244,13 @@ class Partitions(NamedTuple):
 
 
 def even_cuts(total: int, parts: int) -> tuple[int, ...]:
-    """Cut ``total`` things into parts that differ by one at most, the larger ones first.
-
-    Example::
-
-        >>> even_cuts(11, 3)
-        (0, 4, 8, 11)
-    """
+    """Cut ``total`` things into parts that differ by one at most, the larger ones first."""
     size, larger = divmod(total, parts)
     return tuple(part * size + min(part, larger) for part in range(parts + 1))
 
 
 def block_edges(numel: int, ranks: int) -> tuple[int, ...]:
-    """Cut a model into blocks that differ by one element at most.
-
-    Example::
-
-        >>> block_edges(numel=100, ranks=2)
-        (0, 33, 66, 100)
-    """
+    """Cut a model into blocks that differ by one element at most."""
     blocks = max(ranks, min(_BLOCKS, numel // _LEAST_BLOCK))
     return tuple(block * numel // blocks for block in range(blocks + 1))
 

@@ -290,12 +290,6 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
 
     Yields the place of the first tensor of a run, that after its last, and the run as one flat tensor that shares their
     memory; in order.
-
-    Example::
-
-        >>> one, other = torch.arange(6.0).split([4, 2])
-        >>> [(first, stop, len(flat)) for first, stop, flat in runs([one, other, torch.zeros(3)])]
-        [(0, 2, 6), (2, 3, 3)]
     """
     first = 0
     while first < len(tensors):

@@ -11,13 +11,7 @@ _RANK_BITS = 32
 
 
 def flagged(mask: Tensor) -> Tensor:
-    """Find the true elements of a flat mask, ascending; their number is a multiple of ``WORD``.
-
-    Example::
-
-        >>> flagged(torch.arange(16) % 7 == 3)
-        tensor([ 3, 10])
-    """
+    """Find the true elements of a flat mask, ascending; their number is a multiple of ``WORD``."""
     # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, WORD).index_select(0, words)).unbind(1)
@@ -42,12 +36,6 @@ def largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
     ``reaches`` is what :func:`reaching` returned for a floor that at least ``count`` elements of each row reach. Of
     equal magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number. The type of
     magnitudes is one that fp32 holds exactly.
-
-    Example::
-
-        >>> magnitudes = torch.tensor([[3.0, 1.0, 5.0, 3.0]])
-        >>> largest_reaching(magnitudes, reaching(magnitudes, torch.tensor([3.0])), 2)
-        tensor([[0, 2]])
     """
     rows, width = magnitudes.shape
     found = flagged(reaches)

@@ -18,13 +18,7 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient.
-
-    Example::
-
-        >>> laid_flat(torch.tensor([[1, 2], [3, 4]]).t())
-        tensor([1, 2, 3, 4])
-    """
+    """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient."""
     if like is not None and tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

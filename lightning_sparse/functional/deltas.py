@@ -15,11 +15,6 @@ def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], count
 
     The denominator is what a random selection would leave over in expectation; the paper (arXiv 1911.08727) draws one
     instead. The method's convergence proof asks for ``delta <= 1``. It is 0 for a layer that is zero or was sent whole.
-
-    Example::
-
-        >>> layer_deltas([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 4.0])], counts=[1])
-        tensor([0.7200])
     """
     left = [dense_mean - mean for dense_mean, mean in zip(dense_means, applied)]
     left_out = torch.stack(torch._foreach_norm(left)).float().square()

@@ -28,15 +28,7 @@ class IndexCodec(NamedTuple):
         return count * self.offset_dtype.itemsize + self._blocks(numel) * self.count_dtype.itemsize
 
     def encode(self, indices: Tensor, numel: int) -> Tensor:
-        """Write positions, int64 ``[count]``, ascending and below ``numel``, as uint8 ``[nbytes(numel, count)]``.
-
-        Example::
-
-            >>> codec = index_codec(numel=100_000, count=3)
-            >>> wire = codec.encode(torch.tensor([5, 70_000, 70_001]), numel=100_000)
-            >>> codec.decode(wire.unsqueeze(0), numel=100_000, count=3)
-            tensor([[    5, 70000, 70001]])
-        """
+        """Write positions, int64 ``[count]``, ascending and below ``numel``, as uint8 ``[nbytes(numel, count)]``."""
         return self.encode_rows(indices.unsqueeze(0), numel).squeeze(0)
 
     def encode_rows(self, indices: Tensor, numel: int) -> Tensor:

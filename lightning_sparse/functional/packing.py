@@ -16,14 +16,7 @@ def packed_nbytes(count: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero.
-
-    Example::
-
-        >>> packed = pack_codes(torch.tensor([1, 0, 7, 3], dtype=torch.uint8), bits=3)
-        >>> packed.numel(), unpack_codes(packed, bits=3, count=4)
-        (3, tensor([1, 0, 7, 3], dtype=torch.uint8))
-    """
+    """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero."""
     codes_each, bytes_each = _word_sizes(bits)
     packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
     size = _piece(codes)

@@ -34,13 +34,7 @@ def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
 
 
 def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
-    """Find the same in each of some tensors, of one type and device, all of them at once: the host waits twice.
-
-    Example::
-
-        >>> indices_reaching_each([torch.tensor([0.1, -3.0]), torch.tensor([]), torch.tensor([2.0])], 0.5)
-        [tensor([1]), tensor([], dtype=torch.int64), tensor([0])]
-    """
+    """Find the same in each of some tensors, of one type and device, all of them at once: the host waits twice."""
     several = [tensor for tensor in tensors if tensor.numel()]
     if len(several) < 2:
         nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].device)

@@ -36,11 +36,6 @@ def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor) -> Tensor:
     """Add one number, ``[]``, to every positive element, and another to every negative one; zeros stay.
 
     Where either is not finite, nothing of the result is finite.
-
-    Example::
-
-        >>> shift_by_sign(torch.tensor([1.0, 0.0, -2.0]), torch.tensor(0.5), torch.tensor(-0.25))
-        tensor([ 1.5000,  0.0000, -2.2500])
     """
     shifted = torch.empty_like(tensor)
     # A product with zero, and a sum with it, is exact; that of zero and infinity is NaN.

@@ -64,11 +64,6 @@ def compare(turns: Sequence[Turn], density: float) -> Comparison:
 
     Each turn has seconds of steps with compression and of steps of DDP. One turn in three that was disturbed changes
     little: medians are taken.
-
-    Example::
-
-        >>> compare([([0.08, 0.08], [0.1, 0.1]), ([0.08, 0.08], [0.1, 0.1])], density=0.1).pays
-        True
     """
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
     gains = [their - our for our, their in zip(ours, theirs)]

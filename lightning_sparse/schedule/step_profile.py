@@ -189,13 +189,7 @@ def _fit_or_free(samples: Sequence[tuple[int, float]], shapes: Sequence[str]) ->
 
 
 def equal_parts(elements: Sequence[int], parts: int) -> list[int]:
-    """Return where groups stop that hold about equally many elements, each at least its share.
-
-    Example::
-
-        >>> equal_parts([4, 1, 1, 2, 8], 2)
-        [4, 5]
-    """
+    """Return where groups stop that hold about equally many elements, each at least its share."""
     share = -(-sum(elements) // parts)
     stops, held = [], 0
     for stop, size in enumerate(elements, start=1):

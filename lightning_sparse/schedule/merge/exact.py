@@ -34,13 +34,12 @@ def plan_groups(
         sizes: elements of each tensor, in the order in which backward makes their gradients ready.
         backward_seconds: seconds that backward takes for each tensor.
         select_cost: seconds that selecting takes, of a group's number of elements.
-        exchange_cost: seconds that the exchange takes, of a group's number of elements (dense ones: what share of them
-            travels is the callable's own affair).
+        exchange_cost: seconds that the exchange takes, of a group's number of elements before selection.
         selection: ``"worker"`` if selecting runs with the exchange, group by group, while backward goes on;
             ``"backward"`` if it stops backward, as in the paper.
 
     Returns:
-        the positions of each group, in the order of exchange. ``predict`` says what they lead to.
+        the positions of each group, in the order of exchange.
 
     Raises:
         ValueError: for an unknown selection, and for what is empty, negative, not finite or of different lengths.

@@ -31,10 +31,10 @@ class Problem(Protocol):
         """Number of tensors."""
 
     def select_seconds(self, start: int, stop: int) -> float:
-        """Return what selecting among the tensors from ``start`` up to but without ``stop`` costs, merged."""
+        """Return the cost of selecting from the tensors from ``start`` up to but without ``stop``, merged."""
 
     def exchange_seconds(self, start: int, stop: int) -> float:
-        """Return what exchanging the tensors from ``start`` up to but without ``stop`` costs, merged."""
+        """Return the cost of exchanging them, merged."""
 
 
 class MergeProblem(NamedTuple):
@@ -96,11 +96,6 @@ def predict(
 
     Raises:
         ValueError: for what is no grouping, empty, negative, not finite or of different lengths.
-
-    Example::
-
-        >>> predict([[0], [1, 2]], [10, 10, 20], [1.0, 1.0, 1.0], lambda n: 0.5, lambda n: n / 10.0).total
-        6.5
     """
     one_of("selection", selection, SELECTIONS)
     problem = checked_problem(sizes, backward_seconds, select_cost, exchange_cost)
