@@ -41,7 +41,7 @@ GROWTH = {
     # Shards of a tensor are padded, and lie apart as they arrive; rank by rank.
     "dense": Growth(by_tensor=2, by_rank=1),
     "a2sgd": Growth(by_tensor=25),  # passes over each tensor for itself
-    "qsgd": Growth(by_tensor=5, by_rank=1),  # likewise, to whole blocks
+    "qsgd": Growth(by_tensor=5, by_rank=7),  # likewise, to whole blocks, which are packed in pieces of a CPU's cache
 }
 
 
