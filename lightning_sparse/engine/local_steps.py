@@ -309,7 +309,7 @@ class Rounds(Replicas):
             for name, start in zip(names, pending.corrections):
                 start.copy_(_difference(_as(self._shared[name], start.dtype), start))
         self.covered_steps = self._recorder.current.covered_steps = steps
-        self._pipeline.wires.end_step()  # the next exchange is many steps away: what is not in use is given back
+        self._pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
         self._pipeline.close_step()
 
     def _exchange_groups(self, names: Sequence[str], changes: Sequence[Tensor]) -> list[Exchanged]:

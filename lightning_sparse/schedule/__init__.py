@@ -1,6 +1,6 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
-from lightning_sparse.schedule.base import ClosingAfter, FixedSize, Layerwise, Schedule, Single
+from lightning_sparse.schedule.base import FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.merge.exact import plan_groups
 from lightning_sparse.schedule.merged import Auto, Greedy, Merged
 from lightning_sparse.schedule.plan import Grouping, Plan
@@ -16,7 +16,6 @@ SCHEDULES: dict[str, type[Schedule]] = {
 __all__ = [
     "SCHEDULES",
     "Auto",
-    "ClosingAfter",
     "FixedSize",
     "Greedy",
     "Grouping",

@@ -1,9 +1,10 @@
 """The contract of a schedule, which decides WHEN and WITH WHOM a gradient travels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 
 from typing_extensions import override
+
+UNPLANNED_ELEMENTS = 1 << 23  # of a group, where nothing has been measured
 
 
 class Schedule(ABC):
@@ -52,7 +53,7 @@ class FixedSize(Schedule):
         ValueError: if ``min_elements`` is not positive.
     """
 
-    def __init__(self, min_elements: int = 1 << 23) -> None:
+    def __init__(self, min_elements: int = UNPLANNED_ELEMENTS) -> None:
         if min_elements < 1:
             raise ValueError(f"min_elements={min_elements} must be at least 1; 1 exchanges layer by layer")
         self.min_elements = min_elements
@@ -60,18 +61,3 @@ class FixedSize(Schedule):
     @override
     def closes_group(self, newest: str, numel: int) -> bool:
         return numel >= self.min_elements
-
-
-class ClosingAfter(Schedule):
-    """Exchange in groups that are given by the parameter that ends each.
-
-    Args:
-        names: the parameters after which a group is complete.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
-
-    @override
-    def closes_group(self, newest: str, numel: int) -> bool:
-        return newest in self.names

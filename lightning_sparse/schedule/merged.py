@@ -1,10 +1,11 @@
 """Schedules that follow a plan, made from what was measured in the steps before."""
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import ClassVar, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.schedule.base import FixedSize, Schedule
+from lightning_sparse.schedule.base import UNPLANNED_ELEMENTS, Schedule
 from lightning_sparse.schedule.merge.exact import earliest_stops
 from lightning_sparse.schedule.merge.greedy import greedy_stops
 from lightning_sparse.schedule.step_profile import Profile
@@ -27,11 +28,11 @@ class Merged(Schedule):
 
     def reset(self) -> None:
         """Forget the plan."""
-        self._cut: Schedule = FixedSize()
+        self._ends: Optional[frozenset[str]] = None
 
-    def follow(self, cut: Schedule) -> None:
-        """Cut the stream of gradients as another schedule does; only between two steps, and on all ranks at once."""
-        self._cut = cut
+    def follow(self, ends: Iterable[str]) -> None:
+        """Close groups after these parameters; only between two steps, and on all ranks at once."""
+        self._ends = frozenset(ends)
 
     def propose(self, profile: Profile) -> list[int]:
         """Return where the groups of the plan stop."""
@@ -39,7 +40,7 @@ class Merged(Schedule):
 
     @override
     def closes_group(self, newest: str, numel: int) -> bool:
-        return self._cut.closes_group(newest, numel)
+        return numel >= UNPLANNED_ELEMENTS if self._ends is None else newest in self._ends
 
 
 class Greedy(Merged):

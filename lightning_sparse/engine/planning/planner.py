@@ -17,7 +17,7 @@ from lightning_sparse.compressors.density.table import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder, StepMarks
 from lightning_sparse.engine.planning.samples import averaged
-from lightning_sparse.schedule import ClosingAfter, Merged
+from lightning_sparse.schedule import Merged
 from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.groupings import best_of, first_groupings, partly_whole_groupings
 from lightning_sparse.schedule.hidden_density import hidden_densities
@@ -257,7 +257,7 @@ class StepPlanner(Planner):
         return [self._densities.count(name, self._numels[name]) for name in self._order]
 
     def _follow(self, grouping: Grouping) -> None:
-        self._schedule.follow(ClosingAfter(self._order[stop - 1] for stop in grouping.stops))
+        self._schedule.follow(self._order[stop - 1] for stop in grouping.stops)
         groups = zip(self._groups(grouping), grouping.densities)
         self._densities.request(PLAN, {name: density for group, density in groups for name in group})
 

@@ -69,6 +69,8 @@ class GroupSelector:
             )
         self._compressor = compressor
         self._wires = wires
+        self._used: dict[WireFormat, None] = {}  # in this step
+        self._used_before: dict[WireFormat, None] = {}
         self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
 
@@ -94,6 +96,7 @@ class GroupSelector:
             tensors = [accumulated[position] for position in rest]
             counts: list[float] = [tensor.numel() for tensor in tensors]
             parts.append(Part(rest, tensors, WholeSelection.of(tensors), counts, self._wires.whole))
+        self._used.update(dict.fromkeys(part.wire for part in parts))
         return parts
 
     def _is_sent_whole(self, numel: int, density: float) -> bool:
@@ -104,8 +107,11 @@ class GroupSelector:
         return self._format_for(numel, element_count(numel, density)) is self._wires.whole
 
     def release(self) -> None:
-        """Take working memory back, of which nobody looks at any more."""
+        """End the step: take working memory back, and have wires that it did not use give back theirs."""
         self._workspace.release()
+        for wire in {**self._used_before, **self._used}:
+            wire.release()
+        self._used, self._used_before = {}, self._used
 
     def _ask(
         self,

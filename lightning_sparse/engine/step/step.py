@@ -140,7 +140,7 @@ class Pipeline:
         self.levels = OneLevel(Channel(collectives, recorder)) if levels is None else levels
         self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # that are known before their group is exchanged
-        self._selector = GroupSelector(compressor, wires)
+        self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
     @property
@@ -183,7 +183,7 @@ class Pipeline:
     def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Part]:
         names, whole = [local.name for local in group], self.context.whole
         densities = [1.0 if name in whole else self.density_of(name) for name in names]
-        return self._selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
+        return self.selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
 
     def _exchange_part(self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> Exchanged:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
@@ -214,8 +214,7 @@ class Pipeline:
                     mean.scatter(exchanged.accumulated)  # whose memory serves for the means from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
-        self._selector.release()
-        self.wires.end_step()
+        self.selector.release()
 
     def close_step(self) -> None:
         """Close the record of the step, and have the planner look at it."""

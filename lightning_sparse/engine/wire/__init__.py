@@ -122,11 +122,6 @@ class Wires(NamedTuple):
             return self.elements
         return self.whole if whole <= owned else self.owners
 
-    def end_step(self) -> None:
-        """Give unused memory back."""
-        for wire in self.formats:
-            wire.end_step()
-
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         """Return the payloads of a group, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}

@@ -85,7 +85,7 @@ class WireFormat(ABC):
             used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.
         """
 
-    def end_step(self) -> None:
+    def release(self) -> None:
         """End a step: memory that none of its groups needed may be given back."""
         return
 

@@ -108,8 +108,8 @@ class OwnersFormat(WireFormat):
         return arrival._replace(used=wires[:, len(section) : len(section) + len(used)].bool().any(dim=0))
 
     @override
-    def end_step(self) -> None:
-        self._values.end_step()
+    def release(self) -> None:
+        self._values.release()
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:

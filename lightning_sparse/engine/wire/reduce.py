@@ -58,7 +58,7 @@ class ReduceFormat(WireFormat):
         )
 
     @override
-    def end_step(self) -> None:
+    def release(self) -> None:
         if not self._is_in_use:
             self._workspace.clear()  # everything was sent whole in earlier steps, and no longer is
         self._is_in_use = False

@@ -110,7 +110,9 @@ def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
     Raises:
         ValueError: for another collective.
     """
-    return _SHARES[one_of("collective", collective, tuple(_SHARES))](ranks) * nbytes
+    if collective not in _SHARES:
+        one_of("collective", collective, tuple(_SHARES))
+    return _SHARES[collective](ranks) * nbytes
 
 
 def dense_bytes(elements: float, ranks: int) -> float:
