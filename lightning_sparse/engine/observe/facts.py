@@ -9,9 +9,9 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.observe.marks import StepMarks
-from lightning_sparse.engine.observe.samples import sent_count
 from lightning_sparse.schedule.cost.network import dense_bytes
 
 
@@ -158,3 +158,8 @@ class Totals:
             stats["total_steps"] = float(self.steps)
             stats["exposed_share"] = exposed / self._seconds if self._seconds else math.nan
         return stats
+
+
+def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
+    """Return how many elements a rank sends, without asking the device for it."""
+    return selection.values.numel() if selection.filled is None else selection.filled.sum()

@@ -7,8 +7,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.observe.facts import sent_count
 from lightning_sparse.functional import magnitude_histogram
 
 _BINS_OF_A_POWER = 8
@@ -99,11 +99,6 @@ class ParameterSamples:
         numbers = iter([next(asked) if isinstance(fact, Tensor) else float(fact) for fact in facts])
         rows = zip(*[numbers] * 4)
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._gradient_norms, rows)}
-
-
-def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
-    """Return how many elements a rank sends, without asking the device for it."""
-    return selection.values.numel() if selection.filled is None else selection.filled.sum()
 
 
 def _sent_values(selection: Selection) -> Tensor:
