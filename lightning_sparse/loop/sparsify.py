@@ -170,7 +170,7 @@ class Sparsifier:
         target_of, memory = self.engine.target_density, self.engine.memory
         self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
         self._view.adam.total_steps = total_steps
-        self._handles = [optimizer.register_step_post_hook(self._end_step) for optimizer in optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._forget_arrived) for optimizer in optimizers]
         self._tell(total_steps)
 
     def __enter__(self) -> Self:
@@ -340,7 +340,7 @@ class Sparsifier:
         if self.engine is not None:
             self.engine.raise_error()
 
-    def _end_step(self, optimizer: Optimizer, *step: Any) -> None:
+    def _forget_arrived(self, optimizer: Optimizer, *step: Any) -> None:
         if self.engine is not None:
             self.engine.arrived.forget(handled(optimizer))
 

@@ -45,7 +45,7 @@ class Planner:
 
     plan: Optional[Plan] = None
 
-    def end_step(self, marks: StepMarks) -> None:
+    def see_step(self, marks: StepMarks) -> None:
         """Look at a step that has ended; on every rank, between two steps."""
 
     def expect_other_order(self) -> None:
@@ -93,7 +93,7 @@ class StepPlanner(Planner):
         schedule.reset()
 
     @override
-    def end_step(self, marks: StepMarks) -> None:
+    def see_step(self, marks: StepMarks) -> None:
         order = tuple(marks.ready)
         if not order or not marks.is_typical:
             return  # every gradient was sparse_coo, so that nothing is merged; or no step to come is like this one

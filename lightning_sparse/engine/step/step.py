@@ -221,7 +221,7 @@ class Pipeline:
         marks = self.recorder.end_step().marks
         # Now, so that it does not count as time of the step.
         self.recorder.close_samples(self.memory.state_dict, self.memory.update_norms)
-        self._planner.end_step(marks)
+        self._planner.see_step(marks)
 
     def _keep(self, exchanged: Exchanged, finite: Tensor) -> None:
         used = exchanged.arrival.used
