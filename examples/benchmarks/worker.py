@@ -81,9 +81,9 @@ class PlanWatch(Callback):
             assert trainer.strategy.engine is not None
             if trainer.strategy.is_plain or trainer.strategy.engine.rounds is not None:
                 return
-            marks = trainer.strategy.engine.last_marks
-            assert marks is not None
-            self._seconds.append(Clock.seconds(marks.backward_start, marks.end))
+            last = trainer.strategy.engine.recorder.last
+            assert last is not None
+            self._seconds.append(Clock.seconds(last.marks.backward_start, last.marks.end))
 
     def predicted_seconds(self, seconds: float) -> Optional[float]:
         """Return the time of a batch of which backward and exchange take what was planned, the rest what it took."""

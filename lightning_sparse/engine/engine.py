@@ -17,7 +17,7 @@ from lightning_sparse.compressors.layout import ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.memory import Hyperparameters
-from lightning_sparse.engine.observe import Recorder, StepMarks, mean_stats
+from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planning.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
@@ -284,11 +284,6 @@ class Engine(Uncopied):
             return StepContext(samples_deltas=samples_deltas)
 
         return prepare
-
-    @property
-    def last_marks(self) -> Optional[StepMarks]:
-        """Marks of the stages of the last step that ended; ``None`` before the first."""
-        return None if self.recorder.last is None else self.recorder.last.marks
 
     def raise_error(self) -> None:
         """Raise what the exchange worker has raised, if it has."""
