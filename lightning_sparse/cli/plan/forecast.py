@@ -1,15 +1,57 @@
 """Step times of every way to train, over a network that may not be there."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Optional
 
-from lightning_sparse.cli.plan.backward_profile import BackwardProfile
-from lightning_sparse.cli.plan.candidates import Candidate
-from lightning_sparse.engine.local_steps import fitting_steps
-from lightning_sparse.schedule.cost.network import Network, sent_bytes
-from lightning_sparse.schedule.merge.simulator import predict
+import torch
 
-WORTH = 1.05  # speed-up over DDP from which on a change is worth its trouble; less is within the error of a prediction
+from lightning_sparse.cli.plan.profiler import BackwardProfile
+from lightning_sparse.cli.plan.rehearsal import (
+    SelectionCost,
+    SettingsOf,
+    fitted_sizes,
+    measure_cast,
+    measure_selection,
+    rehearsal,
+)
+from lightning_sparse.compressors import COMPRESSORS, Compressor, element_count
+from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.engine.local_steps import fitting_steps
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.wire import Transfer, build_wires
+from lightning_sparse.schedule import plan_groups
+from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.schedule.cost.network import Network, sent_bytes
+from lightning_sparse.schedule.merge.simulator import Cost, predict
+from lightning_sparse.schedule.step_profile import equal_parts
+from lightning_sparse.strategy.names import AUTO, systems
+
+DENSITIES = (0.1, 0.01, 0.001)
+WORTH = 1.05  # speed-up from which on a change is worth its trouble; less is within the error of a prediction
+
+# DDP's own: buckets are closed when they have reached these sizes, the first one early, so that something travels soon.
+_FIRST_BUCKET_BYTES = 1 << 20
+_BUCKET_BYTES = 25 << 20
+_MOST_CHUNKS = 100
+_GRADIENT_BYTES = 4  # of an element, inside a node
+_ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is counted here; less often later on
+
+
+class Candidate(NamedTuple):
+    """One way to train, and what it costs this machine.
+
+    Attributes:
+        name: what the user writes.
+        system: its settings; ``None`` for plain DDP.
+        cost: what it costs, exchanges left out.
+        wire_bytes: of one element that DDP sends; ``None`` for as many as it has in memory.
+    """
+
+    name: str
+    system: Optional[SettingsOf] = None
+    cost: SelectionCost = SelectionCost()
+    wire_bytes: Optional[int] = None
 
 
 class SystemPrediction(NamedTuple):
@@ -25,8 +67,7 @@ class SystemPrediction(NamedTuple):
         messages: groups in which the gradient travels.
         replicas_diverge: whether ranks apply different updates.
         local_steps: steps between two exchanges, over which times and bytes are averaged.
-        fitting_steps: how many ``local_steps="auto"`` would choose; 1 where gradients are exchanged in every step.
-        complexity: see :class:`~lightning_sparse.cli.plan.Candidate`.
+        fitting_steps: how many would keep exchanges at 5 % of the time; 1 where gradients are exchanged in every step.
     """
 
     name: str
@@ -36,10 +77,54 @@ class SystemPrediction(NamedTuple):
     exposed_seconds: float
     sent_bytes: float
     messages: int
-    replicas_diverge: bool
+    replicas_diverge: bool = False
     local_steps: int = 1
     fitting_steps: int = 1
-    complexity: int = 0
+
+
+def measure_candidates(profile: BackwardProfile, densities: Sequence[float] = DENSITIES) -> list[Candidate]:
+    """Measure what every way to train costs this machine; a few seconds in all.
+
+    Args:
+        profile: of the model.
+        densities: fractions of elements to try, for the systems that have one.
+
+    Returns:
+        DDP first, then DDP with bf16 gradients, then :func:`~lightning_sparse.strategy.names.systems` at each density.
+
+    Raises:
+        ValueError: for a density out of range.
+    """
+    device = torch.device(profile.device)
+    half = min(2, profile.element_bytes)
+    candidates = [Candidate("ddp"), Candidate("ddp + bf16 hook", None, measure_cast(device), half)]
+    costs: dict[Hashable, SelectionCost] = {}
+    for name, system in _systems(densities):
+        work = _work_of(system)
+        if work not in costs:
+            costs[work] = measure_selection(rehearsal(system, device), profile.sizes, fitted_sizes(device))
+        candidates.append(Candidate(name, system, costs[work]))
+    return candidates
+
+
+def _work_of(system: SettingsOf) -> Hashable:
+    """Return what two systems have in common that do the same to the bit, such as LAGS and top-k."""
+    compressor = system.build().compressor
+    kind = type(compressor)
+    is_stateless = kind.finish_step is Compressor.finish_step
+    selects = (kind.select, compressor.selects_across_group, compressor.feedback)
+    return system._replace(compressor=""), selects if is_stateless else system.compressor
+
+
+def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
+    for system in systems():
+        given = {name: value for name, value in system.arguments.items() if name in SettingsOf._fields}
+        if "local_steps" in given:
+            yield system.name, SettingsOf(**given)
+        elif system != AUTO:  # it takes whichever of the others is faster
+            has_density = COMPRESSORS[given["compressor"]].default_density is not None
+            for density in densities if has_density else (None,):
+                yield system.name, SettingsOf(given["compressor"], density)
 
 
 def predict_systems(
@@ -52,110 +137,189 @@ def predict_systems(
     Args:
         profile: of the model's step on one worker.
         network: between the workers.
-        candidates: from :func:`~lightning_sparse.cli.plan.measure_candidates`; the first one is what the others are
-            compared with.
+        candidates: from :func:`measure_candidates`; the first one is what the others are compared with.
 
     Raises:
-        ValueError: for a profile or a network that makes no sense, a profile measured for another number of workers, or
-            no candidates.
+        ValueError: for a profile or a network that makes no sense.
 
     Example: a second of backward, and two seconds of exchange that it hides nothing of::
 
-        >>> from lightning_sparse.cli.plan.candidates import BucketedDDP
         >>> profile = BackwardProfile(("weight",), (1000,), (1.0,))
         >>> network = Network(bandwidth=16_000, latency=0.0, workers=2)
-        >>> predict_systems(profile, network, [BucketedDDP("ddp", 4, 4)])[0].step_seconds
+        >>> predict_systems(profile, network, [Candidate("ddp")])[0].step_seconds
         3.0
     """
-    profile = profile.checked().for_workers(network.checked().workers)
-    if not candidates:
-        raise ValueError(
-            "candidates=[] must hold what to predict for; measure_candidates(profile) measures all systems"
-        )
-    rows = [_predict(profile, network, candidate) for candidate in candidates]
+    network.checked()
+    rows = [_predict(profile, network, each) for each in candidates]
     return [row._replace(speedup=rows[0].step_seconds / row.step_seconds) for row in rows]
 
 
-def best_of(rows: Sequence[SystemPrediction], spread_seconds: float = 0.0) -> Optional[SystemPrediction]:
-    """Return the simplest of the rows that are about as fast as the fastest; ``None`` if that is the first, DDP.
+def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
+    """Return the first row that is within 5 % of the fastest; ``None`` if that is DDP.
 
-    Of those that are as simple it is the one of the highest density, which delays the least, and of these the first.
-    A method that lets replicas drift apart is not considered: what it saves in time it may cost in steps.
-
-    Args:
-        rows: from :func:`predict_systems`.
-        spread_seconds: by how much steps differ from each other where they were measured.
+    Rows stand in the order of :func:`measure_candidates`: simpler ways and higher densities, which delay less, come
+    first. A method that lets replicas drift apart is not considered: what it saves in time it may cost in steps.
     """
-    best = min(alike(rows, spread_seconds), key=lambda row: (row.complexity, -(row.density or 1.0)))
+    safe = [row for row in rows if not row.replicas_diverge]
+    fastest = min(row.step_seconds for row in safe)
+    best = next(row for row in safe if row.step_seconds <= WORTH * fastest)
     return None if best is rows[0] else best
 
 
-def alike(rows: Sequence[SystemPrediction], spread_seconds: float = 0.0) -> list[SystemPrediction]:
-    """Return the rows that are not to be told from the fastest: within 5 %, or the spread of a step if that is more."""
-    safe = [row for row in rows if not row.replicas_diverge]
-    fastest = min(row.step_seconds for row in safe)
-    return [row for row in safe if row.step_seconds <= max(WORTH * fastest, fastest + spread_seconds)]
+class _Work(NamedTuple):
+    """What a step does beside the model's own; costs are of a group's elements."""
+
+    groups: list[list[int]]
+    select_cost: Cost
+    exchange_cost: Cost
+    sent_bytes: float
+    finish_seconds: float = 0.0  # when all groups have arrived
 
 
 def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -> SystemPrediction:
-    sizes, elements = profile.sizes, profile.elements
-    backward_seconds = _ready_at_end(profile) if candidate.waits_for_backward else profile.backward_seconds
-    shared_by, peers = candidate.node_ranks(network), candidate.peers(network)
+    system = candidate.system or SettingsOf("dense")
+    settings = None if candidate.system is None else system.build()
+    elements, steps = profile.elements, system.local_steps
+    backward_seconds = list(profile.backward_seconds)
+    if settings is None:
+        work = _ddp_work(profile, network, candidate)
+    else:
+        if settings.compressor.feedback.clip_norm is not None:  # nothing travels before backward has ended
+            backward_seconds = [sum(backward_seconds), *(0.0 for _ in profile.sizes[1:])]
+        work = _system_work(profile, network, candidate, settings, backward_seconds)
+    if steps == 1:
+        selection = "backward" if profile.device == "cpu" else "worker"
+        costs = (work.select_cost, work.exchange_cost)
+        total = predict(work.groups, profile.sizes, backward_seconds, *costs, selection).total
+        exchange = total + work.finish_seconds - sum(profile.backward_seconds)
+    else:  # once in a round, and nothing hides it
+        exchange = work.select_cost(elements) + work.exchange_cost(elements) + work.finish_seconds
+    return SystemPrediction(
+        name=candidate.name,
+        density=system.density,
+        step_seconds=profile.alone_seconds + exchange / steps,
+        speedup=1.0,
+        exposed_seconds=exchange / steps,
+        sent_bytes=work.sent_bytes / steps,
+        messages=len(work.groups),
+        replicas_diverge=settings is not None and settings.replicas_diverge,
+        local_steps=steps,
+        fitting_steps=1 if steps == 1 else fitting_steps(profile.alone_seconds, exchange),
+    )
+
+
+def _ddp_work(profile: BackwardProfile, network: Network, candidate: Candidate) -> _Work:
+    wire_bytes = candidate.wire_bytes or profile.element_bytes
+    return _Work(
+        ddp_groups(profile.sizes, profile.element_bytes),
+        candidate.cost.group.alone.__call__,
+        lambda elements: network.seconds("all_reduce", wire_bytes * elements),
+        sent_bytes("all_reduce", wire_bytes * profile.elements, network.workers),
+    )
+
+
+def ddp_groups(sizes: Sequence[int], element_bytes: int) -> list[list[int]]:
+    """Return the positions of the tensors of each of DDP's buckets."""
+    stops, held = [0], 0
+    for position, size in enumerate(sizes):
+        held += size * element_bytes
+        if held >= (_FIRST_BUCKET_BYTES if len(stops) == 1 else _BUCKET_BYTES) or position == len(sizes) - 1:
+            stops.append(position + 1)
+            held = 0
+    return [list(range(*edges)) for edges in pairwise(stops)]
+
+
+def _system_work(
+    profile: BackwardProfile,
+    network: Network,
+    candidate: Candidate,
+    settings: Settings,
+    backward_seconds: Sequence[float],
+) -> _Work:
+    """Return what a system's step does; with two levels the workers of a node average first and share the rest."""
+    shared_by, peers = levels(settings, network)
+    share = profile.elements // shared_by
     of_share = candidate.cost.group.at_workers(peers.workers)
+    exchange_cost = _exchange_cost(profile.sizes, network, settings)
 
     def select_cost(elements: float) -> float:
         return of_share(elements / shared_by)
 
-    exchange_cost = candidate.exchange_cost(sizes, network)
-    if candidate.local_steps > 1:
-        return _predict_rounds(profile, network, candidate, select_cost(elements) + exchange_cost(elements))
-    groups = candidate.groups(sizes, backward_seconds, select_cost, exchange_cost)
-    selection = "backward" if profile.device == "cpu" else "worker"
-    prediction = predict(groups, sizes, backward_seconds, select_cost, exchange_cost, selection)
-    seconds = prediction.total + candidate.finish_seconds(elements, network)
-    sent_in_groups = sum(
-        sent_bytes(*transfer, peers.workers)
-        for group in groups
-        for transfer in candidate.sent([sizes[position] for position in group], network)
+    groups = [list(range(len(profile.sizes)))]
+    if settings.local_steps is None:
+        groups = _best_groups(profile.sizes, backward_seconds, select_cost, exchange_cost)
+    afterwards = step_transfers(settings, share, profile.has_adam)
+    finish_seconds = candidate.cost.finish.at_workers(peers.workers)(share)
+    finish_seconds += sum(peers.seconds(*transfer) * often for transfer, often in afterwards)
+    if shared_by > 1:
+        finish_seconds += network.inside.seconds("all_gather", _GRADIENT_BYTES * share)
+    sent = sum(sent_bytes(*transfer, peers.workers) * often for transfer, often in afterwards)
+    for group in groups:
+        for transfer in sent_by(settings, [profile.sizes[position] for position in group], network):
+            sent += sent_bytes(*transfer, peers.workers)
+    return _Work(groups, select_cost, exchange_cost, sent, finish_seconds)
+
+
+def levels(settings: Settings, network: Network) -> tuple[int, Network]:
+    """Return how many workers of a node share an exchange, 1 for one level, and the network of that exchange."""
+    if settings.can_have_levels and network.workers > network.node_ranks > 1:
+        return network.node_ranks, network.between
+    return 1, network
+
+
+def sent_by(settings: Settings, sizes: Sequence[int], network: Network) -> list[Transfer]:
+    """Return what each worker hands to collectives for a group of tensors; with two levels, to those between nodes."""
+    shared_by, peers = levels(settings, network)
+    return transfers(settings, [-(-size // shared_by) for size in sizes], peers.workers)
+
+
+def transfers(settings: Settings, sizes: Sequence[int], workers: int) -> list[Transfer]:
+    """Return what each worker hands to collectives for a group of tensors of some sizes."""
+    compressor, density = settings.compressor, settings.density
+    ways = (compressor.wire_format, compressor.dense_wire_format)
+    wires = build_wires(*ways, settings.wire, 0, workers, settings.exchange, settings.wire_bits)
+    if compressor.dense_wire_format is not None and density >= 1:
+        return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
+    if compressor.selects_across_group:
+        sizes = [sum(sizes)]
+    return wires.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes])
+
+
+def step_transfers(settings: Settings, elements: int, has_adam: bool = False) -> list[tuple[Transfer, float]]:
+    """Return what travels when all groups have arrived, and how often in a step on average."""
+    compressor = settings.compressor
+    found = []
+    if compressor.agreement_nbytes:
+        found.append((Transfer("all_gather", compressor.agreement_nbytes), 1.0))
+    if compressor.replicas_diverge and compressor.param_sync_every is not None:
+        # Parameters are averaged in fp32, and nothing hides it.
+        found.append((Transfer("all_reduce", 4 * elements), 1 / compressor.param_sync_every))
+    if has_adam and settings.can_correct_adam:
+        # Mean gradients, of 16 bits, at intervals of a tenth of the steps made.
+        found.append((Transfer("all_reduce", 2 * elements), 10 / _ADAM_STEPS))
+    return found
+
+
+def _exchange_cost(sizes: Sequence[int], network: Network, settings: Settings) -> Cost:
+    """Return a group's cost as a line: as many bytes an element as the whole model takes in one group."""
+    shared_by, peers = levels(settings, network)
+    legs = [(peers, transfer) for transfer in sent_by(settings, sizes, network)]
+    if shared_by > 1:
+        legs.append((network.inside, Transfer("all_to_all", _GRADIENT_BYTES * sum(sizes))))
+    startup = sum(leg.seconds(transfer.collective, 0) for leg, transfer in legs)
+    whole = sum(leg.seconds(*transfer) for leg, transfer in legs)
+    return CostModel(startup, (whole - startup) / sum(sizes)).__call__
+
+
+def _best_groups(
+    sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
+) -> list[list[int]]:
+    """Return the groups that end a step first, of runs of neighbours: a hundred at most, planned in milliseconds."""
+    edges = list(pairwise([0, *equal_parts(sizes, _MOST_CHUNKS)]))
+    plan = plan_groups(
+        [sum(sizes[start:stop]) for start, stop in edges],
+        [sum(backward_seconds[start:stop]) for start, stop in edges],
+        select_cost,
+        exchange_cost,
     )
-    afterwards = candidate.step_transfers(elements // shared_by)
-    sent_afterwards = sum(sent_bytes(*transfer, peers.workers) * share for transfer, share in afterwards)
-    return SystemPrediction(
-        name=candidate.name,
-        density=candidate.density,
-        step_seconds=profile.other_seconds + seconds,
-        speedup=1.0,
-        exposed_seconds=seconds - sum(profile.backward_seconds),
-        sent_bytes=sent_in_groups + sent_afterwards,
-        messages=len(groups),
-        replicas_diverge=candidate.replicas_diverge,
-        complexity=candidate.complexity,
-    )
-
-
-def _predict_rounds(
-    profile: BackwardProfile, network: Network, candidate: Candidate, seconds: float
-) -> SystemPrediction:
-    """Predict the steps of rounds: exchanges that nothing hides take so many seconds, and come once in a round."""
-    alone = profile.other_seconds + sum(profile.backward_seconds)
-    exchange = seconds + candidate.finish_seconds(profile.elements, network)
-    workers = candidate.peers(network).workers
-    sent = sum(sent_bytes(*transfer, workers) for transfer in candidate.sent(profile.sizes, network))
-    return SystemPrediction(
-        name=candidate.name,
-        density=candidate.density,
-        step_seconds=alone + exchange / candidate.local_steps,
-        speedup=1.0,
-        exposed_seconds=exchange / candidate.local_steps,
-        sent_bytes=sent / candidate.local_steps,
-        messages=1,
-        replicas_diverge=True,
-        local_steps=candidate.local_steps,
-        fitting_steps=fitting_steps(alone, exchange),
-        complexity=candidate.complexity,
-    )
-
-
-def _ready_at_end(profile: BackwardProfile) -> list[float]:
-    """Return times of backward as if everything became ready at its end."""
-    return [sum(profile.backward_seconds), *(0.0 for _ in profile.sizes[1:])]
+    return [list(range(edges[chunks[0]][0], edges[chunks[-1]][1])) for chunks in plan]

@@ -1,26 +1,54 @@
-"""Time when backward makes each gradient ready, in a few clean steps of one process."""
+"""The profile of a model's step on one worker: sizes of its gradients, and when backward makes them ready."""
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_sparse._lightning import Callback, LightningModule, Trainer
-from lightning_sparse.cli.plan.backward_profile import BackwardProfile
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
-from lightning_sparse.schedule.comparison import spread
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
 _LEAST_STEPS = 3
 _MOST_STEPS = 20
 _SECONDS = 2.0  # of measuring, unless the least steps take longer
 _PATIENCE = 50  # batches without any backward
+
+
+class BackwardProfile(NamedTuple):
+    """A step without communication. Tensors stand in the order in which backward makes their gradients ready.
+
+    Attributes:
+        names: parameter names.
+        sizes: elements of each.
+        backward_seconds: seconds that backward takes for each.
+        other_seconds: seconds of the step outside backward: forward, optimizer.
+        element_bytes: of one gradient element, as DDP sends it.
+        device: type of the device on which this was measured, such as ``"cpu"``.
+        has_adam: whether an optimizer is one whose second moment is refreshed by mean gradients now and then.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    backward_seconds: tuple[float, ...]
+    other_seconds: float = 0.0
+    element_bytes: int = 4
+    device: str = "cpu"
+    has_adam: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole gradient."""
+        return sum(self.sizes)
+
+    @property
+    def alone_seconds(self) -> float:
+        """Seconds of a step that exchanges nothing."""
+        return sum(self.backward_seconds) + self.other_seconds
 
 
 class _Step(NamedTuple):
@@ -47,11 +75,8 @@ class _Step(NamedTuple):
 class BackwardProfiler(Callback):
     """Time the first steps of a ``fit`` in one process, and end it.
 
-    The loss is the module's own, whatever its ``training_step`` does; several backward passes in a step, as in manual
-    optimization, count one after the other. Waiting for data is left out.
-
-    Raises:
-        ValueError: in ``fit``, if no parameter requires a gradient, or none gets one in 50 batches.
+    Several backward passes in a step, as in manual optimization, count one after the other. Waiting for data is left
+    out. ``fit`` raises a ``ValueError`` if no parameter requires a gradient, or none gets one in 50 batches.
     """
 
     def __init__(self) -> None:
@@ -60,15 +85,16 @@ class BackwardProfiler(Callback):
         self._previous: Mark = None
         self._began = 0.0
         self._batches = 0
-        self._has_adam = False
         self._handles: list[Any] = []
-        self._parameters: Mapping[str, Parameter] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Before an optimizer is built, which would complain of an empty list.
         if not any(parameter.requires_grad for parameter in pl_module.parameters()):
-            BackwardProfile((), (), ()).checked()
+            raise ValueError(
+                "no parameter of the model requires a gradient, so there is nothing to exchange; unfreeze some"
+                " (requires_grad_(True))"
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,7 +152,6 @@ class BackwardProfiler(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
     def profile(self) -> BackwardProfile:
         """Return the medians over the steps measured. Parameters that got no gradient count as ready at the end.
@@ -141,8 +166,7 @@ class BackwardProfiler(Callback):
                 " or training was stopped"
             )
         timed = [step.backward_seconds() for step in steps]
-        order = list(timed[-1])
-        names = [*order, *(name for name in self._parameters if name not in timed[-1])]
+        names = [*timed[-1], *(name for name in self._parameters if name not in timed[-1])]
         parameters = [self._parameters[name] for name in names]
         itemsizes = Counter[int]()
         for parameter in parameters:
@@ -155,5 +179,4 @@ class BackwardProfiler(Callback):
             element_bytes=itemsizes.most_common(1)[0][0],
             device=parameters[0].device.type,
             has_adam=self._has_adam,
-            spread_seconds=spread([Clock.seconds(step.start, step.end) for step in steps]),
-        ).checked()
+        )

@@ -1,8 +1,8 @@
 """A dress rehearsal in one process: a system's own pipeline on random gradients, with nobody at the other end."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Optional
 
 import torch
@@ -26,17 +26,19 @@ _STEPS = 4  # the fastest counts: whatever else the machine does only adds
 _SECONDS = 0.2  # after which fewer steps are enough, on a machine that is slow or busy
 
 
+StageSeconds = tuple[float, float]  # of one step of one group, in the stages of a SelectionCost
+
+
 class StageCost(NamedTuple):
     """Seconds of one stage as a function of elements and of the number of workers.
 
     Attributes:
         alone: by the number of elements, for one worker.
-        more: numbers of workers, rising, and the seconds more that each element takes with so many: their contributions
-            have to be read, some of them only up to the number at which tensors take another way. Lines lie in between,
-            and beyond the last.
+        more: numbers of workers, rising, and the seconds that each element takes more, since their contributions have
+            to be read. Lines lie in between, and the last number holds beyond.
     """
 
-    alone: CostModel
+    alone: CostModel = CostModel()
     more: tuple[tuple[int, float], ...] = ()
 
     def at_workers(self, workers: int) -> CostModel:
@@ -56,24 +58,33 @@ class SelectionCost(NamedTuple):
         finish: what is done when all groups have arrived: keeping what was not sent, writing the means.
     """
 
-    group: StageCost
-    finish: StageCost
+    group: StageCost = StageCost()
+    finish: StageCost = StageCost()
 
 
-class StageSeconds(NamedTuple):
-    """Seconds of one step of one group, in the stages of :class:`SelectionCost`."""
+class SettingsOf(NamedTuple):
+    """The settings of a system, to be built anew for each use, as a compressor holds state.
 
-    group: float
-    finish: float
+    Attributes:
+        compressor: its name.
+        density: fraction of elements sent; ``None`` for a method without.
+        wire: name of the type of the values that travel.
+        local_steps: between two exchanges; 1 exchanges gradients in every step.
+    """
+
+    compressor: str
+    density: Optional[float] = None
+    wire: str = "float32"
+    local_steps: int = 1
+
+    def build(self) -> Settings:
+        """Build them, without a warm-up of the density."""
+        rounds = None if self.local_steps == 1 else LocalSteps(self.local_steps)
+        return Settings(self.compressor, self.density, "merged", self.wire, 0, local_steps=rounds)
 
 
 class EchoCollectives(Collectives):
-    """Collectives in which every rank hands in what this one does, at once; no process group.
-
-    Args:
-        ranks: as how many to answer.
-        device: device of the payloads.
-    """
+    """Collectives in which every rank hands in what this one does, at once; no process group."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         self.group = None
@@ -94,61 +105,8 @@ class EchoCollectives(Collectives):
         return tensor.mul_(self.ranks)
 
 
-def fitted_sizes(device: torch.device) -> tuple[int, ...]:
-    """Return the numbers of elements that a cost on a device is fitted to."""
-    return _CPU_SIZES if device.type == "cpu" else _DEVICE_SIZES
-
-
-def measure_selection(
-    rehearsed: Callable[[Sequence[int], int], StageSeconds], sizes: Sequence[int], fitted: Sequence[int]
-) -> SelectionCost:
-    """Measure what a system costs this machine, on random normal gradients; a fraction of a second.
-
-    Args:
-        rehearsed: runs a system on tensors of some sizes for a number of ranks, such as a :class:`Rehearsal`.
-        sizes: elements of the model's tensors: a model of many small ones pays more for each element.
-        fitted: numbers of elements to rehearse with, rising, from :func:`fitted_sizes`.
-    """
-    alone = {size: rehearsed((size,), 1) for size in fitted}
-    shared = fitted[-2]  # elements of which the contributions of many ranks are read
-    crowds = {ranks: rehearsed((shared,), ranks) for ranks in (_SOME_RANKS, _MANY_RANKS)}
-    short_sizes = [min(size, _SHORT) for size in sizes]
-    short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
-    stages = []
-    for stage in ("group", "finish"):
-        model = fit([(size, getattr(times, stage)) for size, times in alone.items()], SELECTION_SHAPES)
-        more = tuple(
-            (ranks, max(0.0, getattr(crowd, stage) - getattr(alone[shared], stage)) / shared)
-            for ranks, crowd in crowds.items()
-        )
-        beside = 0.0 if short is None else max(0.0, getattr(short, stage) - model(sum(short_sizes)))
-        stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), more))
-    return SelectionCost(*stages)
-
-
-class SettingsOf(NamedTuple):
-    """The settings of a system, to be built anew for each use, as a compressor holds state.
-
-    Attributes:
-        compressor: its name.
-        density: fraction of elements sent; ``None`` for a method without.
-        wire: name of the type of the values that travel.
-        local_steps: between two exchanges; 1 exchanges gradients in every step.
-    """
-
-    compressor: str
-    density: Optional[float] = None
-    wire: str = "float32"
-    local_steps: int = 1
-
-    def build(self) -> Settings:
-        """Build them, without a warm-up of the density.
-
-        Raises:
-            ValueError: see :class:`~lightning_sparse.engine.Settings`.
-        """
-        rounds = None if self.local_steps == 1 else LocalSteps(self.local_steps)
-        return Settings(self.compressor, self.density, "merged", self.wire, 0, local_steps=rounds)
+def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
+    return received.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(received.view_as(out))
 
 
 def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
@@ -173,35 +131,30 @@ def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, dev
     )
 
 
-class Rehearsal:
-    """Run a system on random normal gradients, and time it.
+def fitted_sizes(device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of elements that a cost on a device is fitted to."""
+    return _CPU_SIZES if device.type == "cpu" else _DEVICE_SIZES
 
-    Args:
-        settings_of: the system; built anew for each call.
-        device: where gradients are.
-    """
 
-    def __init__(self, settings_of: SettingsOf, device: torch.device) -> None:
-        self._settings_of = settings_of
-        self._device = device
-        self._noise = torch.randn(2 * fitted_sizes(device)[-1], device=device)
+def rehearsal(settings_of: SettingsOf, device: torch.device) -> Callable[[Sequence[int], int], StageSeconds]:
+    """Return what runs a system on random normal gradients of some sizes, as one of so many ranks, and times it."""
+    noise = torch.randn(2 * fitted_sizes(device)[-1], device=device)
 
-    def __call__(self, sizes: Sequence[int], ranks: int) -> StageSeconds:
-        """Return the seconds of a step for one group of tensors of some sizes, as one of so many ranks."""
-        pipeline = rehearsed_pipeline(self._settings_of.build(), sizes, ranks, self._device)
-        gradients = [torch.empty(size, device=self._device) for size in sizes]
+    def rehearsed(sizes: Sequence[int], ranks: int) -> StageSeconds:
+        pipeline = rehearsed_pipeline(settings_of.build(), sizes, ranks, device)
+        gradients = [torch.empty(size, device=device) for size in sizes]
         runs: list[StageSeconds] = []
         begin = time.perf_counter()
         while len(runs) <= _WARM_UP or (len(runs) < _WARM_UP + _STEPS and time.perf_counter() - begin < _SECONDS):
-            runs.append(_step(pipeline, gradients, self._noise))
-        measured = runs[_WARM_UP:]
-        return StageSeconds(min(run.group for run in measured), min(run.finish for run in measured))
+            runs.append(_step(pipeline, gradients, noise))
+        return min(run[0] for run in runs[_WARM_UP:]), min(run[1] for run in runs[_WARM_UP:])
+
+    return rehearsed
 
 
 def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> StageSeconds:
-    starts = _starts(noise)
     for gradient in gradients:
-        start = next(starts)
+        start = int(torch.randint(noise.numel() // 2, ()))  # no time goes into drawing it
         gradient.copy_(noise[start : start + gradient.numel()])
     group = [LocalGradient(str(position), gradient, None) for position, gradient in enumerate(gradients)]
     if pipeline.waits_for_whole_step:
@@ -212,24 +165,46 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
     pipeline.commit(exchanged)
     end = _now(noise.device)
     pipeline.recorder.end_step()
-    return StageSeconds(middle - begin, end - middle)
+    return middle - begin, end - middle
 
 
-def _starts(noise: Tensor) -> Iterator[int]:
-    """Yield places from which to read a gradient, so that each differs and no time goes into drawing it."""
-    room = noise.numel() // 2
-    offset = int(torch.randint(room, ()))
-    return (start % room for start in count(offset, 7919))
+def measure_selection(
+    rehearsed: Callable[[Sequence[int], int], StageSeconds], sizes: Sequence[int], fitted: Sequence[int]
+) -> SelectionCost:
+    """Measure what a system costs this machine; a fraction of a second.
+
+    Args:
+        rehearsed: from :func:`rehearsal`.
+        sizes: elements of the model's tensors: a model of many small ones pays more for each element.
+        fitted: numbers of elements to rehearse with, rising, from :func:`fitted_sizes`.
+    """
+    alone = {size: rehearsed((size,), 1) for size in fitted}
+    shared = fitted[-2]  # elements of which the contributions of many ranks are read
+    crowds = {ranks: rehearsed((shared,), ranks) for ranks in (_SOME_RANKS, _MANY_RANKS)}
+    short_sizes = [min(size, _SHORT) for size in sizes]
+    short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
+    stages = []
+    for stage in range(2):
+        model = fit([(size, times[stage]) for size, times in alone.items()], SELECTION_SHAPES)
+        more = tuple((ranks, max(0.0, crowd[stage] - alone[shared][stage]) / shared) for ranks, crowd in crowds.items())
+        beside = 0.0 if short is None else max(0.0, short[stage] - model(sum(short_sizes)))
+        stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), more))
+    return SelectionCost(*stages)
 
 
-def fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a piece of work takes at best."""
-    seconds = []
-    for _ in range(_WARM_UP + _STEPS):
-        begin = _now(device)
-        work()
-        seconds.append(_now(device) - begin)
-    return min(seconds[_WARM_UP:])
+def measure_cast(device: torch.device) -> SelectionCost:
+    """Measure what torch's bf16 hook does beside its all-reduce: there and back, and the division."""
+
+    def seconds(size: int) -> float:
+        gradient = torch.randn(size, device=device)
+        runs = []
+        for _ in range(_WARM_UP + _STEPS):
+            begin = _now(device)
+            gradient.copy_(gradient.to(torch.bfloat16).div_(2))
+            runs.append(_now(device) - begin)
+        return min(runs[_WARM_UP:])
+
+    return SelectionCost(StageCost(fit([(size, seconds(size)) for size in fitted_sizes(device)], ("line",))))
 
 
 def _now(device: torch.device) -> float:
@@ -237,7 +212,3 @@ def _now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
-
-
-def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
-    return received.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(received.view_as(out))

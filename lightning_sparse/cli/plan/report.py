@@ -1,14 +1,17 @@
 """Predictions for people and for programs."""
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Union
 
-from lightning_sparse.cli.plan.backward_profile import BackwardProfile
-from lightning_sparse.cli.plan.forecast import WORTH, SystemPrediction, alike, best_of
+from lightning_sparse.cli.plan.forecast import Candidate, SystemPrediction, best_of, predict_systems
+from lightning_sparse.cli.plan.profiler import BackwardProfile
 from lightning_sparse.loop.summary import in_bytes
 from lightning_sparse.schedule.cost.network import Network
 
 _HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
+_WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_BANDWIDTHS = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 
 
 def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> str:
@@ -19,42 +22,32 @@ def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPr
         network: what was predicted for.
         rows: from :func:`~lightning_sparse.cli.plan.predict_systems`.
     """
-    best = best_of(rows, profile.spread_seconds)
+    best = best_of(rows)
     cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths)) for line in cells)
     ]
-    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(profile, rows)])
+    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
 
 
 def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> dict[str, Any]:
-    """Return the same as plain numbers, words and lists.
-
-    ``best`` is the position of a row, or ``None``; ``alike`` are those of the rows that are not told from the fastest.
-    """
-    best = best_of(rows, profile.spread_seconds)
-    positions = {id(row): position for position, row in enumerate(rows)}
+    """Return the same as plain numbers, words and lists; ``best`` is the position of a row, or ``None``."""
+    best = best_of(rows)
+    names = network._fields if network.node_ranks > 1 else ("bandwidth", "latency", "workers")
     return {
         "profile": {
             "elements": profile.elements,
             "tensors": len(profile.sizes),
             "backward_seconds": sum(profile.backward_seconds),
             "other_seconds": profile.other_seconds,
-            "spread_seconds": profile.spread_seconds,
             "device": profile.device,
         },
-        "network": _network(network),
+        "network": {name: getattr(network, name) for name in names},
         "rows": [row._asdict() for row in rows],
-        "best": None if best is None else positions[id(best)],
-        "alike": [positions[id(row)] for row in alike(rows, profile.spread_seconds)],
+        "best": next((position for position, row in enumerate(rows) if row is best), None),
     }
-
-
-def _network(network: Network) -> dict[str, Any]:
-    names = network._fields if network.node_ranks > 1 else ("bandwidth", "latency", "workers")
-    return {name: getattr(network, name) for name in names}
 
 
 def _heading(profile: BackwardProfile, network: Network) -> str:
@@ -82,14 +75,14 @@ def _cells(row: SystemPrediction, is_best: bool) -> tuple[str, ...]:
     )
 
 
-def _verdict(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> list[str]:
-    best = best_of(rows, profile.spread_seconds)
+def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
+    best = best_of(rows)
     if best is None:
         verdict = f"Nothing pays: nothing is clearly faster than {rows[0].name}. Stay with strategy={rows[0].name!r}."
     else:
         density = "" if best.density is None else f" at density {best.density:g}"
         verdict = f"* {best.name}{density} is predicted to be {best.speedup:.2f} times as fast as {rows[0].name}."
-    notes = ["Times only: a lower density delays more of each gradient, see the README."]
+    notes = ["Times only: a lower density delays more of each gradient."]
     apart = sorted({row.name for row in rows if row.replicas_diverge and row.local_steps == 1})
     if apart:
         notes.append(f"{', '.join(apart)} lets replicas drift apart and is never marked.")
@@ -99,15 +92,77 @@ def _verdict(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> list
         notes.append(
             f"Local steps cost steps, and are never marked; between two exchanges: {told} exchanges at 5 % of the time."
         )
-    return [verdict, _sureness(profile, rows), " ".join(notes)]
+    return [verdict, " ".join(notes)]
 
 
-def _sureness(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> str:
-    count = len(alike(rows, profile.spread_seconds))
-    step = sum(profile.backward_seconds) + profile.other_seconds
-    spread = profile.spread_seconds
-    measured = f"steps measured here took {1e3 * step:.1f} ms, give or take {1e3 * spread:.1f}" if spread else ""
-    worth = f"a prediction is worth {WORTH - 1:.0%}"
-    told = "one row is" if count == 1 else f"{count} rows are"
-    which = "" if count == 1 else ", of which the simplest counts, and of those as simple the highest density"
-    return f"How sure: {', and '.join(filter(None, (measured, worth)))}; within that, {told} as fast as any{which}."
+def figure_class() -> Any:
+    """Return matplotlib's class of figures.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "a picture needs matplotlib, which is not installed: pip install 'lightning-sparse[plot]', or leave"
+            " --picture out"
+        ) from error
+    return Figure
+
+
+def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candidate], path: Union[str, Path]) -> None:
+    """Draw the speed-up over DDP against workers (2 to 1024) and against bandwidth (100 Mbit/s to 100 Gbit/s).
+
+    A system that has densities is drawn at the one that is fastest over ``network``.
+
+    Args:
+        profile: of the model's step on one worker; taken to be the same for any number of workers.
+        network: what is not on an axis is taken from here.
+        candidates: as for :func:`~lightning_sparse.cli.plan.predict_systems`.
+        path: file to write, with the suffix of a picture.
+
+    Raises:
+        ValueError: if matplotlib is not installed, or if the suffix names no kind of picture.
+    """
+    steps = [row.step_seconds for row in predict_systems(profile, network, candidates)]
+    fastest: dict[str, tuple[float, Candidate]] = {}
+    for seconds, candidate in zip(steps, candidates):
+        if candidate.name not in fastest or seconds < fastest[candidate.name][0]:
+            fastest[candidate.name] = (seconds, candidate)
+    shown = [candidate for _, candidate in fastest.values()]
+    figure = figure_class()(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    fills = [each for each in _WORKERS if each <= network.node_ranks or not each % network.node_ranks]
+    _panel(left, profile, {workers: network._replace(workers=workers) for workers in fills}, shown)
+    _panel(right, profile, {each / 1e9: network._replace(bandwidth=each) for each in _BANDWIDTHS}, shown)
+    left.set(
+        xlabel="workers" if network.node_ranks == 1 else f"workers, {network.node_ranks} on a node",
+        title=f"{network.bandwidth / 1e9:.4g} Gbit/s",
+        ylabel="predicted speed-up over DDP",
+        yscale="log",
+    )
+    right.set(xlabel="bandwidth, Gbit/s", title=f"{network.workers} workers")
+    figure.suptitle(f"{profile.elements / 1e6:.3g} M elements, {network.latency * 1e6:.4g} us latency")
+    left.yaxis.set_major_formatter("{x:g}")
+    low, high = left.get_ylim()
+    if high < 10 * low:  # where matplotlib labels what lies between powers of ten, too
+        left.yaxis.set_minor_formatter("{x:.3g}")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, profile: BackwardProfile, networks: dict[float, Network], shown: Sequence[Candidate]) -> None:
+    """Draw the candidates' speed-up over the first of them, on networks by their place on the axis."""
+    predictions = [predict_systems(profile, network, shown) for network in networks.values()]
+    places = list(networks)
+    axes.axhline(1.0, color="black", linewidth=1, label=shown[0].name)
+    for column, rows in enumerate(list(zip(*predictions))[1:]):
+        density = "" if rows[0].density is None else f" {rows[0].density:g}"
+        style = "-" if column < 10 else "--"  # more lines than colours: the second time round they are dashed
+        speedups = [row.speedup for row in rows]
+        axes.plot(places, speedups, style, marker=".", color=f"C{column % 10}", label=rows[0].name + density)
+    axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)

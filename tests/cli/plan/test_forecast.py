@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from lightning_sparse.cli.plan import (
     BackwardProfile,
-    BucketedDDP,
-    EngineSystem,
+    Candidate,
     Network,
     SelectionCost,
     SettingsOf,
@@ -19,6 +17,8 @@ from lightning_sparse.cli.plan import (
     measure_candidates,
     predict_systems,
 )
+from lightning_sparse.cli.plan.forecast import ddp_groups, levels, sent_by, transfers
+from lightning_sparse.compressors import Dense
 from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.strategy.names import systems
 
@@ -27,10 +27,9 @@ MEGA = 1_000_000
 PROFILE = BackwardProfile(("head", "body"), (MEGA, MEGA), (1.0, 2.0), other_seconds=1.0, device="cuda")
 # A second for each 2 MB that one of two workers sends or receives.
 NETWORK = Network(bandwidth=16e6, latency=0.0, workers=2)
-DDP = BucketedDDP("ddp", 4, 4)
+DDP = Candidate("ddp")
 # 0.1 ms a group, 5 ns an element.
 COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), ((2, 1e-10),)), StageCost(CostModel(0.0, 1e-9)))
-NAMES_AND_DENSITIES = (("lags", 0.1), ("lags", 0.01), ("exdyna", 0.01), ("omgs", 0.1))
 LARGE = BackwardProfile(
     tuple(f"layer{number}" for number in range(50)), (MEGA,) * 50, (0.004,) * 50, other_seconds=0.1, device="cpu"
 )
@@ -50,14 +49,14 @@ def test_ddp_overlaps_its_buckets() -> None:
 
 def test_buckets_are_those_of_ddp() -> None:
     # 0.4 MB tensors: the first bucket is closed at 1 MiB, the others at 25 MiB, the last by the end.
-    groups = DDP.groups([100_000] * 140, [0.0] * 140, lambda size: 0.0, lambda size: 0.0)
+    groups = ddp_groups([100_000] * 140, 4)
     assert [len(group) for group in groups] == [3, 66, 66, 5]
     assert [position for group in groups for position in group] == list(range(140))
 
 
 def test_half_the_bytes_take_half_the_time() -> None:
     # 1 s for each bucket: over at 1 + 1 s, and at 3 + 1 s.
-    _, row = rows(NETWORK, BucketedDDP("ddp + bf16 hook", 4, 2))
+    _, row = rows(NETWORK, Candidate("ddp + bf16 hook", wire_bytes=2))
     assert (row.step_seconds, row.exposed_seconds, row.sent_bytes) == pytest.approx((5.0, 1.0, 4 * MEGA))
     assert row.speedup == pytest.approx(6 / 5)
 
@@ -65,7 +64,7 @@ def test_half_the_bytes_take_half_the_time() -> None:
 def test_selection_and_finish_are_counted() -> None:
     # Each group costs 1 s of selection for each million elements; the finish 0.5 s for each.
     cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel(0.0, 5e-7)))
-    _, row = rows(NETWORK, EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost))
+    _, row = rows(NETWORK, Candidate("sparse_topk", SettingsOf("topk", 0.001), cost))
     # Ready at 3 s, selected from at 4 s, 6 bytes for each of 1000 elements and 32 for the last's block counts: 3 ms.
     travel = row.sent_bytes / 2 / 2e6
     assert row.sent_bytes == pytest.approx(2 * (1000 * 6 + 64), abs=100)
@@ -74,25 +73,24 @@ def test_selection_and_finish_are_counted() -> None:
 
 def test_on_a_cpu_selection_stops_backward() -> None:
     cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel()))
-    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), cost)
+    system = Candidate("sparse_topk", SettingsOf("topk", 0.001), cost)
     _, beside = rows(NETWORK, system)
     _, stopping = rows(NETWORK, system, profile=PROFILE._replace(device="cpu"))
     assert stopping.step_seconds == pytest.approx(beside.step_seconds + 1.0, rel=1e-3)
 
 
-def test_a_clip_norm_waits_for_the_whole_gradient() -> None:
-    system = EngineSystem("sparse_dense", SettingsOf("dense"))
-    before = rows(NETWORK, system)[1]
-    system.waits_for_backward = True
+def test_a_clip_norm_waits_for_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = Candidate("sparse_dense", SettingsOf("dense"))
+    before = rows(NETWORK, candidate)[1]
+    monkeypatch.setattr(Dense, "feedback", Dense.feedback._replace(clip_norm=1.0))
     # 4 MB out and in (half of 8, twice) after 3 s of backward, at 2 MB/s: nothing is hidden.
-    after = rows(NETWORK, system)[1]
-    assert after.exposed_seconds == pytest.approx(4.0)
-    assert after.messages == 1
+    after = rows(NETWORK, candidate)[1]
+    assert (after.exposed_seconds, after.messages) == (pytest.approx(4.0), 1)
     assert before.exposed_seconds < after.exposed_seconds
 
 
 def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
-    table = rows(NETWORK, EngineSystem("sparse_a2sgd", SettingsOf("a2sgd")))
+    table = rows(NETWORK, Candidate("sparse_a2sgd", SettingsOf("a2sgd")))
     # 8 MB every 50 steps take 4 s; the 8 bytes take next to nothing.
     assert table[1].exposed_seconds == pytest.approx(4 / 50, rel=1e-3)
     assert table[1].sent_bytes == 8 + 8 * MEGA / 50
@@ -102,7 +100,7 @@ def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
 
 def test_more_workers_gather_more() -> None:
     seconds = [
-        rows(Network(1e9, 1e-4, workers), EngineSystem("topk", SettingsOf("topk", 0.01), COST), profile=LARGE)[1]
+        rows(Network(1e9, 1e-4, workers), Candidate("topk", SettingsOf("topk", 0.01), COST), profile=LARGE)[1]
         for workers in (2, 4, 16, 128, 1024)
     ]
     times = [row.step_seconds for row in seconds]
@@ -114,7 +112,7 @@ def test_more_workers_gather_more() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device: str) -> None:
-    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), COST)
+    system = Candidate("sparse_topk", SettingsOf("topk", 0.001), COST)
     speedups = [
         rows(Network(bandwidth, 1e-5, 4), system, profile=LARGE._replace(device=device))[1].speedup
         for bandwidth in (1e8, 1e9, 1e10, 1e11)
@@ -126,12 +124,12 @@ def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device: str) -> None
 
 def test_one_tensor_is_enough() -> None:
     profile = BackwardProfile(("only",), (1,), (0.1,))
-    table = rows(NETWORK, EngineSystem("sparse_topk", SettingsOf("topk", 0.001)), profile=profile)
+    table = rows(NETWORK, Candidate("sparse_topk", SettingsOf("topk", 0.001)), profile=profile)
     assert [row.messages for row in table] == [1, 1]
 
 
 def test_the_table_marks_the_best_or_says_that_nothing_pays() -> None:
-    system = EngineSystem("sparse_topk", SettingsOf("topk", 0.001), COST)
+    system = Candidate("sparse_topk", SettingsOf("topk", 0.001), COST)
     slow, fast = (Network(bandwidth, 1e-5, 4) for bandwidth in (1e8, 1e11))
     pays = rows(slow, system, profile=LARGE)
     text = as_table(LARGE, slow, pays)
@@ -153,51 +151,18 @@ def test_a_gain_within_the_error_of_a_prediction_does_not_pay() -> None:
     assert best_of([table[0], better]) is better
 
 
-def test_of_rows_within_noise_the_simplest_is_marked_and_how_sure_that_is() -> None:
-    candidates = [
-        BucketedDDP("ddp + bf16 hook", 4, 2),
-        *(EngineSystem(f"sparse_{name}", SettingsOf(name, density), COST) for name, density in NAMES_AND_DENSITIES),
-    ]
-    table = rows(Network(1e9, 1e-5, 4), *candidates, profile=LARGE)
-    seconds = {
-        "ddp": 2.0,
-        "ddp + bf16 hook": 1.3,
-        "lags 0.1": 1.04,
-        "lags 0.01": 1.03,
-        "exdyna 0.01": 1.0,
-        "omgs 0.1": 1.01,
-    }
-    made_up = [row._replace(step_seconds=each, speedup=2.0 / each) for row, each in zip(table, seconds.values())]
-
-    def marked(spread_seconds: float) -> "tuple[str, float | None] | None":
-        best = best_of(made_up, spread_seconds)
-        return None if best is None else (best.name, best.density)
-
-    # ExDyna is the fastest, LAGS simpler, a higher density delays less; where steps spread more, so does DDP's hook.
-    assert marked(0.0) == marked(0.04) == ("sparse_lags", 0.1)
-    assert marked(0.4) == ("ddp + bf16 hook", None)
-    assert marked(1.1) is None
-    text = as_table(LARGE._replace(spread_seconds=0.04), NETWORK, made_up)
-    assert [line.split()[1:3] for line in text.splitlines() if line.startswith("*  ")] == [["sparse_lags", "0.1"]]
-    assert (
-        "steps measured here took 300.0 ms, give or take 40.0, and a prediction is worth 5%; within that, 4 rows are"
-        in text
-    )
-    alone = as_table(LARGE, NETWORK, [made_up[0], made_up[4]])
-    assert "How sure: a prediction is worth 5%; within that, one row is as fast as any." in alone
-    assert as_json(LARGE, NETWORK, made_up)["alike"] == [2, 3, 4, 5]
-
-
-def test_no_candidates_and_another_number_of_workers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"candidates=\[\] must hold"):
-        predict_systems(PROFILE, NETWORK, [])
-    with pytest.raises(ValueError, match="workers=2, but the profile was measured for 4"):
-        predict_systems(PROFILE._replace(workers=4), NETWORK, [DDP])
+def test_of_rows_within_noise_the_first_is_marked() -> None:
+    densities = (("lags", 0.1), ("lags", 0.01), ("exdyna", 0.01))
+    systems = [Candidate(f"sparse_{name}", SettingsOf(name, density), COST) for name, density in densities]
+    table = rows(Network(1e9, 1e-5, 4), *systems, profile=LARGE)
+    for seconds, marked in (((2.0, 1.04, 1.03, 1.0), 1), ((2.0, 1.2, 1.03, 1.0), 2), ((1.04, 1.0, 1.0, 1.0), None)):
+        made_up = [row._replace(step_seconds=each) for row, each in zip(table, seconds)]
+        assert best_of(made_up) is (None if marked is None else made_up[marked])
 
 
 def test_all_systems_are_measured() -> None:
     profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
-    candidates = measure_candidates(profile, densities=(0.5,), device=torch.device("cpu"))
+    candidates = measure_candidates(profile, densities=(0.5,))
     assert [candidate.name for candidate in candidates] == [
         "ddp",
         "ddp + bf16 hook",
@@ -213,7 +178,7 @@ def test_all_systems_are_measured() -> None:
 
 def test_a_density_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="density=2 must be a fraction"):
-        measure_candidates(PROFILE, densities=(2,), device=torch.device("cpu"))
+        measure_candidates(PROFILE._replace(device="cpu"), densities=(2,))
 
 
 # Four workers on two nodes, a second for each 2 MB of a link, a tenth of it inside a node.
@@ -228,28 +193,31 @@ def test_a_ring_crosses_a_link_once_and_messages_to_each_share_it() -> None:
 
 
 def test_two_levels_send_a_share_between_nodes_and_everything_inside() -> None:
-    system, alone = (EngineSystem(name, SettingsOf(name, 0.01)) for name in ("topk", "exdyna"))
-    assert [each.node_ranks(NODES) for each in (system, alone, DDP)] == [2, 1, 1]
-    assert system.node_ranks(NODES._replace(workers=2)) == 1
-    ours, flat = rows(NODES, system)[1], rows(NODES._replace(node_ranks=1), system)[1]
+    topk, alone = (SettingsOf(name, 0.01).build() for name in ("topk", "exdyna"))
+    assert [levels(each, NODES)[0] for each in (topk, alone)] == [2, 1]
+    assert levels(topk, NODES._replace(workers=2))[0] == 1
+    candidate, profile = Candidate("topk", SettingsOf("topk", 0.01)), PROFILE._replace(device="cuda")
+    ours, flat = (rows(network, candidate, profile=profile)[1] for network in (NODES, NODES._replace(node_ranks=1)))
     # Of half as much, to one other node in place of three other workers.
     assert ours.sent_bytes == pytest.approx(flat.sent_bytes / 6, rel=0.01)
-    # Shares, of MEGA / 2 elements: two workers send them over one link. Inside, all but the own share of 4 bytes each.
-    selected = system.transfers([MEGA // 2], 2)[0].nbytes
-    seconds = system.exchange_cost([MEGA], NODES)(MEGA)
-    assert seconds == pytest.approx(selected * 8 / 8e6 + 4 * MEGA / 2 * 8 / 160e6)
-    assert system.finish_seconds(MEGA, NODES) == pytest.approx(2 * MEGA * 8 / 160e6)
+    assert sent_by(topk, [MEGA], NODES) == transfers(topk, [MEGA // 2], 2)
+    # Shares, of MEGA / 2 elements: two workers send them over one link. Inside, all but the own share of 4 bytes each,
+    # when a gradient is ready and when all groups have arrived.
+    one = PROFILE._replace(names=("only",), sizes=(MEGA,), backward_seconds=(1.0,))
+    exposed = rows(NODES, candidate, profile=one)[1].exposed_seconds
+    selected = transfers(topk, [MEGA // 2], 2)[0].nbytes
+    assert exposed == pytest.approx(selected * 8 / 8e6 + 2 * (4 * MEGA / 2 * 8 / 160e6))
 
 
 def test_more_on_a_node_pays_more() -> None:
-    system = EngineSystem("topk", SettingsOf("topk", 0.01), COST)
+    system = Candidate("topk", SettingsOf("topk", 0.01), COST)
     networks = [Network(1e9, 1e-4, 64, node_ranks) for node_ranks in (1, 2, 8)]
     steps = [rows(network, system, profile=LARGE)[1].step_seconds for network in networks]
     assert steps == sorted(steps, reverse=True)
 
 
 def test_nodes_are_told_and_have_to_be_filled() -> None:
-    predictions = rows(NODES, EngineSystem("topk", SettingsOf("topk", 0.01), COST))
+    predictions = rows(NODES, Candidate("topk", SettingsOf("topk", 0.01), COST))
     assert "4 workers, 0.016 Gbit/s, 0 us latency; 2 on each node, with 0.16 Gbit/s inside." in as_table(
         PROFILE, NODES, predictions
     )
@@ -259,14 +227,12 @@ def test_nodes_are_told_and_have_to_be_filled() -> None:
 
 
 def test_rounds_take_what_their_exchange_takes_once_in_a_round() -> None:
-    every_step, in_rounds = (
-        EngineSystem("topk", SettingsOf("topk", 0.01, local_steps=steps), COST) for steps in (1, 10)
-    )
+    every_step, in_rounds = (Candidate("topk", SettingsOf("topk", 0.01, local_steps=steps), COST) for steps in (1, 10))
     one_by_one = rows(NETWORK, every_step, profile=LARGE)[1]
     rounds = rows(NETWORK, in_rounds, profile=LARGE)[1]
     alone = LARGE.other_seconds + sum(LARGE.backward_seconds)
     assert rounds.sent_bytes == pytest.approx(one_by_one.sent_bytes / 10, rel=1e-3)
     assert rounds.step_seconds == pytest.approx(alone + rounds.exposed_seconds)
-    fitting = EngineSystem("topk", SettingsOf("topk", 0.01, local_steps=max(2, rounds.fitting_steps)), COST)
+    fitting = Candidate("topk", SettingsOf("topk", 0.01, local_steps=max(2, rounds.fitting_steps)), COST)
     assert rows(NETWORK, fitting, profile=LARGE)[1].exposed_seconds <= 0.05 * alone
     assert best_of([one_by_one._replace(speedup=1.0), rounds._replace(speedup=9.0)]) is None

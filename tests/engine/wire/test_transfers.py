@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.cli.plan import EngineSystem, Network, SettingsOf
+from lightning_sparse.cli.plan import Network, SettingsOf
+from lightning_sparse.cli.plan.forecast import sent_by, step_transfers, transfers
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import Transfer
@@ -50,10 +51,10 @@ def sent_by_a_step(
 
 def announced(compressor: str, density: float, wire: str, groups: list[list[int]], ranks: int) -> float:
     """Return what the planner counts for a step."""
-    system = EngineSystem(compressor, SettingsOf(compressor, density, wire))
-    transfers = [transfer for transfer, share in system.step_transfers(0) if share == 1.0]
-    transfers += [transfer for sizes in groups for transfer in system.transfers(sizes, ranks)]
-    return sum(sent_bytes(*transfer, ranks) for transfer in transfers)
+    settings = SettingsOf(compressor, density, wire).build()
+    announced = [transfer for transfer, share in step_transfers(settings, 0) if share == 1.0]
+    announced += [transfer for sizes in groups for transfer in transfers(settings, sizes, ranks)]
+    return sum(sent_bytes(*transfer, ranks) for transfer in announced)
 
 
 @pytest.mark.parametrize("schedule", ["single", "layerwise"])
@@ -72,10 +73,10 @@ def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, model: st
 def test_nodes_send_each_other_what_is_announced(pools: dict[int, Pool], compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "node_ranks": 2}
     nodes = Network(1e9, 0.0, workers=4, node_ranks=2)
-    system = EngineSystem(compressor, SettingsOf(compressor, DENSITY[compressor]))
+    choices = SettingsOf(compressor, DENSITY[compressor]).build()
     for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "link_bytes"):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
-        assert sent == sum(sent_bytes(*transfer, 2) for group in groups for transfer in system.sent(group, nodes))
+        assert sent == sum(sent_bytes(*transfer, 2) for group in groups for transfer in sent_by(choices, group, nodes))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -102,10 +103,8 @@ def test_of_a_union_all_ranks_together_send_the_density(
 
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "qsgd", "dense"])
 def test_the_mean_gradients_of_adam_are_counted_where_there_are_any(compressor: str) -> None:
-    settings = SettingsOf(compressor, DENSITY[compressor])
-    plain, adam = (
-        EngineSystem(compressor, settings, has_adam=has_adam).step_transfers(1000) for has_adam in (False, True)
-    )
+    settings = SettingsOf(compressor, DENSITY[compressor]).build()
+    plain, adam = (step_transfers(settings, 1000, has_adam) for has_adam in (False, True))
     counted = [Transfer("all_reduce", 2000)] if compressor in ("topk", "exdyna") else []
     assert [transfer for transfer, _ in adam[len(plain) :]] == counted
     assert all(share == 0.01 for _, share in adam[len(plain) :])
