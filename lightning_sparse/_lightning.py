@@ -14,10 +14,8 @@ _FIRST = next((name for name in sys.modules if name in _PACKAGES), _DEFAULT)
 NAME = "lightning.pytorch" if _FIRST.startswith("lightning.") else "pytorch_lightning"
 
 if TYPE_CHECKING or NAME == "pytorch_lightning":
-    from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -30,10 +28,8 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
-    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -56,7 +52,6 @@ __all__ = [
     "AsyncCheckpointIO",
     "Callback",
     "CheckpointIO",
-    "ClusterEnvironment",
     "DDPStrategy",
     "FabricDDPStrategy",
     "GradClipAlgorithmType",
@@ -72,7 +67,6 @@ __all__ = [
     "StrategyRegistry",
     "TensorBoardLogger",
     "TorchCheckpointIO",
-    "TorchElasticEnvironment",
     "Trainer",
     "_MultiProcessingLauncher",
     "_SubprocessScriptLauncher",

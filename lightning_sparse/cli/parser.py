@@ -1,17 +1,15 @@
 """Lightning's command line: its refusals are one sentence, and name what was probably meant."""
 
 import argparse
-import ast
 import difflib
 import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from typing import Any, NoReturn, Optional
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import DefaultHelpFormatter, Namespace
 from jsonargparse._typehints import ActionTypeHint
 from typing_extensions import override
 
@@ -36,18 +34,10 @@ from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy.names import meant_by, systems
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
-_UNKNOWN_KEY = re.compile(r"does not accept option '([^']+)'")
-_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)")
-_UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '([^']+)' is not accepted")
+_UNKNOWN = re.compile(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)")
 _UNKNOWN_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-# The innermost of several: no other class path stands between the class and its value.
-_WRONG_VALUE = re.compile(
-    r"class_path '(lightning_sparse[\w.]*)':\s+Parser key \"(\w+)\":(?:(?!class_path).)*?Given value: (\S.*?)$",
-    re.DOTALL | re.MULTILINE,
-)
-_SAID_OF_VALUE = re.compile(r"class_path 'lightning_sparse[\w.]*':\s+(\w+: \w+=.+)$", re.MULTILINE)
-_SAID_OF_NAME = re.compile(r"^\s*('[\w.]+' of [\w.]+ is unknown; did you mean .+\?)$", re.MULTILINE)
-_LISTED_CLASS = re.compile(r", (lightning_sparse(?:\.\w+)+)")
+_WRONG_VALUE = re.compile(r"^Parser key \"([\w.]+)\":(?!.*class_path).*(?:Given|Got) value: (.*?)$", re.DOTALL)
+_NOT_PUBLIC = re.compile(r", lightning_sparse(?:\.\w+){3,}")  # a class that is not for users lies deeper
 _BUILT_FROM_YAML = (SparseDDPStrategy, Compressor, Schedule, Callback, Rule, AdamCorrection, ErrorFeedback, Owners)
 
 
@@ -56,19 +46,29 @@ class PublicHelp(DefaultHelpFormatter):
 
     @override
     def _expand_help(self, action: argparse.Action) -> str:
-        text = _LISTED_CLASS.sub(
-            lambda listed: listed[0] if _is_public(listed[1]) else "", super()._expand_help(action)
-        )
+        text = _NOT_PUBLIC.sub("", super()._expand_help(action))
         if action.dest == "trainer.strategy":
             text += f". Of lightning_sparse: {', '.join(system.name for system in systems())}"
         return text
 
 
 class HintingParser(LightningArgumentParser):
-    """Lightning's parser; it shows no usage of hundreds of lines, and of what it refuses says what comes near."""
+    """Lightning's parser; it shows no usage of hundreds of lines, and what it refuses is told in one sentence.
+
+    Each class of a configuration has a parser of its own: what the innermost says of its arguments is passed on.
+    """
+
+    _kind: Optional[type] = None
+    _said = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": PublicHelp, **kwargs})
+
+    @override
+    def add_class_arguments(self, theclass: Any, nested_key: Optional[str] = None, *args: Any, **kwargs: Any) -> Any:
+        if nested_key is None:
+            self._kind = theclass
+        return super().add_class_arguments(theclass, nested_key, *args, **kwargs)
 
     @override
     def print_usage(self, file: Any = None) -> None:
@@ -76,8 +76,40 @@ class HintingParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, *cause: Any, **named_cause: Any) -> NoReturn:
-        said = wrong_value(message) or near_names(message, self) or message
-        super().error(said, *cause, **named_cause)
+        if not HintingParser._said or HintingParser._said not in message:
+            HintingParser._said = self._sentence(message)
+        super().error(HintingParser._said or message, *cause, **named_cause)
+
+    def _sentence(self, message: str) -> str:
+        """Return in one sentence what is wrong; empty if it is not known better."""
+        kind = "" if self._kind is None else self._kind.__name__
+        if unknown := _UNKNOWN.search(message):
+            near = _near(unknown[1], _keys(self))
+            return f"{unknown[1]!r}{kind and f' of {kind}'} is unknown{near}" if near or kind else ""
+        if missing := _UNKNOWN_ATTRIBUTE.search(message):
+            module = sys.modules.get(missing[1])
+            near = _near(missing[2], [*getattr(module, "__all__", ()), *dir(module)])
+            return f"{missing[2]!r} of {missing[1]} is unknown{near}"
+        if wrong := _WRONG_VALUE.search(message):
+            action = next(action for action in self._actions if action.dest == wrong[1])
+            type_ = re.sub(r"[a-z.]+\.", "", inspect.formatannotation(getattr(action, "_typehint", action.type)))
+            told = " ".join((action.help or "").replace("``", "").split()).partition(". ")[0].rstrip(".")
+            return f"{kind and f'{kind}: '}{wrong[1]}={wrong[2]} must be {type_}{told and f': {told}'}"
+        return ""
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _keys(parser: Any) -> Iterator[str]:
+    """Yield the dotted keys of a parser and of its subcommands."""
+    for action in parser._actions:
+        yield action.dest
+        if isinstance(action.choices, dict):
+            for nested in action.choices.values():
+                yield from _keys(nested)
 
 
 class _NameWithArguments(ActionTypeHint):
@@ -165,94 +197,3 @@ def unknown_strategy(name: str) -> str:
         f"{message}. If it is that of a compressor of your own, name the compressor by its class path instead:"
         " trainer.strategy.class_path: lightning_sparse.SparseDDPStrategy, init_args.compressor: mymodule.MyCompressor"
     )
-
-
-def wrong_value(message: str) -> Optional[str]:
-    """Return in one sentence what a parser says of a value that a class of this package does not take.
-
-    Args:
-        message: what the parser says; ``None`` is returned for anything else.
-    """
-    said = _SAID_OF_VALUE.findall(message)  # by the parser of a class inside another
-    if said:
-        return str(said[-1])
-    found = _WRONG_VALUE.findall(message)
-    if not found:
-        return None
-    path, key, text = found[-1]
-    module, _, name = path.rpartition(".")
-    kind = getattr(import_module(module), name)
-    parameter = inspect.signature(kind).parameters.get(key)
-    if parameter is None:
-        return None
-    try:
-        kind(**{key: _literal(text)})
-    except (TypeError, ValueError) as error:
-        if str(error).startswith(f"{key}="):
-            return f"{name}: {error}"
-    kinds = inspect.formatannotation(parameter.annotation).replace("typing.", "")
-    return f"{name}: {key}={text} must be {kinds}"
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
-
-
-def _is_public(class_path: str) -> bool:
-    return class_path.replace(".lightning.", ".").count(".") <= 2
-
-
-def near_names(message: str, parser: ArgumentParser) -> str:
-    """Return in one line which known names are like those that a parser refuses; empty if none is.
-
-    Args:
-        message: what the parser says.
-        parser: which names the keys.
-    """
-    keys = _UNKNOWN_KEY.findall(message) + _UNKNOWN_OPTION.findall(message)
-    hints = [
-        *_SAID_OF_NAME.findall(message),  # by the parser of a class inside another
-        *(_hint(key, _keys(parser)) for key in keys),
-        *(_hint(name, _arguments_of(path), path) for path, name in _UNKNOWN_ARGUMENT.findall(message)),
-        *(
-            _hint(name, _classes_of(path), path) or _hint(name, dir(sys.modules.get(path)), path)
-            for path, name in _UNKNOWN_ATTRIBUTE.findall(message)
-        ),
-    ]
-    return "; ".join(hint for hint in dict.fromkeys(hints) if hint)
-
-
-def _hint(name: str, known: Iterable[str], place: str = "") -> str:
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3)
-    where = f" of {place}" if place else ""
-    return f"{name!r}{where} is unknown; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def _classes_of(path: str) -> Iterator[str]:
-    """Yield the names of a module's classes, those included that it imports when they are asked for."""
-    module = sys.modules.get(path)
-    for name in {*getattr(module, "__all__", ()), *dir(module)}:
-        if isinstance(getattr(module, name, None), type):
-            yield name
-
-
-def _keys(parser: Any) -> Iterator[str]:
-    """Yield the dotted keys of a parser and of its subcommands."""
-    for action in parser._actions:
-        yield action.dest
-        if isinstance(action.choices, dict):
-            for nested in action.choices.values():
-                yield from _keys(nested)
-
-
-def _arguments_of(class_path: str) -> Iterator[str]:
-    """Yield the names that the constructors of a class and of its bases take."""
-    module, _, name = class_path.rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    for each in inspect.getmro(found) if isinstance(found, type) else ():
-        constructor = vars(each).get("__init__")
-        if inspect.isfunction(constructor):
-            yield from inspect.signature(constructor).parameters
