@@ -13,32 +13,18 @@ from jsonargparse import DefaultHelpFormatter, Namespace
 from jsonargparse._typehints import ActionTypeHint
 from typing_extensions import override
 
-import lightning_sparse  # noqa: F401  # registers the strategy names
-from lightning_sparse._lightning import ArgsType, Callback, LightningArgumentParser, LightningCLI, StrategyRegistry
-from lightning_sparse.callbacks import (  # noqa: F401  # help and short names know what has been imported
-    adaptive_density,
-    assumption_monitor,
-    compression_monitor,
-    momentum_correction,
-    overlap_timeline,
-    replica_sentinel,
-)
+from lightning_sparse import callbacks
+from lightning_sparse._lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
 from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.density import Rule
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.wire import Owners
 from lightning_sparse.registry import unknown_name
-from lightning_sparse.schedule import Schedule
 from lightning_sparse.strategy.names import meant_by, systems
-from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
+for _name in callbacks.__all__:
+    getattr(callbacks, _name)  # help and short names know what has been imported
 _UNKNOWN = re.compile(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)")
 _UNKNOWN_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _WRONG_VALUE = re.compile(r"^Parser key \"([\w.]+)\":(?!.*class_path).*(?:Given|Got) value: (.*?)$", re.DOTALL)
 _NOT_PUBLIC = re.compile(r", lightning_sparse(?:\.\w+){3,}")  # a class that is not for users lies deeper
-_BUILT_FROM_YAML = (SparseDDPStrategy, Compressor, Schedule, Callback, Rule, AdamCorrection, ErrorFeedback, Owners)
 
 
 class PublicHelp(DefaultHelpFormatter):
@@ -164,8 +150,7 @@ class SparseCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        for kind in _BUILT_FROM_YAML:
-            self.parser.add_instantiator(self._built, kind, subclasses=True)
+        self.parser.add_instantiator(self._built, object, subclasses=True)
 
     def _built(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         """Build an object; what a class of ours refuses is an error of the command line, without a traceback."""

@@ -34,12 +34,7 @@ _OF_SBATCH = ("partition", "account", "qos", "constraint", "mem", "nodelist", "e
 _WRITTEN_HERE = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "--gres", "--time", "-t", "--signal", "--cpus", "-c")
 _RESERVED = ("bash", "interactive")  # jobs of these names are not SLURM's to Lightning
 _SIGNAL_SLACK = 60  # seconds by which SLURM may send the signal early
-_TIME = re.compile(
-    r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
-    r"|(?P<hours>\d+):(?P<clock_minutes>\d+):(?P<clock_seconds>\d+)"
-    r"|(?P<minutes>\d+)(?::(?P<seconds>\d+))?)"
-)
-_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 class _Job(argparse.Namespace):
@@ -100,9 +95,9 @@ def submit(args: Sequence[str]) -> None:
     parser = _parser()
     ends = args.index("--") if "--" in args else len(args)
     words, command = list(args[:ends]), args[ends + 1 :]
-    while "--sbatch" in words:  # argparse would take the option that follows it for one of its own
-        at = words.index("--sbatch")
-        words[at : at + 2] = ["=".join(words[at : at + 2])]
+    for at in reversed(range(len(words) - 1)):
+        if words[at] == "--sbatch":  # argparse would take the option that follows it for one of its own
+            words[at : at + 2] = [f"--sbatch={words[at + 1]}"]
     job, fit_args = parser.parse_known_args(words, namespace=_Job())
     try:
         _check(job)
@@ -179,8 +174,8 @@ def _check_option(option: str) -> None:
         raise ValueError(f"--sbatch {option!r} must be one option of sbatch, such as --sbatch=--exclusive")
     if option.startswith(("--array", "-a")):
         raise ValueError(
-            f"--sbatch={option} cannot be used: tasks of an array would share what Lightning calls a job, its"
-            " checkpoints and its port. Submit each training as a job of its own, such as in a loop of the shell"
+            f"--sbatch={option} cannot be used: tasks of an array would share checkpoints and a port. Submit each"
+            " training as a job of its own, such as in a loop of the shell"
         )
     if option.startswith(_WRITTEN_HERE):
         raise ValueError(
@@ -201,8 +196,10 @@ def parse_time(time: str) -> int:
         (7200, 5400, 129600)
     """
     match = _TIME.fullmatch(time)
-    fields = match.groupdict() if match else {}
-    seconds = sum(int(digits or 0) * _UNITS[name.split("_")[-1]] for name, digits in fields.items())
+    days, *clock = match.groups() if match else (None,)
+    parts = [int(part) for part in clock if part is not None]
+    units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units))
     if not seconds:
         raise ValueError(
             f"--time {time!r} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes"
@@ -278,70 +275,37 @@ def _check_root(root: Path) -> None:
     if leftovers:
         raise ValueError(
             f"trainer.default_root_dir={str(root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
-            " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own; or"
-            " move the file away. To go on from it, do so and give --ckpt_path its new place"
+            " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
+            " on from the file, move it, and give --ckpt_path its new place"
         )
 
 
 def _script(job: _Job, training: _Training) -> str:
     """Compose what ``sbatch`` takes: each line that is easily left out, with its reason."""
-    resume = [_RESUME] if training.has_checkpoint else []
-    parts = [_header(job), _environment(job, training), *("\n".join(job.setup) for _ in job.setup[:1]), *resume]
-    return "\n\n".join([*parts, _command(job, training)]) + "\n"
-
-
-_RESUME = """\
-# The checkpoint that the command names would win over the one that this job has saved when it was put back.
-resume=()
-if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
-    resume=(--ckpt_path=hpc)
-fi"""
-
-
-def _header(job: _Job) -> str:
-    lines = [
-        "#!/bin/bash",
-        "# Written by lightning-sparse submit; sbatch takes it as it is.",
-        f"#SBATCH --job-name={job.job_name}",
-        f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}",
-        f"#SBATCH --output={shlex.quote(str(job.directory))}/%x-%j.log",
-        f"#SBATCH --time={job.time}",
-        f"#SBATCH --nodes={job.nodes}",
-        "# One task for each device; Lightning refuses --ntasks without it.",
-        f"#SBATCH --ntasks-per-node={job.devices}",
-    ]
-    if job.gpus_per_node is not None:
-        lines += [
-            "# Of the node, not of each task: Lightning picks each task's own among those that all of them see.",
-            f"#SBATCH --gpus-per-node={job.devices}",
-        ]
+    header = _HEADER.format(
+        name=job.job_name,
+        start=shlex.quote(str(Path.cwd())),
+        directory=shlex.quote(str(job.directory)),
+        time=job.time,
+        nodes=job.nodes,
+        devices=job.devices,
+        seconds=job.signal_seconds,
+    )
+    options = [*job.options]
     if job.cpus_per_task is not None:
-        lines.append(f"#SBATCH --cpus-per-task={job.cpus_per_task}")
-    lines += [
-        "# Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.",
-        f"#SBATCH --signal=SIGUSR1@{job.signal_seconds}",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        *(f"#SBATCH {option}" for option in job.options),
-    ]
-    return "\n".join(lines)
-
-
-def _environment(job: _Job, training: _Training) -> str:
+        options.append(f"--cpus-per-task={job.cpus_per_task}")
+    if job.gpus_per_node is not None:  # of each task, Lightning could not pick its own among those that all of them see
+        options.append(f"--gpus-per-node={job.gpus_per_node}")
     own_root = f'{shlex.quote(str(job.directory))}/"$SLURM_JOB_ID"'
     lines = [
-        "set -eo pipefail",
-        "# Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.",
-        f"root={own_root if training.root is None else shlex.quote(training.root)}",
+        *(f"#SBATCH {option}" for option in options),
+        _BEGINNING.format(root=own_root if training.root is None else shlex.quote(training.root)),
     ]
     if training.is_own:
-        lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
-        lines.append('export JOB_ROOT="$root"')
-    lines += [
-        "# Lightning would read names such as r[1-2]n[1-4] wrongly.",
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
-        "export MASTER_ADDR",
-    ]
+        lines += [
+            '# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]',
+            'export JOB_ROOT="$root"',
+        ]
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
         lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
@@ -350,7 +314,38 @@ def _environment(job: _Job, training: _Training) -> str:
         threads = job.cpus_per_task if job.gpus_per_node is not None else max(1, job.cpus_per_task - 1)
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
         lines.append(f'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS={threads}')
-    return "\n".join(lines)
+    resume = [_RESUME] if training.has_checkpoint else []
+    return header + "\n".join([*lines, *job.setup, *resume, _command(job, training), ""])
+
+
+_HEADER = """\
+#!/bin/bash
+# Written by lightning-sparse submit; sbatch takes it as it is.
+#SBATCH --job-name={name}
+#SBATCH --chdir={start}
+#SBATCH --output={directory}/%x-%j.log
+#SBATCH --time={time}
+#SBATCH --nodes={nodes}
+# One task for each device; Lightning refuses --ntasks without it.
+#SBATCH --ntasks-per-node={devices}
+# Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.
+#SBATCH --signal=SIGUSR1@{seconds}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+"""
+_BEGINNING = """
+set -eo pipefail
+# Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.
+root={root}
+# Lightning would read names such as r[1-2]n[1-4] wrongly.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+export MASTER_ADDR"""
+_RESUME = """
+# The checkpoint that the command names would win over the one that this job has saved when it was put back.
+resume=()
+if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
+    resume=(--ckpt_path=hpc)
+fi"""
 
 
 def _command(job: _Job, training: _Training) -> str:
@@ -359,7 +354,7 @@ def _command(job: _Job, training: _Training) -> str:
     root = "" if training.is_own else ' --trainer.default_root_dir="$root"'
     resume = ' "${resume[@]}"' if training.has_checkpoint else ""
     return (
-        "# Where one task fails, the others would wait for it until they time out.\n"
+        "\n# Where one task fails, the others would wait for it until they time out.\n"
         f"srun --kill-on-bad-exit=1 {words}{root}{resume}"
     )
 
@@ -394,15 +389,13 @@ def check_step(environment: Mapping[str, str] = os.environ) -> None:
     """
     tasks = int(environment.get("SLURM_NTASKS", 1))
     name = environment.get("SLURM_JOB_NAME")
-    in_step = "SLURM_STEP_ID" in environment
-    if tasks == 1 or (name in _RESERVED and not in_step):
-        return  # in a shell of such a name Lightning starts processes itself
-    if not in_step:
+    is_shell, in_step = name in _RESERVED, "SLURM_STEP_ID" in environment  # in a shell Lightning starts the processes
+    if tasks > 1 and not in_step and not is_shell:
         raise RuntimeError(
             f"this job has SLURM_NTASKS={tasks} tasks, but this process was not started by srun, so that it would wait"
             " for the others forever: put srun before the command. To use one process, ask for one task."
         )
-    if name in _RESERVED:
+    if tasks > 1 and in_step and is_shell:
         raise RuntimeError(
             f"SLURM_JOB_NAME={name!r} in a job of {tasks} tasks: Lightning takes jobs of this name for a shell, and"
             " starts every task as if it were alone. Give the job another name, such as --job-name=train"

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
@@ -19,7 +18,6 @@ REQUIRED = "LIGHTNING_SPARSE_NEEDS_SLURM"  # set where its absence is an error, 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
-_NODE_NAME = "n"
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -94,42 +92,20 @@ def missing() -> list[str]:
 
 
 class Cluster:
-    """Start ``nodes`` nodes ``n1``, ``n2``, ...; every method has a time limit.
-
-    Args:
-        folder: empty directory for everything that the cluster writes.
-        nodes: number of nodes, of 2 processors each.
-
-    Raises:
-        RuntimeError: if the nodes are not ready within a minute; the message ends with the logs.
-    """
+    """Nodes ``n1``, ``n2``, ... of 2 processors each, which write all they write to an empty folder."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder = folder
-        self.names = [f"{_NODE_NAME}{number + 1}" for number in range(nodes)]
-        self.environment = {**_without_slurm(os.environ), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        self.names = [f"n{number + 1}" for number in range(nodes)]
+        ours = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
+        self.environment = {**ours, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
         self._write_files()
         # Both ends of the chain: unshare dies with the test run, and the first process of the namespace with unshare.
-        namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        command += ["bash", "-c", _FIRST_PROCESS, "bash", str(folder), *self.names]
         with (folder / "daemons.log").open("w") as log:
             self._process = subprocess.Popen(
-                [
-                    "setpriv",
-                    "--pdeathsig",
-                    "KILL",
-                    *namespace,
-                    "bash",
-                    "-c",
-                    _FIRST_PROCESS,
-                    "bash",
-                    folder,
-                    *self.names,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
         try:
             self._wait_for_nodes()
@@ -145,24 +121,20 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def facts(self, job: str) -> dict[str, str]:
-        """Return what SLURM knows of a job."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+    def submit(self, *options: str, folder: Path) -> str:
+        """Return the number of a job that ``sbatch`` has taken."""
+        return self.run("sbatch", "--parsable", *options, folder=folder).strip()
 
     def wait_until_ended(self, job: str, timeout: float) -> dict[str, str]:
-        """Return what SLURM knows of a job after its end.
-
-        Raises:
-            TimeoutError: if it goes on for longer than ``timeout`` seconds; the message ends with the logs.
-        """
+        """Return what SLURM knows of a job after its end; raise an error with the logs if that takes longer."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            facts = self.facts(job)
+            words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+            facts = dict(word.split("=", 1) for word in words if "=" in word)
             if facts["JobState"] in ENDED:
                 return facts
             time.sleep(0.5)
-        raise TimeoutError(f"job {job} has not ended within {timeout} s: {self.facts(job)}\n{self.logs()}")
+        raise TimeoutError(f"job {job} has not ended within {timeout} s: {facts}\n{self.logs()}")
 
     def logs(self) -> str:
         """Return the ends of all logs."""
@@ -206,11 +178,6 @@ class Cluster:
 def _path() -> str:
     """Return the search path with the system's daemons in it."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-
-
-def _without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment less what an outer job may have left in it."""
-    return {name: value for name, value in environment.items() if not name.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
 
 
 def _free_ports(count: int) -> list[int]:

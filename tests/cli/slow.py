@@ -23,16 +23,13 @@ def restarts() -> int:
 
 
 class Slow(Small):
-    """Let rank 0 sleep between steps, so that a signal meets the others while they wait for it.
+    """Let rank 0 sleep in each step, so that a signal meets the others while they wait for it.
 
-    Args:
-        seconds: to sleep.
-        waits_at: step before which a job that has not been put back waits for the signal; 0 not to.
+    A job that has not been put back waits for the signal before step ``waits_at``; 0 is never.
     """
 
-    def __init__(self, seconds: float = 0.1, waits_at: int = 0) -> None:
+    def __init__(self, waits_at: int = 0) -> None:
         super().__init__()
-        self.seconds = seconds
         self.waits_at = waits_at
         self._is_signalled = threading.Event()
 
@@ -50,22 +47,13 @@ class Slow(Small):
     @override
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
         if self.trainer.is_global_zero:
-            time.sleep(self.seconds / 2)
+            time.sleep(0.1)
             if self.waits_at == self.trainer.global_step and not restarts():
                 assert self._is_signalled.wait(100)
 
-    @override
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_index: int) -> None:
-        if self.trainer.is_global_zero:
-            time.sleep(self.seconds / 2)
-
 
 class Recorder(Callback):
-    """Append to a file, for every step, where the training is, and at the end what has become of it.
-
-    Args:
-        path: of the file, a JSON object a line.
-    """
+    """Append to a file a JSON object for every step, and one at the end, of what has become of the training."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

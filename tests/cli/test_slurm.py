@@ -2,9 +2,7 @@
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,18 +19,13 @@ ROOT = Path(__file__).parents[2]
 NODES = 3
 
 
-def or_skip() -> None:
-    """Skip, and say what is missing, unless this is where nothing may be."""
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     lacking = missing()
     if lacking and os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but a cluster cannot run here without {', '.join(lacking)}")
     if lacking:
         pytest.skip(f"a SLURM cluster needs {', '.join(lacking)}; .ci/run installs it on Debian, as root")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    or_skip()
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
     path = [str(Path(sys.executable).parent), cluster.environment["PATH"]]
     cluster.environment.update(PATH=os.pathsep.join(path), PYTHONPATH=str(ROOT), INTERFACE="lo")
@@ -67,7 +60,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_the_example_of_several_nodes_trains_as_it_is_written(cluster: Cluster, work: Path) -> None:
-    job = cluster.run("sbatch", "--parsable", "examples/slurm/several_nodes.sbatch", folder=work).strip()
+    job = cluster.submit("examples/slurm/several_nodes.sbatch", folder=work)
     try:
         facts = cluster.wait_until_ended(job, timeout=200)
     finally:
@@ -91,7 +84,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster: Clu
     jobs = []
     for node, said in sites.items():
         where = (f"--nodelist={node}", "--nodes=1", said)
-        jobs.append(cluster.run("sbatch", "--parsable", *where, "examples/slurm/two_sites.sbatch", folder=work).strip())
+        jobs.append(cluster.submit(*where, "examples/slurm/two_sites.sbatch", folder=work))
     states = [cluster.wait_until_ended(job, timeout=200)["JobState"] for job in jobs]
     logs = [next(work.glob(f"*-{job}.log")).read_text() for job in jobs]
     assert states == ["COMPLETED", "COMPLETED"], logs
@@ -133,41 +126,6 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: P
 @pytest.mark.timeout(240)
 def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) -> None:
     fit = "lightning-sparse fit --model=tests.cli.slow.Slow --trainer.strategy=sparse_topk"
-    job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=2", f"--wrap={fit}", folder=work).strip()
+    job = cluster.submit("--ntasks-per-node=2", f"--wrap={fit}", folder=work)
     assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"
     assert "put srun before the command" in (work / f"slurm-{job}.out").read_text()
-
-
-@pytest.mark.timeout(240)
-def test_nothing_is_left_running_when_the_tests_are_killed(tmp_path: Path) -> None:
-    or_skip()
-    code = (
-        "import sys, time; from pathlib import Path; from tests.cli.cluster import Cluster;"
-        "Cluster(Path(sys.argv[1]), 1); print('ready', flush=True); time.sleep(200)"
-    )
-    tests = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}
-    )
-    try:
-        assert tests.stdout is not None
-        assert tests.stdout.readline() == b"ready\n"
-        assert len(processes_of(tmp_path)) >= 4
-    finally:
-        tests.send_signal(signal.SIGKILL)
-        tests.communicate(timeout=100)
-    deadline = time.monotonic() + 100
-    while processes_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(tmp_path)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Return the commands of the processes whose environment names a cluster's directory."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"SLURM_CONF={folder}/".encode() in (path / "environ").read_bytes():
-                found.append((path / "cmdline").read_text())
-        except OSError:  # it has ended meanwhile
-            continue
-    return found

@@ -62,8 +62,7 @@ def test_the_script_asks_for_what_lightning_needs(capsys: pytest.CaptureFixture[
     script = script_of(capsys, *BASE, *FIT, "--interface=ib0", "--cpus-per-task=6", "--job-name=lags")
     asked = ["--job-name=lags", f"--chdir={tmp_path}", "--time=2:00:00", "--nodes=2", "--ntasks-per-node=4"]
     asked += ["--gpus-per-node=4", "--cpus-per-task=6", "--signal=SIGUSR1@120", "--requeue", "--open-mode=append"]
-    for option in asked:
-        assert f"#SBATCH {option}\n" in script
+    assert {f"#SBATCH {option}" for option in asked} <= set(script.splitlines())
     assert "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0\n" in script
     assert "OMP_NUM_THREADS=6\n" in script
     assert 'scontrol show hostnames "$SLURM_JOB_NODELIST"' in script
@@ -85,8 +84,8 @@ def test_options_of_sbatch_setup_and_interpreter_are_the_users(capsys: pytest.Ca
     more = ["--partition", "gpu", "--mem=64G", "--sbatch", "--exclusive", "--sbatch=--comment=mine"]
     setup = ["--setup=module load python", "--setup=conda activate 'my env'", "--python", "apptainer exec a.sif python"]
     script = script_of(capsys, *BASE, *FIT, *more, *setup)
-    for option in ("--partition=gpu", "--mem=64G", "--exclusive", "--comment=mine"):
-        assert f"#SBATCH {option}\n" in script
+    asked = {"#SBATCH --partition=gpu", "#SBATCH --mem=64G", "#SBATCH --exclusive", "#SBATCH --comment=mine"}
+    assert asked <= set(script.splitlines())
     places = [script.index(line) for line in ("module load python\n", "conda activate 'my env'\n", "srun --kill")]
     assert places == sorted(places)
     assert trained_words(script)[2:8] == ["apptainer", "exec", "a.sif", "python", "-u", "-m"]
@@ -152,12 +151,9 @@ def test_what_makes_no_sense_is_refused(args: list[str], named: str, capsys: pyt
     assert named in refusal(capsys, *BASE, *FIT, *args)
 
 
-def test_devices_and_a_limit_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_and_what_is_left_over_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "--gpus-per-node --tasks-per-node" in refusal(capsys, "--time=60", *FIT)
     assert "--time" in refusal(capsys, "--tasks-per-node=1", *FIT)
-
-
-def test_a_leftover_of_another_job_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "hpc_ckpt_3.ckpt").touch()
     assert "hpc_ckpt_3.ckpt" in refusal(capsys, *BASE, *FIT, f"--trainer.default_root_dir={tmp_path}")
 

@@ -39,19 +39,12 @@ _ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is 
 
 
 class Candidate(NamedTuple):
-    """One way to train, and what it costs this machine.
-
-    Attributes:
-        name: what the user writes.
-        system: its settings; ``None`` for plain DDP.
-        cost: what it costs, exchanges left out.
-        wire_bytes: of one element that DDP sends; ``None`` for as many as it has in memory.
-    """
+    """One way to train, and what it costs this machine."""
 
     name: str
-    system: Optional[SettingsOf] = None
+    system: Optional[SettingsOf] = None  # plain DDP
     cost: SelectionCost = SelectionCost()
-    wire_bytes: Optional[int] = None
+    wire_bytes: Optional[int] = None  # of an element that DDP sends; none: as many as it has in memory
 
 
 class SystemPrediction(NamedTuple):

@@ -11,13 +11,8 @@ from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.profiler import BackwardProfile, BackwardProfiler
 
 _KEPT_TRAINER_ARGUMENTS = (
-    "accelerator",
-    "benchmark",
-    "default_root_dir",
-    "deterministic",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "precision",
+    *("accelerator", "benchmark", "default_root_dir", "deterministic"),
+    *("gradient_clip_algorithm", "gradient_clip_val", "precision"),
 )
 # Steps and epochs of a training whose configuration does not say: schedules of the learning rate ask for a number.
 _ASSUMED_LENGTH = 100_000

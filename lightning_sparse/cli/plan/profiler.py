@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
@@ -17,6 +19,8 @@ _LEAST_STEPS = 3
 _MOST_STEPS = 20
 _SECONDS = 2.0  # of measuring, unless the least steps take longer
 _PATIENCE = 50  # batches without any backward
+
+_Event = tuple[Optional[str], Mark]  # a parameter, and when backward was done with it; no parameter: outside backward
 
 
 class BackwardProfile(NamedTuple):
@@ -51,27 +55,6 @@ class BackwardProfile(NamedTuple):
         return sum(self.backward_seconds) + self.other_seconds
 
 
-class _Step(NamedTuple):
-    """The marks of one step; spans run from the end of what came before to the moment a gradient was ready."""
-
-    start: Mark
-    end: Mark
-    spans: list[tuple[str, Mark, Mark]]
-    tails: list[tuple[Mark, Mark]]  # from the last gradient to the end of backward
-
-    def backward_seconds(self) -> dict[str, float]:
-        """Return by parameter name the seconds that backward takes for it, in the order of readiness."""
-        seconds = dict.fromkeys([name for name, _, _ in self.spans], 0.0)
-        for name, begin, end in self.spans:
-            seconds[name] += max(0.0, Clock.seconds(begin, end))
-        seconds[self.spans[-1][0]] += sum(Clock.seconds(*tail) for tail in self.tails)
-        return seconds
-
-    def other_seconds(self) -> float:
-        """Return the seconds outside backward."""
-        return max(0.0, Clock.seconds(self.start, self.end) - sum(self.backward_seconds().values()))
-
-
 class BackwardProfiler(Callback):
     """Time the first steps of a ``fit`` in one process, and end it.
 
@@ -80,9 +63,8 @@ class BackwardProfiler(Callback):
     """
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
-        self._present: Optional[_Step] = None
-        self._previous: Mark = None
+        self._steps: list[list[_Event]] = []
+        self._events: list[_Event] = []  # of the present step
         self._began = 0.0
         self._batches = 0
         self._handles: list[Any] = []
@@ -105,45 +87,37 @@ class BackwardProfiler(Callback):
         self._has_adam = any(map(is_correctable, trainer.optimizers))
         self._parameters = {name: tensor for name, tensor in pl_module.named_parameters() if tensor.requires_grad}
         for name, parameter in self._parameters.items():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._noting(name)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._note, name)))
 
-    def _noting(self, name: str) -> Any:
-        def note(parameter: torch.Tensor) -> None:
-            if self._present is not None and self._previous is not None:
-                mark = self._clock.mark()
-                self._present.spans.append((name, self._previous, mark))
-                self._previous = mark
-
-        return note
+    def _note(self, name: Optional[str], *_: Any) -> None:
+        self._events.append((name, self._clock.mark()))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if len(self._steps) == _WARM_UP and self._began == 0.0:
             self._began = time.monotonic()
-        self._present = _Step(self._clock.mark(), None, [], [])
+        self._events = []
+        self._note(None)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self._previous = self._clock.mark()
+        self._note(None)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._present is not None
-        self._present.tails.append((self._previous, self._clock.mark()))
-        self._previous = None
+        self._note(self._events[-1][0])  # what follows the last gradient counts as its own
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        assert self._present is not None
         self._batches += 1
-        if self._present.spans:
-            self._steps.append(self._present._replace(end=self._clock.mark()))
+        self._note(None)
+        if _backward_seconds(self._events):
+            self._steps.append(self._events)
         elif self._batches >= _PATIENCE and not self._steps:
             raise ValueError(
                 f"training_step gave no gradient to any parameter in {_PATIENCE} batches: return a loss that depends on"
                 " parameters that require one"
             )
-        self._present = None
         measured = len(self._steps) - _WARM_UP
         is_late = self._began > 0.0 and time.monotonic() - self._began > _SECONDS
         trainer.should_stop = measured >= _MOST_STEPS or (measured >= _LEAST_STEPS and is_late)
@@ -165,7 +139,8 @@ class BackwardProfiler(Callback):
                 f"only {len(self._steps)} of at least {_WARM_UP + 1} steps could be run: the train dataloader is empty,"
                 " or training was stopped"
             )
-        timed = [step.backward_seconds() for step in steps]
+        timed = list(map(_backward_seconds, steps))
+        whole = [Clock.seconds(events[0][1], events[-1][1]) for events in steps]
         names = [*timed[-1], *(name for name in self._parameters if name not in timed[-1])]
         parameters = [self._parameters[name] for name in names]
         itemsizes = Counter[int]()
@@ -175,8 +150,17 @@ class BackwardProfiler(Callback):
             names=tuple(names),
             sizes=tuple(parameter.numel() for parameter in parameters),
             backward_seconds=tuple(median(seconds.get(name, 0.0) for seconds in timed) for name in names),
-            other_seconds=median(step.other_seconds() for step in steps),
+            other_seconds=median(max(0.0, step - sum(seconds.values())) for step, seconds in zip(whole, timed)),
             element_bytes=itemsizes.most_common(1)[0][0],
             device=parameters[0].device.type,
             has_adam=self._has_adam,
         )
+
+
+def _backward_seconds(events: list[_Event]) -> dict[str, float]:
+    """Return by parameter name the seconds that backward takes for it, in the order of readiness."""
+    seconds: dict[str, float] = {}
+    for (_, begin), (name, end) in pairwise(events):
+        if name is not None:
+            seconds[name] = seconds.get(name, 0.0) + max(0.0, Clock.seconds(begin, end))
+    return seconds

@@ -30,15 +30,11 @@ StageSeconds = tuple[float, float]  # of one step of one group, in the stages of
 
 
 class StageCost(NamedTuple):
-    """Seconds of one stage as a function of elements and of the number of workers.
-
-    Attributes:
-        alone: by the number of elements, for one worker.
-        more: numbers of workers, rising, and the seconds that each element takes more, since their contributions have
-            to be read. Lines lie in between, and the last number holds beyond.
-    """
+    """Seconds of one stage as a function of elements and of the number of workers."""
 
     alone: CostModel = CostModel()
+    # Numbers of workers, rising, and the seconds more for each element, as their contributions have to be read. Lines
+    # lie in between, and beyond the last number the last line goes on.
     more: tuple[tuple[int, float], ...] = ()
 
     def at_workers(self, workers: int) -> CostModel:
@@ -51,29 +47,17 @@ class StageCost(NamedTuple):
 
 
 class SelectionCost(NamedTuple):
-    """Cost of a system on the machine that runs it, its exchanges left out.
+    """Cost of a system on the machine that runs it, its exchanges left out."""
 
-    Attributes:
-        group: residual, selection, encoding and decoding of a group, while the step goes on.
-        finish: what is done when all groups have arrived: keeping what was not sent, writing the means.
-    """
-
-    group: StageCost = StageCost()
-    finish: StageCost = StageCost()
+    group: StageCost = StageCost()  # residual, selection, encoding and decoding, while the step goes on
+    finish: StageCost = StageCost()  # when all groups have arrived: keeping what was not sent, writing the means
 
 
 class SettingsOf(NamedTuple):
-    """The settings of a system, to be built anew for each use, as a compressor holds state.
-
-    Attributes:
-        compressor: its name.
-        density: fraction of elements sent; ``None`` for a method without.
-        wire: name of the type of the values that travel.
-        local_steps: between two exchanges; 1 exchanges gradients in every step.
-    """
+    """The settings of a system, to be built anew for each use, as a compressor holds state."""
 
     compressor: str
-    density: Optional[float] = None
+    density: Optional[float] = None  # of a method without
     wire: str = "float32"
     local_steps: int = 1
 
@@ -112,19 +96,12 @@ def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
 def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
     """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
     compressor = settings.compressor
+    ways = (compressor.wire_format, compressor.dense_wire_format)
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
     return Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks),
-        build_wires(
-            compressor.wire_format,
-            compressor.dense_wire_format,
-            settings.wire,
-            0,
-            ranks,
-            settings.exchange,
-            settings.wire_bits,
-        ),
+        build_wires(*ways, settings.wire, 0, ranks, settings.exchange, settings.wire_bits),
         EchoCollectives(ranks, device),
         Recorder(device, ranks),
         density_of=lambda name: compressor.density_of(name, settings.density),
@@ -171,13 +148,7 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
 def measure_selection(
     rehearsed: Callable[[Sequence[int], int], StageSeconds], sizes: Sequence[int], fitted: Sequence[int]
 ) -> SelectionCost:
-    """Measure what a system costs this machine; a fraction of a second.
-
-    Args:
-        rehearsed: from :func:`rehearsal`.
-        sizes: elements of the model's tensors: a model of many small ones pays more for each element.
-        fitted: numbers of elements to rehearse with, rising, from :func:`fitted_sizes`.
-    """
+    """Measure what a system costs this machine for tensors of some sizes: of many small ones an element costs more."""
     alone = {size: rehearsed((size,), 1) for size in fitted}
     shared = fitted[-2]  # elements of which the contributions of many ranks are read
     crowds = {ranks: rehearsed((shared,), ranks) for ranks in (_SOME_RANKS, _MANY_RANKS)}

@@ -1,6 +1,6 @@
 """Models for the planner, built by class path."""
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule
@@ -11,21 +11,20 @@ from tests.helpers.trainers import Rows
 
 
 class Plain(LightningModule):
-    """Two layers, whose gradients become ready last layer first, and a loss in a dictionary."""
+    """Two layers, whose gradients become ready last layer first, and a loss in a dictionary, as Lightning allows."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.save_hyperparameters()
         self.first = nn.Linear(32, width)
         self.last = nn.Linear(width, 32)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> dict[str, Tensor]:
-        """Return a dictionary, as Lightning allows, and log, which needs a Trainer."""
+    def training_step(self, batch: Tensor, batch_index: int) -> Optional[dict[str, Tensor]]:
+        """Log, too, which needs a Trainer."""
         loss = (self.last(torch.relu(self.first(batch))) - batch).square().mean()
         self.log("loss", loss)
         return {"loss": loss}
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         """Return SGD."""
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
@@ -82,23 +81,8 @@ class Detached(WithData):
         """Return nothing."""
 
 
-class OneTensor(LightningModule):
-    """A single parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    train_dataloader = WithData.train_dataloader
-    configure_optimizers = Plain.configure_optimizers
-
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Return a loss."""
-        return (self.scale * batch).square().mean()
-
-
 class Manual(WithData):
-    """Optimises by hand, one optimizer for each layer, two backward passes a step."""
+    """Optimises by hand, one optimizer for each layer, two backward passes a step; one parameter is unused."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,41 +144,28 @@ def test_the_table_marks_the_best_or_says_that_nothing_pays() -> None:
     assert json.loads(json.dumps(as_json(LARGE, slow, pays)))["best"] == 1
 
 
-def test_a_gain_within_the_error_of_a_prediction_does_not_pay() -> None:
-    table = rows(NETWORK)
-    assert best_of([table[0], table[0]._replace(name="other", step_seconds=5.8, speedup=6 / 5.8)]) is None
-    better = table[0]._replace(name="other", step_seconds=5.6, speedup=6 / 5.6)
-    assert best_of([table[0], better]) is better
-
-
 def test_of_rows_within_noise_the_first_is_marked() -> None:
     densities = (("lags", 0.1), ("lags", 0.01), ("exdyna", 0.01))
     systems = [Candidate(f"sparse_{name}", SettingsOf(name, density), COST) for name, density in densities]
     table = rows(Network(1e9, 1e-5, 4), *systems, profile=LARGE)
-    for seconds, marked in (((2.0, 1.04, 1.03, 1.0), 1), ((2.0, 1.2, 1.03, 1.0), 2), ((1.04, 1.0, 1.0, 1.0), None)):
+    for seconds, marked in (
+        ((2.0, 1.04, 1.03, 1.0), 1),
+        ((2.0, 1.2, 1.03, 1.0), 2),
+        ((2.0, 1.2, 1.06, 1.0), 3),
+        ((1.04, 1.0, 1.0, 1.0), 0),
+    ):
         made_up = [row._replace(step_seconds=each) for row, each in zip(table, seconds)]
-        assert best_of(made_up) is (None if marked is None else made_up[marked])
+        assert best_of(made_up) is (made_up[marked] if marked else None)
 
 
 def test_all_systems_are_measured() -> None:
     profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
     candidates = measure_candidates(profile, densities=(0.5,))
-    assert [candidate.name for candidate in candidates] == [
-        "ddp",
-        "ddp + bf16 hook",
-        *(system.name for system in systems() if system.name != "sparse_auto"),
-    ]
     costs = {candidate.name: candidate.cost for candidate in candidates}
+    assert {system.name for system in systems()} - set(costs) == {"sparse_auto"}
     assert costs["sparse_lags"] == costs["sparse_topk"], "what is the same to the bit is measured once"
     assert costs["sparse_dgc"] != costs["sparse_topk"] != costs["sparse_omgs"]
-    for row in predict_systems(profile, NETWORK, candidates):
-        assert row.step_seconds > 0.2
-        assert row.sent_bytes > 0
-
-
-def test_a_density_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="density=2 must be a fraction"):
-        measure_candidates(PROFILE._replace(device="cpu"), densities=(2,))
+    assert all(row.step_seconds > 0.2 and row.sent_bytes > 0 for row in predict_systems(profile, NETWORK, candidates))
 
 
 # Four workers on two nodes, a second for each 2 MB of a link, a tenth of it inside a node.

@@ -46,10 +46,6 @@ def test_a_data_module_and_a_yaml_file_are_understood(tmp_path: Path) -> None:
     assert profiled.element_bytes == 2
 
 
-def test_one_parameter_is_enough() -> None:
-    assert profile("OneTensor").sizes == (1,)
-
-
 def test_several_backward_passes_by_hand_are_added_up() -> None:
     profiled = profile("Manual")
     assert set(profiled.names[:2]) == {"first.weight", "first.bias"}

@@ -7,12 +7,9 @@ import torch
 
 from lightning_sparse.cli.plan.rehearsal import (
     EchoCollectives,
-    SettingsOf,
     fitted_sizes,
     measure_selection,
-    rehearsal,
 )
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 
 SIZES = fitted_sizes(torch.device("cpu"))
 
@@ -57,8 +54,3 @@ def test_an_echo_has_the_shapes_of_the_real_ones(ranks: int) -> None:
     out = torch.empty(ranks, 2)
     assert echo.all_to_all(shards, out) is out
     assert echo.all_reduce(torch.ones(2)).tolist() == [ranks] * 2
-
-
-@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_every_system_can_be_rehearsed(compressor: str) -> None:
-    assert min(rehearsal(SettingsOf(compressor, DENSITY[compressor]), torch.device("cpu"))([7, 5000], 3)) > 0
