@@ -32,9 +32,9 @@ _NEWS = 2.0  # times: a rule that steers a density changes it a little after eve
 class AdaptiveDensity(StepObserver):
     """Let rules decide how much is sent of each parameter.
 
-    A parameter gets the most of what the rules wish, within ``max_density``, and never less than the user asked for;
-    the strategy's own warm-up and plan can give it more. Rules decide between two steps of the optimizer, alike on all
-    ranks: what they measure is averaged over ranks first. Checkpoints hold what they have learned.
+    A parameter gets the largest density that a rule asks for, within ``max_density``, and never less than the user
+    asked for; the strategy's own warm-up and plan can give it more. Rules decide between two steps of the optimizer,
+    alike on all ranks: measurements are averaged over ranks first. Checkpoints hold what rules have learned.
 
     When a density has changed by a quarter, all loggers get ``sparse_parameters/density/<parameter name>`` (unless a
     :class:`CompressionMonitor` logs it by parameter). When another rule decides, or has doubled or halved a density,

@@ -26,8 +26,7 @@ class AssumptionMonitor(StepObserver):
     ``sparse_parameters/delta/<parameter name>`` and the largest, ``sparse/delta``; a layer that exceeds 1 is named in a
     warning, once. The values are equal on all ranks.
 
-    A step that is looked at costs a dense all-reduce of the gradients, which its ``wire_bytes`` count; the others cost
-    nothing.
+    A step that is looked at costs a dense all-reduce of the gradients, which its ``wire_bytes`` count.
 
     Args:
         every_n_steps: look at every so many steps.

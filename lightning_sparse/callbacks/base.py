@@ -11,14 +11,10 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class StepObserver(Callback):
-    """Look at some of the steps of a :class:`~lightning_sparse.SparseDDPStrategy`.
+    """Look at some of the steps of a :class:`~lightning_sparse.SparseDDPStrategy` of several processes.
 
     A step is known before its first batch, so that what costs extra can be asked for; it is looked at after the
-    optimizer has made it. On one process there is no exchange, and nothing to look at.
-
-    Raises:
-        TypeError: at the start, if the Trainer's strategy is another one.
-        ValueError: at the start, if the Trainer has two callbacks of this class.
+    optimizer has made it.
     """
 
     cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or remove the callback"
@@ -101,7 +97,7 @@ def is_logged(trainer: Trainer, step: int) -> bool:
 
 
 def parameter_tag(statistic: str, parameter: str) -> str:
-    """Return the tag of a parameter's statistic; under a prefix of its own, as there are hundreds of them."""
+    """Return the tag of a parameter's statistic, under a prefix of its own: there are hundreds of them."""
     return f"sparse_parameters/{statistic}/{parameter}"
 
 
@@ -117,11 +113,7 @@ def say(callback: Callback, line: str) -> None:
 
 
 def checked_interval(name: str, steps: Optional[int]) -> Optional[int]:
-    """Pass a number of steps through.
-
-    Raises:
-        ValueError: if it is not a whole number above 0.
-    """
+    """Pass a number of steps through, or say that it is not a whole number above 0."""
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, at least 1; 1 looks at every step")
     return steps

@@ -17,10 +17,10 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 class MomentumCorrection(StepObserver):
     """Accumulate SGD's momentum before compression, as Deep Gradient Compression does (arXiv 1712.01887).
 
-    With momentum in the optimizer, an element that waited meets a momentum that has forgotten it. Here every rank
-    accumulates the momentum of its own gradient, and what is sent is chosen from velocities. It does, with any
-    compressor that keeps residuals, what :class:`~lightning_sparse.compressors.DGC` does by itself. What the optimizer
-    or a schedule (warm restarts, one cycle) does to learning rate and momentum is followed.
+    With momentum in the optimizer, an element that was sent late meets a momentum that has forgotten it. Here every
+    rank accumulates the momentum of its own gradient, and selects from velocities: with any compressor that keeps
+    residuals, as :class:`~lightning_sparse.compressors.DGC` does by itself. Changes of learning rate and momentum, by
+    the optimizer or a schedule (warm restarts, one cycle), are followed.
 
     At the Trainer's ``log_every_n_steps`` loggers get, as means over ranks, ``sparse/momentum_norm`` (of what a rank
     has accumulated), ``sparse/masked_fraction`` (of all elements, those whose momentum was set to zero, where it is

@@ -40,7 +40,7 @@ class Slice(NamedTuple):
     """A stretch of time, from ``start`` to ``end`` in seconds, on one of :data:`ROWS`.
 
     ``stage`` is ``"backward"``, ``"gradient"``, ``"wait"`` (of the optimizer for the exchange), ``"group"``, that of a
-    :class:`~lightning_sparse.engine.observe.Span`, or ``"queue"`` (of a group for the worker).
+    span of the engine, or ``"queue"`` (of a group for the worker).
     """
 
     row: str
@@ -62,13 +62,12 @@ class RecordedStep(NamedTuple):
 class OverlapTimeline(StepObserver):
     """Record some steps of all ranks, and write them as a trace for Perfetto (https://ui.perfetto.dev) and Chrome.
 
-    Each rank is a process with a row for backward (a slice for each gradient, then the wait for the exchange) and one
-    for the exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes and
-    parameters); groups that are ready and wait for the worker have a row of their own. Rank 0 writes the file,
-    after every recorded step. The clocks of ranks are compared by a few small collectives after each of them; the
-    file says in ``metadata`` how far they may still be off.
+    Each rank is a process with a row for backward (a slice for each gradient, then the wait for the exchange), one for
+    the exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes and
+    parameters), and one for groups that wait for the worker. Rank 0 writes the file after every recorded step. A few
+    small collectives compare the clocks of ranks; ``metadata`` in the file says how far they may still be off.
 
-    On a GPU a recorded step marks every gradient with an event. Other steps are left alone.
+    On a GPU a recorded step marks every gradient with an event. Other steps cost nothing.
 
     Args:
         steps: numbers of the steps to record, from 0, as loggers count them.
@@ -83,9 +82,8 @@ class OverlapTimeline(StepObserver):
         recorded: the steps recorded since training began, on every rank.
 
     Raises:
-        ValueError: for steps that are not distinct numbers from 0, for both ways to choose steps, for an interval or
-            a number of steps below 1, or if there is to be a picture and matplotlib is not installed; in ``setup``,
-            with local steps.
+        ValueError: for steps that are not distinct numbers from 0, both ways to choose steps, an interval or a number
+            of steps below 1, or a picture without matplotlib; in ``setup``, with local steps.
 
     Example::
 
@@ -227,14 +225,8 @@ def clock_offset(
 ) -> tuple[float, float]:
     """Return by how many seconds another rank's clock is ahead, and how far that may be off to either side.
 
-    Each rank noted on its own clock when it entered and left collectives that no rank leaves before all have entered.
-    The other rank's exit comes after the entry here, the exit here after its entry; the tightest bounds count, as in
-    NTP.
-
-    Example::
-
-        >>> clock_offset([0.0, 1.0], [0.5, 1.25], [10.25, 11.0], [10.5, 11.25])
-        (10.0, 0.25)
+    Each rank noted when it entered and left collectives that no rank leaves before all have entered: the other's exit
+    comes after the entry here, the exit here after its entry. The tightest bounds count, as in NTP.
     """
     least = max(entry - exit_here for entry, exit_here in zip(other_entries, exits))
     most = min(exit_there - entry for exit_there, entry in zip(other_exits, entries))

@@ -18,10 +18,9 @@ from lightning_sparse.strategy.notes import Notes
 class RequeueAtStepEnd(Callback):
     """Answer SLURM's signal at the end of a step, instead of wherever each rank happens to be.
 
-    Lightning saves within the signal's handler. A rank that is waiting for another one's gradient then does not get to
-    its handler, while the other waits for it there: the job hangs, and is neither saved nor put back. Here the handler
-    only takes note. What ranks have noted is reduced in the background while the next step runs, so that all of them
-    learn of it at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's
+    Lightning saves within the signal's handler: a rank that waits for another one's gradient does not get there, and
+    the job hangs. Here the handler only takes note. The notes of all ranks are reduced while the next step runs, so all
+    learn of a signal at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's
     ``default_root_dir``, from which the requeued job goes on, and end.
 
     It replaces Lightning's handler, and does nothing outside of SLURM or where ``SLURMEnvironment(auto_requeue=False)``

@@ -16,14 +16,7 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 def memory_statistics(engine: Engine) -> dict[str, float]:
-    """Return what the memory did in the last step, if it was watched; on a GPU this waits for it.
-
-    Returns:
-        ``local_clip_factor``, by which this rank's gradient was multiplied, where it is clipped;
-        ``momentum_norm``, of the momentum that is accumulated before compression, and ``masked_fraction``, of its
-        elements that were set to zero, where it is; ``update_error``, the norm of the updates that wait over that
-        of this rank's updates of the step, and ``second_moment_age``, in steps, where Adam is corrected.
-    """
+    """Return what the memory did in the last step, if it was watched; on a GPU this waits for it."""
     engine.memory.is_watched = False
     return {name: float(statistic) for name, statistic in engine.memory.statistics().items()}
 
@@ -36,11 +29,10 @@ def statistics_over_ranks(
 ) -> dict[str, float]:
     """Return what the last steps did; quotients are those of what was reduced, and what cannot be known is left out.
 
-    ``samples`` are those of the last step, ``None`` if plain DDP made it. Means are taken over the steps; of a round of
-    local steps the statistics are such means already.
+    ``samples`` are of the last step, ``None`` if plain DDP made it.
     """
     engine, stats = engine_of(strategy), strategy.compression_stats()
-    if engine.rounds is None:
+    if engine.rounds is None:  # the statistics of a round of local steps are means already
         stats |= mean_stats(steps, engine.recorder.has_levels)
     ours = [step.marks for step in steps if not step.is_plain]
     if ours:
@@ -104,7 +96,7 @@ class Throughput:
         self._last_step, self._samples, self._began = step, 0.0, time.perf_counter()
 
     def add_batch(self, batch: Any) -> None:
-        """Count a batch; one whose size cannot be known makes the number of samples NaN."""
+        """Count a batch."""
         self._samples += batch_size(batch)
 
     def pause(self) -> None:

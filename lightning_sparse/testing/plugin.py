@@ -24,11 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect the laws, if a compressor is to be held to them.
-
-    Raises:
-        pytest.UsageError: if it cannot be built.
-    """
+    """Collect the laws, if a compressor is to be held to them; a ``UsageError`` says that it cannot be built."""
     chosen = _chosen(config)
     if chosen is None:
         return

@@ -24,15 +24,13 @@ class RemoteError(AssertionError):
 
 
 class Pool:
-    """``ranks`` processes that form one process group.
-
-    Arguments and results travel on the CPU; functions move what they compute with.
+    """``ranks`` processes that form one process group; arguments and results travel on the CPU.
 
     Args:
         ranks: number of processes.
         backend: of the process group; only gloo lets several ranks share a GPU.
         preload: modules to import once, in a server of which the processes are then forked: for functions that end
-            processes, again and again. On the CPU only.
+            processes. On the CPU only.
         group_timeout: how long a collective of the process group waits; ``None`` for torch's default.
     """
 
@@ -51,10 +49,7 @@ class Pool:
         self._stores: dict[int, str] = {}  # of the group that stands, by its number of ranks
 
     def first(self, ranks: int) -> "Pool":
-        """Return a pool of the first of these processes, which are a process group of their own while it has work.
-
-        To start a process takes seconds, which pools of several sizes need not spend each for itself.
-        """
+        """Return a pool of the first of these processes, which form a process group of their own while it has work."""
         smaller = copy.copy(self)
         smaller.ranks = ranks
         return smaller
@@ -62,9 +57,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
     ) -> list[Any]:
-        """Call ``function(rank, *args)`` on every rank and return the results in order of rank.
-
-        Args and times are those of :meth:`answers`.
+        """Call ``function(rank, *args)`` on every rank and return the results by rank; see :meth:`answers`.
 
         Raises:
             RemoteError: if a rank raised, died, or took too long; the processes are replaced.
@@ -80,11 +73,8 @@ class Pool:
     ) -> list[tuple[Optional[str], Any]]:
         """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
 
-        Args:
-            function: what to call.
-            args: of the function.
-            timeout: seconds to wait for the first answer.
-            patience: seconds to wait for each answer after the one before; ``None`` for as long as for the first.
+        ``timeout`` is in seconds, for the first answer, and ``patience`` for each after the one before; ``None`` for as
+        long.
         """
         self._start()
         connections = [connection for _, connection in self._members[: self.ranks]]

@@ -16,12 +16,7 @@ Promise = Callable[[Compressor], bool]
 
 
 def built(compressor: Union[str, Compressor]) -> Union[str, Compressor]:
-    """Build the compressor that ``"module:Class"`` names; pass names of the table and objects through.
-
-    Raises:
-        ValueError: if there is no such module or class.
-        TypeError: if what it builds is no compressor.
-    """
+    """Build the compressor that ``"module:Class"`` names, or say what is wrong; pass all else through."""
     if not isinstance(compressor, str) or ":" not in compressor:
         return compressor
     module_name, _, class_name = compressor.partition(":")

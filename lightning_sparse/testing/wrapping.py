@@ -53,25 +53,16 @@ def sparse_ddp(
 
 
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
-    """Replace the gradients of a wrapped model by those of ``loss``, exchanged between the ranks.
-
-    Raises:
-        BaseException: what the exchange worker has raised.
-    """
+    """Replace the gradients of a wrapped model by those of ``loss``, exchanged; raise what the worker has raised."""
     ddp.zero_grad()
     loss.backward()
     engine.raise_error()
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, one step for each loss; yield the number of each step once it has been made.
+    """Train with SGD, of the given settings, one step for each loss; yield its number once it has been made.
 
-    Args:
-        ddp: the wrapped model.
-        engine: what exchanges its gradients.
-        losses: one of ``ddp`` for each step. Pass a generator that computes them: the next is asked for only when the
-            step before has been made.
-        settings: arguments of :class:`torch.optim.SGD`.
+    ``losses`` may be a generator that computes them: the next is asked for only when the step before has been made.
     """
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
@@ -106,10 +97,7 @@ def batch(rank: int, step: int, size: int = 4) -> Tensor:
 
 
 def watch_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange.
-
-    The model has to be where it is trained.
-    """
+    """Return a dictionary that holds, after each backward, this rank's gradients before their exchange."""
     gradients: dict[str, Tensor] = {}
 
     def watch(name: str, parameter: nn.Parameter) -> None:
@@ -129,7 +117,7 @@ def gradients_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
 
 
 def residuals_like(engine: Engine, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy what waits, in the shape of the gradients; nothing waits where nothing was allocated."""
+    """Copy the residuals, in the shape of the gradients; they are zero where nothing was allocated."""
     state = engine.memory.state_dict().get("residual", {})
     return {
         name: state[name].view_as(gradient).clone() if name in state else torch.zeros_like(gradient)

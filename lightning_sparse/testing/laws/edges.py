@@ -41,7 +41,7 @@ class Given(nn.Module):
 
 
 def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Exchange the same gradients from all ranks; return what was applied of each, and what waits of it here."""
+    """Exchange the same gradients from all ranks; return what was applied of each, and its residual here."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
@@ -51,7 +51,7 @@ def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> d
 
 
 def assert_applied_and_kept(gradient: Tensor, answers: list[tuple[Tensor, Tensor]], compressor: str, edge: str) -> None:
-    """Hold what every rank has applied of one gradient, and what waits of it there, to the gradient."""
+    """Hold what every rank has applied of one gradient, and its residual there, to the gradient."""
     for applied, _ in answers:
         assert torch.equal(applied, answers[0][0]), f"{edge}: ranks differ"
         assert applied.dtype == gradient.dtype, f"{edge}: of another type, {applied.dtype}"

@@ -15,7 +15,7 @@ Tensors = dict[str, Tensor]
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
-    """Train, and write down for every step what came in, what was applied and what waits before and after."""
+    """Train, and write down for every step gradients, what was applied, and the residuals before and after."""
     torch.manual_seed(0)
     book = []
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
@@ -40,7 +40,7 @@ def test_mass_is_conserved(pools: dict[int, Pool], ranks: int, compressor: str, 
 
 
 def assert_mass_is_conserved(books: list[list[dict[str, Tensors]]]) -> None:
-    """Check what :func:`balance` wrote down on every rank: what came in was applied, or waits."""
+    """Check what :func:`balance` wrote down on every rank: what came in was applied, or is kept."""
     for entries in zip(*books):
         for name in entries[0]["gradient"]:
             came = sum(entry["before"][name].double() + entry["gradient"][name].double() for entry in entries)
