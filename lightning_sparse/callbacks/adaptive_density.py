@@ -64,7 +64,7 @@ class AdaptiveDensity(StepObserver):
         if not 0 < max_density <= 1:
             raise ValueError(f"max_density={max_density} must be a fraction of elements with 0 < max_density <= 1")
         self.max_density = max_density
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 1
+        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
         self._forget()
 
     def _forget(self) -> None:
@@ -109,7 +109,7 @@ class AdaptiveDensity(StepObserver):
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
-        return any(rule.measures for rule in self.rules) and (step + 1) % self.every_n_steps == 0
+        return any(rule.measures for rule in self.rules) and super().looks_at(trainer, step)
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:

@@ -44,7 +44,7 @@ class AssumptionMonitor(StepObserver):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 0
+        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
         self.means: dict[str, MeanMetric] = {}
         self._exceeding: set[str] = set()
 
@@ -57,10 +57,6 @@ class AssumptionMonitor(StepObserver):
                 f"AssumptionMonitor measures what a selection leaves over, and {type(engine.compressor).__name__}"
                 " selects nothing: remove the callback, or choose a sparsifier such as compressor='lags'"
             )
-
-    @override
-    def looks_at(self, trainer: Trainer, step: int) -> bool:
-        return (step + 1) % self.every_n_steps == 0
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """The base of this package's callbacks: which strategy they look at, at which steps, and what they refuse."""
 
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -19,12 +19,13 @@ class StepObserver(Callback):
 
     cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or remove the callback"
 
+    every_n_steps = 1
     _looks = False
     _steps_before = 0
 
     def looks_at(self, trainer: Trainer, step: int) -> bool:
         """Decide, on every rank alike, whether to look at a step."""
-        raise NotImplementedError
+        return (step + 1) % self.every_n_steps == 0
 
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         """Ask for what is to be seen of the step."""
@@ -112,8 +113,8 @@ def say(callback: Callback, line: str) -> None:
     rank_zero_info(f"{type(callback).__name__}: {line}")
 
 
-def checked_interval(name: str, steps: Optional[int]) -> Optional[int]:
+def checked_interval(name: str, steps: int) -> int:
     """Pass a number of steps through, or say that it is not a whole number above 0."""
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, at least 1; 1 looks at every step")
     return steps

@@ -19,8 +19,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def gather(strategy: SparseDDPStrategy, row: Tensor) -> Tensor:
     """Gather ``[n]`` from every rank as ``[ranks, n]``, on the CPU."""
-    # Lightning's all_gather warns with torch 2.13. A sum over ranks, of rows that only one rank fills, is the same to
-    # the bit, and the rows are small.
+    # Lightning's all_gather warns with torch 2.13. A sum of rows that only one rank fills is the same to the bit.
     rows = torch.zeros(strategy.world_size, row.numel(), dtype=row.dtype, device=strategy.root_device)
     rows[strategy.global_rank] = row.to(strategy.root_device)
     return _sum(strategy, rows)

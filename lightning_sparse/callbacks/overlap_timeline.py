@@ -101,8 +101,9 @@ class OverlapTimeline(StepObserver):
         if steps is not None and every_n_steps is not None:
             raise ValueError(f"steps={steps!r} and every_n_steps={every_n_steps!r} are two ways to choose: give one")
         self.steps = None if steps is None else _checked_steps(steps)
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or _EVERY_N_STEPS
-        self.max_steps = checked_interval("max_steps", max_steps) or 0
+        every = _EVERY_N_STEPS if every_n_steps is None else every_n_steps
+        self.every_n_steps = checked_interval("every_n_steps", every)
+        self.max_steps = checked_interval("max_steps", max_steps)
         self.path = path
         self._figure_class = _figure_class() if pictures else None
         self.recorded: list[RecordedStep] = []

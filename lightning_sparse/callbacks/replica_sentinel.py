@@ -42,7 +42,7 @@ class ReplicaSentinel(StepObserver):
     actions: ClassVar[tuple[str, ...]] = ("raise", "warn")
 
     def __init__(self, every_n_steps: int = 100, action: str = "raise") -> None:
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps) or 0
+        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
         self.action = one_of("action", action, self.actions)
 
     @override
@@ -50,20 +50,15 @@ class ReplicaSentinel(StepObserver):
         strategy = sparse_strategy(trainer)
         settings = strategy.settings
         if strategy.engine is not None and settings.replicas_diverge:
-            method = type(settings.compressor).__name__
+            method, told = type(settings.compressor).__name__, ""
+            if settings.local_steps:
+                method = f"local_steps of {method}"
+            else:
+                told = "; replica_divergence in compression_stats() says how far apart they were"
             raise ValueError(
-                f"ReplicaSentinel would find what {f'local_steps of {method}' if settings.local_steps else method} does"
-                " by design: it lets replicas drift apart between two averages. Remove the callback"
-                + (
-                    ""
-                    if settings.local_steps
-                    else "; replica_divergence in compression_stats() says how far apart they were"
-                )
+                f"ReplicaSentinel would find what {method} does by design: it lets replicas drift apart between two"
+                f" averages. Remove the callback{told}"
             )
-
-    @override
-    def looks_at(self, trainer: Trainer, step: int) -> bool:
-        return (step + 1) % self.every_n_steps == 0
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:

@@ -20,7 +20,7 @@ from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, WithSGD, accelerator, make_trainer
 
 CALLBACKS = {
-    "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4, unit="step")]),
+    "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4)]),
     "AssumptionMonitor": AssumptionMonitor,
     "CompressionMonitor": CompressionMonitor,
     "MomentumCorrection": MomentumCorrection,
@@ -67,7 +67,7 @@ def test_all_live_together_and_through_a_second_fit(pair: Pool, tmp_path: Any) -
 def fit_alone(rank: int, directory: str) -> list[float]:
     """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
     timeline = OverlapTimeline(every_n_steps=1, path=f"{directory}/overlap.json", pictures=False)
-    adaptive = AdaptiveDensity([Warmup(4, unit="step"), ErrorBudget(1.0)], every_n_steps=1)
+    adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
     watching = [AssumptionMonitor(1), CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
     callbacks = [*watching, adaptive, MomentumCorrection()]
     trainer = make_trainer(rank, SparseDDPStrategy(), callbacks=callbacks, log_every_n_steps=1)

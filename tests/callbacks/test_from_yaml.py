@@ -25,7 +25,7 @@ trainer:
         max_density: 0.2
         rules:
           - class_path: lightning_sparse.callbacks.Warmup
-            init_args: {{length: 2, unit: step}}
+            init_args: {{length: 2}}
           - class_path: lightning_sparse.callbacks.ErrorBudget
             init_args: {{budget: 1000.0}}
           - class_path: lightning_sparse.callbacks.CriticalRegime
