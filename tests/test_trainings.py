@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,12 +92,13 @@ def other_bits(one: Outcome, other: Outcome) -> Iterator[str]:
 
 
 def far(training: Training, one: Outcome, other: Outcome) -> Iterator[str]:
-    """Yield the first batch after which two trainings are further apart than roundings explain."""
+    """Yield the first batch after which two trainings, of which the second may have begun later, are far apart."""
     tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES[training.optimizer]
-    for number, (ours, theirs) in enumerate(zip(one.batches, other.batches, strict=True), 1):
+    skipped = len(one.batches) - len(other.batches)
+    for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
         distances = {name: _distance(values, theirs[name]) for name, values in ours.items()}
         if apart := [f"{name} by {each:.2g}" for name, each in distances.items() if not each <= tolerance]:
-            yield f"batch {number} is not DDP's: {', '.join(apart)}"
+            yield f"batch {number} is far away: {', '.join(apart)}"
             return
 
 
@@ -115,7 +117,8 @@ def findings(training: Training, ranks: Sequence[dict[str, Outcome]]) -> Iterato
             yield from (f"all {where}: {found}" for found in other_bits(outcomes["plain"], outcomes["all"]))
         if "resumed" in outcomes:
             saved = outcomes.get("all", outcomes["plain"])
-            yield from (f"resumed {where}: {found}" for found in other_bits(saved, outcomes["resumed"]))
+            compare = partial(far, training) if training.rounds_anew else other_bits
+            yield from (f"resumed {where}: {found}" for found in compare(saved, outcomes["resumed"]))
         if "ddp" in outcomes:
             yield from (f"whole {where}: {found}" for found in far(training, outcomes["whole"], outcomes["ddp"]))
 

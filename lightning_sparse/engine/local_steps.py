@@ -121,6 +121,7 @@ class Rounds(Replicas):
         self._has_begun = False
         self._pending: Optional[_PendingSync] = None
         self._averager = ReplicaAverager(module, self._everybody.collectives)
+        self._is_resumed = False
         self._names: frozenset[str] = frozenset()
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._seen: dict[str, Tensor] = {}  # fingerprints of what is not shared, when all ranks last had the same of it
@@ -133,7 +134,9 @@ class Rounds(Replicas):
 
     @override
     def follow(self, module: Module, names: Sequence[str]) -> None:
-        # Between two rounds, when replicas are the same.
+        # Between two rounds, when replicas are the same, or where the round that was resumed has these parameters.
+        if self._is_resumed and self._names == frozenset(names):
+            return
         self._module = module
         present = dict(self._named())
         beside = [*floats(module.named_buffers()), *(name for name in self._beside if name in present)]
@@ -209,6 +212,7 @@ class Rounds(Replicas):
         call this equally often. Steps before :meth:`begin` are only counted.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
+        self._is_resumed = False
         if not self._has_begun:
             return
         self._is_stale = True
@@ -249,7 +253,9 @@ class Rounds(Replicas):
 
     @override
     def detach(self) -> None:
-        self.synchronize()
+        trained = {name for name, each in self._module.named_parameters() if each.requires_grad}
+        if not (self._is_resumed and self._names == trained):
+            self.synchronize()
 
     def _submit(self, overlap: int, agreed: Sequence[float] = ()) -> None:
         """Begin an exchange, which is applied after some more steps."""
@@ -482,6 +488,10 @@ class Rounds(Replicas):
             self._load(state["rounds"])
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        self._is_resumed = False
+        present = (name for name, _ in self._module.named_parameters())
+        if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
+            self.follow(self._module, names)  # others may be frozen here until training goes on
         unshared = self._unshared()
         self._shared |= {name: _wide(unshared[name]) for name in state["beside"] if name in unshared}
         self._seen = self._fingerprints()
@@ -501,6 +511,7 @@ class Rounds(Replicas):
         for name, tensor in self._tensors().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))
+        self._is_resumed = self._has_begun
         self._momenta = {name: each.to(device, copy=True) for name, each in state["momentum"].items()}
         saved, self._pending = state["pending"], None
         if saved is not None:

@@ -285,19 +285,6 @@ def handled(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def waiting_gradients(
-    module: torch.nn.Module, optimizers: Sequence[Optimizer], waiting: Sequence[Optimizer]
-) -> dict[str, torch.Tensor]:
-    """Return, by parameter name, the gradients that none of the optimizers but those that wait has made a step with."""
-    done = {parameter for optimizer in optimizers for parameter in handled(optimizer)}
-    done -= {parameter for optimizer in waiting for parameter in handled(optimizer)}
-    return {
-        name: parameter.grad
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None and parameter not in done
-    }
-
-
 def _meant(group: Mapping[str, Any], taken: Optional[_Taken]) -> dict[str, Any]:
     """Return what a group is to have: what was taken from it, unless somebody has written something else since."""
     if taken is None:

@@ -23,6 +23,7 @@ from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
+from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, Settings, refuse
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
@@ -249,7 +250,7 @@ class Sparsifier:
             "ranks": self.engine.topology[0],
             "rank": dist.get_rank(self._ddp.process_group),
             "compressor": type(self._settings.compressor).__name__,
-            "kinds": sorted(state["memory"].keys() - {"learning_rate"}),
+            "kinds": sorted(waiting_kinds(state["memory"])),
             "layouts": self._layouts(),
             "epoch": self._epoch,
             "clipping": list(self.clipping),
@@ -263,7 +264,11 @@ class Sparsifier:
             ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
         """
         self._check_open()
-        given, present = ({"ranks": 1, **each} for each in (state, self.state_dict()))
+        # Earlier versions listed all kinds, and knew fewer.
+        given, present = (
+            {"ranks": 1, **each, "kinds": sorted(waiting_kinds(each.get("kinds", ())))}
+            for each in (state, self.state_dict())
+        )
         ours, theirs = (each.get("layouts", {}) for each in (present, given))
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         refuse(

@@ -477,6 +477,7 @@ class SparseDDPStrategy(DDPStrategy):
             leave_end_of_epoch(self.lightning_module.trainer)
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
         is_plain = self._wants_plain()
+        self._step.drop_frozen()
         trained = self._wrapping.trained
         if trained.have_changed(self.optimizers):
             self._agree_on_trained()
@@ -651,6 +652,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
         assert isinstance(self.model, DistributedDataParallel)
         module, synchronizes = self.model.module, self.model.require_backward_grad_sync
+        broadcasts_buffers = self.model.require_forward_param_sync
         used = self._used_parameters()
         if self.engine is not None and not self.is_plain:
             if is_plain:
@@ -660,8 +662,10 @@ class SparseDDPStrategy(DDPStrategy):
         # Replicas are the same already, but not new parameters, and not the buffers that DDP leaves to rounds.
         begins_rounds = self.is_plain and not is_plain and self.settings.local_steps is not None
         self._wrapping.is_plain = is_plain
-        self.model = self._setup_model(module, init_sync=begins_rounds or self._wrapping.trained.has_new())
+        with self._step.put_aside():
+            self.model = self._setup_model(module, init_sync=begins_rounds or self._wrapping.trained.has_new())
         self.model.require_backward_grad_sync = synchronizes
+        self.model.require_forward_param_sync = broadcasts_buffers
         if self.engine is not None and not is_plain:
             self.engine.attach(self.model)
         self._note_use(used)
@@ -721,7 +725,7 @@ class SparseDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         kept: dict[str, Any] = {
             "engine": engine_state,
-            **self._step.state(self.lightning_module, self.optimizers, self.engine),
+            **self._step.state(self.lightning_module, self.engine),
         }
         kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
         kept["clipping"] = list(self._clipping)
@@ -761,14 +765,15 @@ class SparseDDPStrategy(DDPStrategy):
         self.model.require_backward_grad_sync = True
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
-        trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         layouts, compressor = kept.get("layouts", {}), self.settings.compressor
         unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
-        gradients, arrived = (fitted_gradients(kept.get(kind, {}), trained, path) for kind in ("gradients", "arrived"))
+        gradients, arrived = (
+            fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")
+        )
         self.engine.arrived.restore(arrived)
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
-        self._step.restore(gradients, is_begun, [trained[name] for name in used if name in trained])
+        self._step.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
         if self.lightning_module.trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
             self._clipping = Clipping(*kept.get("clipping", ()))
             self.engine.memory.clip_to(self._clipping)

@@ -1,6 +1,7 @@
 """The optimizer step in progress, which a checkpoint may come in the midst of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Optional
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.loop.optimizers import handled, waiting_gradients
+from lightning_sparse.loop.optimizers import handled
 
 
 class UnfinishedStep:
@@ -41,11 +42,15 @@ class UnfinishedStep:
         # has not heard of still reads them. That memory would be given to the gradient of another layer.
         self._restored = {}
 
-    def state(self, module: Module, optimizers: Sequence[Optimizer], engine: Optional[Engine]) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; empty between two steps."""
+    def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
+        """Return what a checkpoint has to hold; empty between two steps.
+
+        Also the gradients that an optimizer has stepped with: where another one's turn comes next, its backward adds to
+        them.
+        """
         if not self._waiting:
             return {}
-        gradients = waiting_gradients(module, optimizers, self._waiting)
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         state: dict[str, Any] = {"gradients": gradients, "is_accumulating": self.is_begun}
         if engine is not None:
             names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
@@ -59,6 +64,22 @@ class UnfinishedStep:
         self._restored = dict(gradients)
         self.is_begun = is_begun
         self._used = list(used)
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Have a new wrapper not find restored gradients: DDP would divide them otherwise than those of a backward."""
+        gradients = {parameter: parameter.grad for parameter in self._restored}
+        for parameter in gradients:
+            parameter.grad = None
+        yield
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def drop_frozen(self) -> None:
+        """Drop restored gradients of parameters that are not trained any more, once users have frozen them."""
+        for parameter in [each for each in self._restored if not each.requires_grad]:
+            parameter.grad = None
+            del self._restored[parameter]
 
     def close(self) -> None:
         """Forget everything, at the end of training."""

@@ -59,77 +59,41 @@ State = dict[str, list[Any]]  # what a tensor of that name held
 
 @dataclass(frozen=True)
 class Training:
-    """All of a training; two that are equal end with the same bits. The defaults are the plainest there is.
+    """All of a training; two that are equal end with the same bits. The defaults are the plainest there is."""
 
-    Attributes:
-        seed: of weights and batches.
-        ranks: processes.
-        nodes: that they are on.
-        strategy: name in :data:`STRATEGIES`.
-        density: where it has one.
-        wire: type of the values that travel.
-        schedule: name.
-        exchange: ``"auto"``, ``"gather"`` or ``"owners"``.
-        levels: of exchange.
-        correction: of Adam.
-        local: local steps.
-        callbacks: of this package, which change what is sent.
-        finds_unused: whether DDP looks for parameters that are not used.
-        optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"`` or ``"amsgrad"``.
-        optimizers: how many; several are stepped by hand.
-        by_hand: whether the user steps; how: ``""`` is Lightning's own way.
-        shares: whether all optimizers have one parameter in common.
-        backwards: for a step by hand.
-        accumulates: batches for a step.
-        syncs: whether gradients are exchanged in each of those, by hand.
-        steps_bare: whether optimizers step without Lightning's wrapper, by hand.
-        clips: norm, or none.
-        falls: whether the learning rate falls with every step.
-        precision: of Lightning.
-        parts: what there is in the model, beside two layers.
-        averages: callback of Lightning that averages weights.
-        epochs: so many.
-        batches: of an epoch.
-        validates: batches between two validations; ``None`` for none.
-        saves: ``"batch"``, ``"validation"`` or ``"epoch"``, and the number of the one at whose end it is saved.
-        silent: rank and batch of an epoch of which the loss is zero; ``None`` for none.
-        skips: batch of an epoch that is not trained on, by hand; ``None`` for none.
-        may_not_matter: names in :data:`MAY_NOT_MATTER` of what changes no bit.
-    """
-
-    seed: int = 0
+    seed: int = 0  # of weights and batches
     ranks: int = 2
     nodes: int = 1
-    strategy: str = "topk"
+    strategy: str = "topk"  # in STRATEGIES
     density: float = 0.1
     wire: str = "float32"
     schedule: str = "layerwise"
     exchange: str = "auto"
     levels: Any = 1
-    correction: Any = "auto"
+    correction: Any = "auto"  # of Adam
     local: Optional[LocalSteps] = None
-    callbacks: tuple[str, ...] = ()
+    callbacks: tuple[str, ...] = ()  # of this package, which change what is sent
     finds_unused: bool = False
-    optimizer: str = "sgd"
-    optimizers: int = 1
-    by_hand: str = ""
-    shares: bool = False
-    backwards: int = 1
-    accumulates: int = 1
-    syncs: bool = True
-    steps_bare: bool = False
-    clips: Optional[float] = None
-    falls: bool = False
+    optimizer: str = "sgd"  # in OPTIMIZERS
+    optimizers: int = 1  # several are stepped by hand
+    by_hand: str = ""  # how the user steps; "" is Lightning's own way
+    shares: bool = False  # all optimizers have one parameter in common
+    backwards: int = 1  # for a step by hand
+    accumulates: int = 1  # batches for a step
+    syncs: bool = True  # gradients are exchanged in each of those, by hand
+    steps_bare: bool = False  # without Lightning's wrapper, by hand
+    clips: Optional[float] = None  # norm
+    falls: bool = False  # the learning rate does with every step
     precision: str = "32-true"
-    parts: tuple[str, ...] = ()
-    averages: str = ""
+    parts: tuple[str, ...] = ()  # of the model, in PARTS
+    averages: str = ""  # in AVERAGES
     epochs: int = 2
-    batches: int = 5
-    validates: Optional[int] = None
-    saves: Optional[tuple[str, int]] = None
-    silent: Optional[tuple[int, int]] = None
-    skips: Optional[int] = None
-    may_not_matter: tuple[str, ...] = ()
+    batches: int = 5  # of an epoch
+    validates: Optional[int] = None  # batches between two validations
+    saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
+    silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
+    skips: Optional[int] = None  # batch of an epoch that is not trained on, by hand
+    may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
 
     def __repr__(self) -> str:
         said = [
@@ -167,12 +131,24 @@ class Training:
     def is_possible(self) -> bool:
         """Whether Lightning and DDP can do it.
 
-        Several optimizers are stepped by hand, what is not used is looked for, and nothing is validated between two
-        batches of a step by hand: Lightning would drop their gradients.
+        Several optimizers are stepped by hand, what is not used is looked for, nothing is validated between two batches
+        of a step by hand, where Lightning would drop their gradients, nor frozen, and a loss has a gradient.
         """
         needs_search = "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
-        return (self.finds_unused or not needs_search) and (self.optimizers == 1 or self.by_hand != "") and not drops
+        is_alone = self.optimizers == 1 or self.by_hand != ""
+        return (self.finds_unused or not needs_search) and is_alone and not (drops or self._freezes or self._has_idle)
+
+    @property
+    def _freezes(self) -> bool:
+        """Whether something is frozen between two batches of a step."""
+        return "thawing" in self.parts and self.by_hand != "" and self.batches % self.accumulates > 0
+
+    @property
+    def _has_idle(self) -> bool:
+        """Whether the third optimizer has its turn with a layer that may not be used: its loss has no gradient."""
+        is_seldom = any("used" in part for part in self.parts) and "normalized" not in self.parts
+        return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
 
     @property
     def is_reproducible(self) -> bool:
@@ -181,29 +157,49 @@ class Training:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether files hold all that there is: of buffers, those of rank 0.
+        """Whether files hold all that there is: of buffers and of what callbacks average, what rank 0 has.
 
-        By hand, and where batches are accumulated, DDP does not make them alike before each forward.
+        By hand, and where batches are accumulated, DDP does not make buffers alike before each forward.
         """
-        keeps_own = (self.by_hand or self.accumulates > 1) and self.local is None
+        is_ddp = self.local is None or self.local.synchronous_steps > 0
+        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
-        return self.is_reproducible and not has_own and self.averages != "SWA"  # from which DDP does not go on, either
+        averages_own = self.averages == "SWA" or bool(
+            self.averages and self.drifts
+        )  # DDP does not go on from SWA, either
+        return self.is_reproducible and not has_own and not averages_own
+
+    @property
+    def rounds_anew(self) -> bool:
+        """Whether steps may be DDP's, which sums over three ranks as buckets lie, and those change after a start."""
+        is_ddp = (
+            self.has_adam and self.correction is not None if self.local is None else self.local.synchronous_steps > 0
+        )
+        return is_ddp and self.ranks > 2
+
+    @property
+    def _is_saved_last(self) -> bool:
+        """Whether no forward comes after the save, before which buffers would be made alike."""
+        last = {"batch": self.batches, "validation": self.batches // (self.validates or self.batches), "epoch": 1}
+        return self.saves is not None and self.saves[1] >= self.epochs * last[self.saves[0]]
 
     @property
     def has_twin(self) -> bool:
         """Whether DDP trains the same model where everything is sent."""
-        if not is_exact(self.subject) or "thawing" in self.parts:
-            return False  # DDP itself has no word for the second
+        # DDP itself has no word for what thaws. A turn that begins without zeros adds to what its optimizer has stepped
+        # with, which is zero by then with us.
+        adds_up = "by turns" in self.by_hand and self.accumulates > 1
+        if not is_exact(self.subject) or "thawing" in self.parts or adds_up:
+            return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
         is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
         return not (self.has_momentum and is_other and self.optimizer != "sgd")
 
     def variants(self) -> "dict[str, Training]":
-        """Return what must end alike, by name.
+        """Return what must end alike, by name: without what may not matter, with it, and that gone on from its file.
 
-        ``"plain"`` is without what may not matter, ``"all"`` with it, ``"resumed"`` goes on from the file of that,
-        ``"whole"`` has everything sent, ``"ddp"`` is the same behind DDP.
+        And with everything sent, and the same behind DDP.
         """
         found = {"plain": self.but(may_not_matter=())}
         if self.may_not_matter:
@@ -270,45 +266,30 @@ MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, *_WAYS, "exchanges dawdle")
 
 
 class AverageAtValidation(Callback):
-    """The commonest average at home: swap at the start of validation, and swap back at its end.
-
-    Attributes:
-        failures: what was validated was not the average, or what is trained did not come back.
-    """
+    """The commonest average at home: swap at the start of validation, and swap back at its end."""
 
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
-        self.failures = 0
+        self.failures = 0  # what was validated was not the average, or what is trained did not come back
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Average."""
         for name, parameter in pl_module.named_parameters():
-            known = self.average.setdefault(name, parameter.detach().clone())
-            known.lerp_(parameter.detach(), 0.1)
+            self.average.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap."""
         self.own = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
-        self._write(pl_module, self.average)
+        write(pl_module, self.average)
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Check that the average is validated."""
-        self.failures += any(
-            not torch.equal(parameter, self.average[name])
-            for name, parameter in pl_module.named_parameters()
-            if name in self.average
-        )
+        parameters = dict(pl_module.named_parameters())
+        self.failures += any(not torch.equal(parameters[name], average) for name, average in self.average.items())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap back."""
-        self._write(pl_module, self.own)
-
-    @staticmethod
-    @torch.no_grad()
-    def _write(pl_module: LightningModule, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in pl_module.named_parameters():
-            if name in tensors:
-                parameter.copy_(tensors[name])
+        write(pl_module, self.own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average."""
@@ -317,6 +298,14 @@ class AverageAtValidation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with it."""
         self.average = state_dict["average"]
+
+
+@torch.no_grad()
+def write(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write parameters, by name."""
+    for name, parameter in module.named_parameters():
+        if name in tensors:
+            parameter.copy_(tensors[name])
 
 
 class LookingAlone(Callback):
@@ -368,12 +357,7 @@ PARTS = (
 
 
 class Drawn(LightningModule):
-    """A model of about 200 parameters, and the loop that was drawn for it.
-
-    Attributes:
-        batches_seen: what it was after each batch.
-        validated: what was validated.
-    """
+    """A model of about 200 parameters, and the loop that was drawn for it."""
 
     def __init__(self, training: Training, goes_on: bool = False) -> None:
         super().__init__()
@@ -383,8 +367,8 @@ class Drawn(LightningModule):
         self._build(training.seed)
         if self._writes_weights and not goes_on:
             self._right = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
-            self._write({name: parameter + 0.5 for name, parameter in self._right.items()})
-        self.batches_seen: list[State] = []
+            write(self, {name: parameter + 0.5 for name, parameter in self._right.items()})
+        self.batches_seen: list[State] = []  # what it was after each batch
         self.validated: list[State] = []
 
     def _build(self, seed: int) -> None:
@@ -418,13 +402,6 @@ class Drawn(LightningModule):
     @property
     def _writes_weights(self) -> bool:
         return any("weights at" in name for name in self.drawn.may_not_matter)
-
-    @torch.no_grad()
-    def _write(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.copy_(tensors[name])
-
-    # The loop.
 
     def rows(self, batch_index: int) -> Tensor:
         """Return what this rank, and nobody else, trains on now."""
@@ -467,10 +444,8 @@ class Drawn(LightningModule):
         """Train as was drawn."""
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
-        if self.drawn.skips == batch_index:
-            return None
-        optimizers = self.optimizers()
-        self._step_by_hand(optimizers if isinstance(optimizers, list) else [optimizers], batch_index)
+        if self.drawn.skips != batch_index:
+            self._step_by_hand(_listed(self.optimizers()), batch_index)
         return None
 
     def _step_by_hand(self, optimizers: list[Any], batch_index: int) -> None:
@@ -505,8 +480,7 @@ class Drawn(LightningModule):
             self.clip_gradients(optimizer, drawn.clips, "norm")
         (optimizer.optimizer if drawn.steps_bare else optimizer).step()
         if drawn.falls:
-            schedulers = self.lr_schedulers()
-            (schedulers[number] if isinstance(schedulers, list) else schedulers).step()
+            _listed(self.lr_schedulers())[number].step()
 
     def _loss(self, batch_index: int, piece: int, pieces: int) -> Tensor:
         drawn = self.drawn
@@ -525,10 +499,9 @@ class Drawn(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Share the layers out."""
-        drawn = self.drawn
+        drawn, layers = self.drawn, [list[nn.Parameter]() for _ in range(self.drawn.optimizers)]
         names = [name for name in ("first", "head", "norm", "seldom", "middle", "again") if hasattr(self, name)]
-        children = [child for child in map(self.get_submodule, names) if any(True for _ in child.parameters())]
-        layers: list[list[nn.Parameter]] = [[] for _ in range(drawn.optimizers)]
+        children = (child for child in map(self.get_submodule, names) if any(True for _ in child.parameters()))
         for number, child in enumerate(children):
             owned = set(chain.from_iterable(layers))  # of layers that are tied
             layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
@@ -545,7 +518,7 @@ class Drawn(LightningModule):
 
     def _write_once(self, when: str) -> None:
         if not self.goes_on and f"weights at {when} start" in self.drawn.may_not_matter and self._right:
-            self._write({name: each.to(self.device) for name, each in self._right.items()})
+            write(self, {name: each.to(self.device) for name, each in self._right.items()})
             self._right = {}
 
     def on_fit_start(self) -> None:
@@ -586,6 +559,10 @@ class Drawn(LightningModule):
         return DataLoader(range(1), batch_size=None)
 
 
+def _listed(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
 def state(tensors: Any) -> State:
     """Return what tensors hold."""
     return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
@@ -595,23 +572,14 @@ def state(tensors: Any) -> State:
 
 
 class Outcome(NamedTuple):
-    """What a training did on a rank.
+    """What a training did on a rank."""
 
-    Attributes:
-        batches: the model after each batch.
-        validated: the model that was validated.
-        saved: the model that this rank would write into the file.
-        end: the model at the end.
-        optimizers: their states at the end.
-        failures: what callbacks have found.
-    """
-
-    batches: list[State]
+    batches: list[State]  # the model after each
     validated: list[State]
-    saved: State
+    saved: State  # what this rank would write into the file
     end: State
-    optimizers: list[Any]
-    failures: int
+    optimizers: list[Any]  # their states at the end
+    failures: int  # that callbacks have found
 
 
 class Saver(Callback):
@@ -646,9 +614,8 @@ def build_strategy(training: Training, is_ddp: bool = False) -> DDPStrategy:
     if is_ddp:
         return DDPStrategy(gradient_as_bucket_view=True, **common)
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
-    local = {} if training.local is None else training.local._asdict()
-    if local:
-        local["local_steps"] = local.pop("every")
+    local = {} if training.local is None else {"local_steps": training.local.every, **training.local._asdict()}
+    local.pop("every", None)
     arguments = {
         "schedule": training.schedule,
         "wire": training.wire,
@@ -696,15 +663,12 @@ def fit(
     with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
         trainer.fit(model, ckpt_path=goes_on_from)
     failures = sum(getattr(each, "failures", 0) for each in observers)
-    states = [_optimizer_state(each) for each in trainer.optimizers]
-    return Outcome(model.batches_seen, model.validated, saver.saved, model.state(), states, failures)
-
-
-def _optimizer_state(optimizer: Optimizer) -> Any:
-    return [
+    states = [
         {name: each.flatten().tolist() if isinstance(each, Tensor) else each for name, each in of_one.items()}
+        for optimizer in trainer.optimizers
         for of_one in optimizer.state_dict()["state"].values()
     ]
+    return Outcome(model.batches_seen, model.validated, saver.saved, model.state(), states, failures)
 
 
 def train(rank: int, training: Training, folder: str) -> dict[str, Outcome]:
@@ -891,6 +855,9 @@ def drawn_freely(seed: int) -> Training:
         silent=(0, chance.randrange(batches)) if seldom(0.15) else None,
         skips=chance.randrange(batches) if by_hand and seldom(0.1) else None,
     )
+    if training._freezes:
+        training = training.but(parts=tuple(part for part in parts if part != "thawing"))
+    training = training.but(shares=training.shares or training._has_idle)
     training = training if training.is_possible else training.but(finds_unused=True)
     return training.but(may_not_matter=tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name)))
 
@@ -920,7 +887,8 @@ def _can(training: Training, name: str) -> bool:
     if name in ("layerwise", "single", "merged", "greedy"):
         return training.strategy != "auto" and is_grouping_free(training.subject)
     if name == "gradients of their own":
-        return training.backwards == 1  # DDP itself, in synchronous and dense steps, rounds several otherwise then
+        # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.
+        return training.backwards == 1 and (training.by_hand == "" or training.accumulates == 1)
     if name == "OverlapTimeline":
         return training.local is None
     if name == "ReplicaSentinel":

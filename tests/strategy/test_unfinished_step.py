@@ -222,3 +222,74 @@ def test_resumed_within_the_steps_it_goes_on_to_the_bit(
     for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, module):
         assert resumed == list(range(save_after + 1, 13))
         assert found == []
+
+
+class Turning(Sharing):
+    """Three train on a batch each, and zero their gradients before: what they have stepped with stays for a while.
+
+    Args:
+        arguments: of the model.
+        toggles: whether one is frozen while the other has its turn.
+        settings: of the model.
+    """
+
+    def __init__(self, *arguments: Any, toggles: bool, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.toggles = toggles
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        """Train one, or all one after the other."""
+        optimizers: Any = self.optimizers()
+        for number in (0, 1, 2) if self.toggles else (batch_index % 3,):
+            with optimizers[number].toggle_model() if self.toggles else nullcontext():
+                optimizers[number].zero_grad()
+                self.manual_backward(sum(self.losses(self.rows(batch_index))))
+                optimizers[number].step()
+
+    def configure_optimizers(self) -> Any:
+        """Return three."""
+        parts = self.network[0], self.network[2], self.critic
+        return [self.optimizer_of(part.parameters()) for part in parts]
+
+
+LATE = {
+    "SGD": {"compressor": "topk"},
+    "SGD, frozen by turns": {"compressor": "sdagc", "warmup_epochs": 0},
+    "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
+    "DDP's own steps": {"compressor": "topk", "optimizer_correction": AdamCorrection(dense_steps=100)},
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_what_was_stepped_with_stays_where_it_is_added_to(pair: Pool, tmp_path: Path, kind: str) -> None:
+    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **LATE[kind], **UNUSED)
+    optimizer = "momentum" if "frozen" in kind else "SGD" if kind == "SGD" else "AdamW"
+    module = partial(Turning, toggles="frozen" in kind, kind=optimizer)
+    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "late.ckpt"), 8, {}, module):
+        assert resumed == [9, 10, 11, 12]
+        assert found == []
+
+
+class Cadence(Adversaries):
+    """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, kind="AdamW", every=(1, 3))
+
+    losses = Sharing.losses
+
+    @contextmanager
+    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+        """Exchange."""
+        yield
+
+
+@pytest.mark.parametrize("save_after", [7, 8, 9])
+def test_resumed_between_backwards_of_one_step_second_moments_go_on(
+    pair: Pool, tmp_path: Path, save_after: int
+) -> None:
+    settings = {**WITH["AdamW"], "optimizer_correction": AdamCorrection(2, fall_steps=0, refresh_steps=1)}
+    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **settings)
+    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, Cadence):
+        assert resumed == list(range(save_after + 1, 13))
+        assert found == []

@@ -113,8 +113,9 @@ class AdamMemory(ResidualMemory):
         self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
         self._arrived: dict[str, Optional[Tensor]] = {}  # where, in this step
         self._update_norms: dict[str, Tensor] = {}
-        # Of this step, where a backward has been seen to be one of several: the mean gradient, and its square's weight.
-        self._learned: dict[str, tuple[Tensor, float]] = {}
+        # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the
+        # second moment was before.
+        self._learned: dict[str, tuple[Tensor, int]] = {}
         self._has_pieces = False
 
     @override
@@ -288,24 +289,23 @@ class AdamMemory(ResidualMemory):
     def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
         for name, mean in zip(names, means):
             moments = self._moments[name]
-            known, present = self._second_steps[name], moments.step
-            mean = mean.to(moments.second.dtype)
-            if name in self._learned:
+            earlier, known = self._learned.get(name, (None, self._second_steps[name]))
+            share = max(_LEAST_KEPT, moments.beta2 ** (moments.step - known))
+            # Both as torch keeps them: with the bias of their step.
+            old, new = (1 - moments.beta2**step for step in (known, moments.step))
+            mean, weight = mean.to(moments.second.dtype), (1 - share) * new
+            if earlier is None:
+                moments.second.mul_(share * new / old).add_(mean.square(), alpha=weight)
+            else:
                 # The square of the sum in the place of the first one's: (a + b)^2 = a^2 + b (2 a + b).
-                earlier, weight = self._learned[name]
+                earlier = earlier.to(mean.dtype)
                 moments.second.add_(mean * (2 * earlier + mean), alpha=weight).clamp_(min=0)
                 mean = earlier + mean
-            else:
-                share = max(_LEAST_KEPT, moments.beta2 ** (present - known))
-                # Both as torch keeps them: with the bias of their step.
-                old, new = (1 - moments.beta2**step for step in (known, present))
-                weight = (1 - share) * new
-                moments.second.mul_(share * new / old).add_(mean.square(), alpha=weight)
             if self._has_pieces:
-                self._learned[name] = mean, weight
+                self._learned[name] = mean, known
             if moments.largest is not None:
                 torch.maximum(moments.largest, moments.second, out=moments.largest)
-            self._second_steps[name] = present
+            self._second_steps[name] = moments.step
 
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
@@ -347,6 +347,12 @@ class AdamMemory(ResidualMemory):
             "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
             "second_moment_step": {name: torch.tensor([float(step)]) for name, step in self._second_steps.items()},
             "squared_norms": dict(self._squared_norms),
+            # A step of several backwards may be unfinished; all of it tells that there are such steps.
+            "learned_mean": {name: mean for name, (mean, _) in self._learned.items()},
+            "learned_since": {
+                name: torch.tensor([float(self._learned[name][1] if name in self._learned else -1)])
+                for name in (self._second_steps if self._has_pieces else ())
+            },
             "second_moment_mean": {name: torch.tensor(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, torch.tensor(self.warm_up)),
         }
@@ -360,6 +366,10 @@ class AdamMemory(ResidualMemory):
         self._squared_norms = cloned(state.get("squared_norms", {}))
         self._norm_ratio = None
         self._second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
+        self._has_pieces = bool(state.get("learned_since"))
+        since = {name: int(step) for name, step in state.get("learned_since", {}).items()}
+        learned = state.get("learned_mean", {})
+        self._learned = {name: (mean.clone(), since[name]) for name, mean in learned.items()}
         means = state.get("second_moment_mean", {})
         self.second_means = {name: (mean, int(step)) for name, (mean, step) in _as_numbers(means)}
         self.warm_up = next(

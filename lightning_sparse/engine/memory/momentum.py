@@ -129,13 +129,14 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def state_dict(self) -> MemoryState:
-        return {**super().state_dict(), "momentum": dict(self._momenta)}
+        decayed = {name: is_decayed.float().view(1) for name, is_decayed in self._decayed.items()}
+        return {**super().state_dict(), "momentum": dict(self._momenta), "decayed": decayed}
 
     @override
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed.clear()
+        self._decayed = {name: tensor.bool() for name, tensor in state.get("decayed", {}).items()}
 
 
 def _accumulate_alike(momenta: list[Tensor], gradients: list[Tensor], factors: list[float], is_nesterov: bool) -> None:

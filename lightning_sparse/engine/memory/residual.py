@@ -6,7 +6,7 @@ Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (arXiv 190
 "Deep Gradient Compression" (arXiv 1712.01887), section 3.2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Optional, Protocol
 
@@ -20,7 +20,24 @@ from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
+RATES = "learning_rate"
+# Kinds of what is kept that are a few numbers for each parameter, and how many.
+NUMBERS = {
+    RATES: 1,
+    "decayed": 1,
+    "learned_since": 1,
+    "second_moment_step": 1,
+    "squared_norms": 2,
+    "second_moment_mean": 2,
+    "warm_up": 2,
+}
+WHOLE = frozenset({"learned_mean"})  # kinds of which each rank keeps all, also where ranks of a node have shares
 _MAX_RATE_RATIO = 10.0  # a schedule that touches zero must not blow up the residual
+
+
+def waiting_kinds(kinds: Iterable[str]) -> set[str]:
+    """Return the kinds of what waits, or is accumulated; the others help to go on to the bit."""
+    return set(kinds) - NUMBERS.keys() - WHOLE
 
 
 class Hyperparameters(NamedTuple):

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import widened
-from lightning_sparse.strategy.checkpoints.shards import CURE, NUMBERS, RATES, CheckpointError, Save
+from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds
+from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 
 def restore_engine(
@@ -43,7 +44,7 @@ def restore_engine(
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
-    kinds = state["memory"].keys() - NUMBERS.keys()
+    kinds = waiting_kinds(state["memory"])
     if reason := _other_memory(compressor, kinds, state, present):
         unused.append(reason)
     elif kinds:
@@ -78,7 +79,7 @@ def _other_memory(
         return "what has changed since its last round, and waits, because gradients are exchanged now"
     if kinds and "rounds" in present and "rounds" not in state:
         return f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters"
-    if kinds and kinds != present["memory"].keys() - NUMBERS.keys():
+    if kinds and kinds != waiting_kinds(present["memory"]):
         return f"{' and '.join(sorted(kinds))}, because {type(compressor).__name__} keeps other things"
     return ""
 
@@ -115,14 +116,18 @@ def _fitted_memory(
             gone.add(name)
             continue
         parameter = parameters[name]
-        if tensor.numel() != NUMBERS.get(kind, _kept_numel(parameter.numel(), engine, save)):
+        numel = parameter.numel() if kind in WHOLE else _kept_numel(parameter.numel(), engine, save)
+        if tensor.numel() != NUMBERS.get(kind, numel):
             raise CheckpointError(
                 f"{source} keeps a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
                 f" {parameter.numel()}: its shape has changed since. {CURE}"
             )
         if kind not in NUMBERS:
             try:
-                tensor = _fitted_tensor(tensor, engine, save, parameter, layouts.get(name))
+                if kind in WHOLE:
+                    tensor = _relaid(tensor, layouts[name], parameter)
+                else:
+                    tensor = _fitted_tensor(tensor, engine, save, parameter, layouts.get(name))
             except ValueError as error:
                 raise CheckpointError(
                     f"{source} keeps a {kind} that does not fit the parameter {name!r}: {error}. {CURE}"

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from lightning_sparse._lightning import CheckpointIO
 from lightning_sparse.engine.collectives import gather_together, sum_together
+from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
 _VERSION = 4
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
-# Kinds of what is kept that are a few numbers for each parameter, and how many.
-RATES = "learning_rate"
-NUMBERS = {RATES: 1, "second_moment_step": 1, "squared_norms": 2, "second_moment_mean": 2, "warm_up": 2}
 CURE = "To go on without what the ranks had kept: give the strategy resume_compression=False."
 
 
@@ -207,7 +205,7 @@ def _summed(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
 
 def _is_shared(place: Place) -> bool:
     """Tell whether ranks of a node have shares of what is at a place, where there are two levels."""
-    return len(place) == 4 and place[:2] == ("engine", "memory") and place[2] not in NUMBERS
+    return len(place) == 4 and place[:2] == ("engine", "memory") and place[2] not in {*NUMBERS, *WHOLE}
 
 
 def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:

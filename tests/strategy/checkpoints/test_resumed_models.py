@@ -207,3 +207,41 @@ def test_wrapping_anew_within_a_step_changes_nothing(pair: Pool, is_view: bool) 
     (found, one), (_, other) = pair.run(fit_both, {"gradient_as_bucket_view": is_view})
     assert found == []
     assert differences(one, other) == []
+
+
+class Thawing(Numbered):
+    """A model of which a part is frozen in the first epoch, and when a training begins."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Unfreeze it for good."""
+        self.network[0].requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "save_after"),
+    [
+        ({"local_steps": 3}, {}, 8),
+        ({"local_steps": 3}, {"precision": "bf16-true"}, 8),
+        ({"local_steps": 2}, IN_PAIRS, 9),
+        ({}, IN_PAIRS, 9),
+    ],
+    ids=["within a round", "bf16", "within a step of a round", "within a step"],
+)
+def test_it_goes_on_where_other_parameters_are_trained_than_at_the_start(
+    pair: Pool, tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any], save_after: int
+) -> None:
+    build, path = partial(SparseDDPStrategy, "topk", 0.05, **settings), str(tmp_path / "thawing.ckpt")
+    for resumed, found in pair.run(resume_exactly, build, path, save_after, arguments, Thawing):
+        assert resumed == list(range(save_after + 1, 13))
+        assert found == []
+
+
+def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools: dict[int, Pool], tmp_path: Path) -> None:
+    build = partial(SparseDDPStrategy, "topk", local_steps=2, synchronous_steps=100, **UNUSED)
+    for resumed, found in pools[3].run(resume_exactly, build, str(tmp_path / "three.ckpt"), 7, IN_PAIRS):
+        assert resumed == [8, 9, 10, 11, 12]
+        assert found == []
