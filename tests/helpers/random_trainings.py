@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -255,10 +255,10 @@ _OBSERVERS: dict[str, Callable[[str], Callback]] = {
     "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
     "OverlapTimeline": lambda folder: OverlapTimeline(every_n_steps=2, path=f"{folder}/timeline.json", pictures=False),
     "average at validation": lambda folder: AverageAtValidation(),
-    "rank 0 alone looks": lambda folder: LookingAlone(),
-    "a rank dawdles": lambda folder: Dawdling(),
-    "memory moves before forward": lambda folder: MovingMemory("on_train_batch_start"),
-    "memory moves before the step": lambda folder: MovingMemory("on_before_optimizer_step"),
+    "rank 0 alone looks": lambda folder: LambdaCallback(on_train_batch_end=look_alone),
+    "a rank dawdles": lambda folder: LambdaCallback(on_train_batch_start=dawdle),
+    "memory moves before forward": lambda folder: LambdaCallback(on_train_batch_start=move_memory),
+    "memory moves before the step": lambda folder: LambdaCallback(on_before_optimizer_step=move_memory),
 }
 _WAYS = ("buffers assigned", "weights at fit start", "weights at train start")
 _OF_MODEL = (*_WAYS, "memory moves before forward", "memory moves before the step")  # with DDP, too
@@ -308,52 +308,29 @@ def write(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-class LookingAlone(Callback):
-    """Rank 0 asks for what the strategy knows; the others do not."""
-
-    def on_train_batch_end(self, trainer: Trainer, *batch: Any) -> None:
-        """Look."""
-        if trainer.is_global_zero and isinstance(trainer.strategy, SparseDDPStrategy):
-            trainer.strategy.compression_stats()
-            trainer.strategy.exchange_plan()
+def look_alone(trainer: Trainer, *batch: Any) -> None:
+    """Have rank 0, and no other, ask for what the strategy knows."""
+    if trainer.is_global_zero and isinstance(trainer.strategy, SparseDDPStrategy):
+        trainer.strategy.compression_stats()
+        trainer.strategy.exchange_plan()
 
 
-class Dawdling(Callback):
-    """A rank is late here, another one there."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Wait, one rank after the other."""
-        if batch_idx % trainer.world_size == trainer.global_rank:
-            time.sleep(0.02)
+def dawdle(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    """Have one rank after the other be late."""
+    if batch_idx % trainer.world_size == trainer.global_rank:
+        time.sleep(0.02)
 
 
-class MovingMemory(Callback):
-    """Give all parameters other memory in a hook, as ``vector_to_parameters`` and ``flatten_parameters`` do."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self._move)
-
-    def _move(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        for parameter in pl_module.parameters():
-            parameter.data = parameter.data.clone()
+def move_memory(trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+    """Give all parameters other memory, as ``vector_to_parameters`` and ``flatten_parameters`` do."""
+    for parameter in pl_module.parameters():
+        parameter.data = parameter.data.clone()
 
 
 # The model --------------------------------------------------------------------------------------------------------
 
-PARTS = (
-    "frozen",
-    "thawing",
-    "tied",
-    "never used",
-    "used by a rank",
-    "used by turns",
-    "running mean",
-    "mask",
-    "normalized",
-    "counter",
-    "teacher",
-    "written by hand",
-)
+_PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
+PARTS = (*_PARAMETERS, "running mean", "mask", "normalized", "counter", "teacher", "written by hand")
 
 
 class Drawn(LightningModule):
@@ -454,8 +431,7 @@ class Drawn(LightningModule):
         if drawn.by_hand == "together":
             for optimizer in optimizers if is_first else ():
                 optimizer.zero_grad()
-            for piece in range(drawn.backwards):
-                self.manual_backward(self._loss(batch_index, piece, drawn.backwards))
+            self._go_backward(batch_index)
             for number, optimizer in enumerate(optimizers if is_last else ()):
                 self._step(optimizer, number)
             return
@@ -464,15 +440,15 @@ class Drawn(LightningModule):
                 continue
             toggled = optimizer.toggle_model(sync_grad=is_last or drawn.syncs)
             with toggled if "toggled" in drawn.by_hand else nullcontext():
-                self._train(optimizer, batch_index, is_first, is_last, number)
+                if is_first:
+                    optimizer.zero_grad()
+                self._go_backward(batch_index, number)
+                if is_last:
+                    self._step(optimizer, number)
 
-    def _train(self, optimizer: Any, batch_index: int, is_first: bool, is_last: bool, number: int) -> None:
-        if is_first:
-            optimizer.zero_grad()
+    def _go_backward(self, batch_index: int, number: int = 0) -> None:
         for piece in range(self.drawn.backwards):
             self.manual_backward(self._loss(batch_index, piece + number, self.drawn.backwards))
-        if is_last:
-            self._step(optimizer, number)
 
     def _step(self, optimizer: Any, number: int) -> None:
         drawn = self.drawn
@@ -549,14 +525,6 @@ class Drawn(LightningModule):
     def state(self) -> State:
         """Return what the model holds."""
         return state(chain(self.named_parameters(), self.named_buffers()))
-
-    def train_dataloader(self) -> Any:
-        """Return so many numbers as there are batches; rows follow from them."""
-        return DataLoader(range(self.drawn.batches), batch_size=None)
-
-    def val_dataloader(self) -> Any:
-        """Return a batch."""
-        return DataLoader(range(1), batch_size=None)
 
 
 def _listed(one_or_more: Any) -> list[Any]:
@@ -659,9 +627,12 @@ def fit(
     )
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    loaders = [
+        DataLoader(range(batches), batch_size=None) for batches in (training.batches, 1)
+    ]  # rows follow from them
     dawdles = "exchanges dawdle" in training.may_not_matter
     with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
-        trainer.fit(model, ckpt_path=goes_on_from)
+        trainer.fit(model, *loaders, ckpt_path=goes_on_from)
     failures = sum(getattr(each, "failures", 0) for each in observers)
     states = [
         {name: each.flatten().tolist() if isinstance(each, Tensor) else each for name, each in of_one.items()}

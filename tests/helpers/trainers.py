@@ -2,10 +2,13 @@
 
 import os
 import warnings
+from functools import cache
 from typing import Any, Optional
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities import registry
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import CUDAAccelerator
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ EXPECTED_WARNINGS = (
     ".*learns how large gradients are from what arrives.*",  # with Adam; see tests/strategy/test_optimizers.py
     ".*`srun` command is available.*",  # where SLURM is installed, for the tests that are about it
 )
+_entry_points = cache(registry.entry_points)
 
 
 class SharedGPU(CUDAAccelerator):
@@ -134,7 +138,9 @@ def make_trainer(rank: int, strategy: Any, node_ranks: Optional[int] = None, **a
     }
     nodes = dist.get_world_size() // devices
     defaults = {"accelerator": accelerator(), "devices": devices, "num_nodes": nodes, "max_epochs": 1}
-    return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
+    # Each Trainer reads the metadata of all packages for callbacks, a tenth of the time of a short fit.
+    with mock.patch.object(registry, "entry_points", _entry_points):
+        return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
 
 
 def run_fit(rank: int, strategy: Any, model: Optional[LightningModule] = None, **arguments: Any) -> Trainer:
