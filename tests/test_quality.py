@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,13 @@ def _load(name: str) -> ModuleType:
 
 
 virtual, quality = map(_load, ["virtual", "quality"])
-on_processors = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
+
+
+def network() -> Edges:
+    """Build the same replica on every rank."""
+    torch.manual_seed(0)
+    return Edges()
 
 
 def build_optimizer(parameters: Any, is_adam: bool) -> torch.optim.Optimizer:
@@ -41,10 +48,8 @@ def build_optimizer(parameters: Any, is_adam: bool) -> torch.optim.Optimizer:
 
 def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor], int]:
     """Train on processes; return parameters, and the bytes that left the rank."""
-    torch.manual_seed(0)
     settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
-    correction = CORRECTION if is_adam else None
-    with sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
+    with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
         optimizer = build_optimizer(ddp.parameters(), is_adam)
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
@@ -58,18 +63,11 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
         return parameters_of(ddp), int(engine.compression_stats()["total_wire_bytes"])
 
 
-@on_processors
 @pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
 def test_threads_do_what_processes_do(pair: Pool, compressor: str, is_adam: bool) -> None:
-    def network() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return Edges()
-
-    def settings() -> Settings:
-        return Settings(compressor, 0.1, "single", "bfloat16", 0, CORRECTION if is_adam else None)
-
-    ranks = virtual.VirtualRanks(2, network, lambda found: build_optimizer(found, is_adam), settings, STEPS)
+    settings = partial(Settings, compressor, 0.1, "single", "bfloat16", 0, CORRECTION if is_adam else None)
+    ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=is_adam), settings, STEPS)
     for step in range(STEPS):
         ranks.step([lambda model, rank=rank, step=step: model(batch(rank, step)) for rank in range(2)])
     ranks.close()
@@ -79,7 +77,6 @@ def test_threads_do_what_processes_do(pair: Pool, compressor: str, is_adam: bool
         assert ranks.wire_bytes == sent
 
 
-@on_processors
 def test_local_steps_follow_synchronous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
 
@@ -106,17 +103,12 @@ def test_an_error_of_a_rank_ends_all() -> None:
 
 def test_a_task_is_learned_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
-    lines = []
-    for system, density in (("ddp", None), ("lags", 0.01)):
-        run = quality.Run("images", "adamw95", system, density, 1, 1e-3, 3, 2, "float32")
-        lines.append(quality.train(run))
+    runs = [("images", "adamw95", *way, 1, 1e-3, 3, 2, "float32") for way in (("ddp", None), ("lags", 0.01))]
+    lines = [quality.train(quality.Run(*run)) for run in runs]
     results = tmp_path / "quality.jsonl"
     results.write_text("\n".join(map(json.dumps, lines)))
     known = quality.known_runs(results)
     assert [line["score"] for line in known.values()] == [line["score"] for line in lines]
-    table = list(quality.table(known))
-    assert len(table) == 4
-    assert "| ddp |" in table[2]
-    assert " 1.0000 | 1 | 1.0000 |" in table[2]
+    assert " 1.0000 | 1 | 1.0000 |" in list(quality.table(known))[2]
     quality.draw(known, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
