@@ -23,6 +23,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
+    from lightning_sparse.engine.settings import LocalSteps
     from lightning_sparse.engine.step.hook import bucket_cap_mb
     from lightning_sparse.engine.wire import Owners
     from lightning_sparse.loop import Sparsifier, sparsify
@@ -34,6 +35,7 @@ __version__ = version("lightning-sparse")
 
 # What takes long to import, and not every script needs.
 _LATER = {
+    "LocalSteps": "lightning_sparse.engine.settings",
     "Owners": "lightning_sparse.engine.wire",
     "Schedule": "lightning_sparse.schedule",
     "SparseDDPStrategy": "lightning_sparse.strategy.trainer",
@@ -84,6 +86,7 @@ __all__ = [
     "AdamCorrection",
     "Compressor",
     "ErrorFeedback",
+    "LocalSteps",
     "ModelLayout",
     "Owners",
     "Schedule",

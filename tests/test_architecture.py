@@ -120,7 +120,7 @@ def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> N
         "collectives.py",
         "engine.py",
         "hook.py",
-        "notes.py",
+        "signals.py",
         "sparsify.py",
         "trainer.py",
     }

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 """
 SERVED = """
 import sys
-assert sys.modules.keys().isdisjoint({{"lightning_sparse.engine", "lightning_sparse.schedule"}})  # not before use
+
 import {fabric}
 import importlib
 importlib.reload(importlib.import_module("{fabric}"))  # a Lightning that is imported again is served once

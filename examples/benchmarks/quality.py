@@ -242,7 +242,7 @@ class Run(NamedTuple):
         if self.local:
             steps, rate, momentum, decay, synchronous = self.local_numbers()
             before = int(synchronous)
-            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before).checked()
+            rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
             epochs = 0
         return Settings(name, self.density, "single", self.wire, epochs, correction, exchange, local_steps=rounds)
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.schedule import FixedSize
 
@@ -129,9 +130,9 @@ def _sparsifier(compressor: str, density: float, **arguments: Any) -> Row:
     return _sparse(**{**settings, **arguments})
 
 
-def _rounds(local_steps: int, **arguments: Any) -> Row:
+def _rounds(local_steps: LocalSteps, **arguments: Any) -> Row:
     """Train in rounds of local steps; as a name of a strategy where that is one."""
-    return _sparse(local_steps=local_steps, **arguments)._replace(local_steps=local_steps, trial_steps=0)
+    return _sparse(local_steps=local_steps, **arguments)._replace(local_steps=int(local_steps.every), trial_steps=0)
 
 
 def _monitored(row: Row) -> Row:
@@ -150,8 +151,8 @@ def _adamw(row: Row) -> Row:
 # Sparse soon: a few steps are measured, not the warm-up of a training.
 _CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
 AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
-_DILOCO = {"compressor": "dense", "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
-_LOCO = {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "residual_decay": 0.95}
+_DILOCO = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
+_LOCO = LocalSteps(30, residual_decay=0.95)
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
@@ -188,9 +189,9 @@ ROWS: dict[str, Row] = {
     "ddp + PowerSGD rank 4, AdamW": _adamw(_power_sgd(4)),
     "sparse_lags 0.01, AdamW": _adamw(_sparsifier("lags", 0.01, optimizer_correction=_CORRECTION)),
     "sparse_lags 0.001, AdamW": _adamw(_sparsifier("lags", 0.001, optimizer_correction=_CORRECTION)),
-    "sparse_diloco, AdamW": _adamw(_rounds(20, **_DILOCO)),
-    "sparse_loco, AdamW": _adamw(_rounds(30, **_LOCO)),
-    "5 local steps, topk 0.05, AdamW": _adamw(_rounds(5, compressor="topk", density=0.05, wire="bfloat16")),
+    "sparse_diloco, AdamW": _adamw(_rounds(replace(_DILOCO, every=20), compressor="dense")),
+    "sparse_loco, AdamW": _adamw(_rounds(_LOCO, density=1 / 64, wire="2bit")),
+    "5 local steps, topk 0.05, AdamW": _adamw(_rounds(LocalSteps(5), density=0.05, wire="bfloat16")),
     "sparse_topk 0.01, AdamW": _adamw(_top_k(0.01, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW": _adamw(_top_k(0.001, optimizer_correction=_CORRECTION)),
     "sparse_topk 0.001, AdamW, learning": _adamw(
@@ -200,10 +201,10 @@ ROWS: dict[str, Row] = {
         _top_k(0.001, schedule="single", optimizer_correction=AdamCorrection(dense_steps=10_000))
     ),
     "sparse_topk 0.001, AdamW, uncorrected": _adamw(_top_k(0.001, optimizer_correction=None)),
-    "sparse_diloco": _rounds(50, **_DILOCO),
-    "sparse_diloco, late": _rounds(50, **_DILOCO, overlap_steps=20),
-    "sparse_loco": _rounds(30, **_LOCO),
-    "sparse_loco, late": _rounds(30, **_LOCO, overlap_steps=5),
+    "sparse_diloco": _rounds(_DILOCO, compressor="dense"),
+    "sparse_diloco, late": _rounds(replace(_DILOCO, overlap_steps=20), compressor="dense"),
+    "sparse_loco": _rounds(_LOCO, density=1 / 64, wire="2bit"),
+    "sparse_loco, late": _rounds(replace(_LOCO, overlap_steps=5), density=1 / 64, wire="2bit"),
     "sparse_a2sgd": _sparse(compressor="a2sgd"),
     "sparse_qsgd": _sparse(compressor="qsgd"),
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),

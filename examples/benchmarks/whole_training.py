@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from training import begin_rank, trainer_of
 from typing_extensions import override
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 
 
 class Learner(LightningModule):
@@ -75,8 +75,9 @@ def strategy_of(run: Run) -> Strategy:
         arguments["density"] = run.density
     if run.local:
         steps, rate, momentum, decay, synchronous = run.local_numbers()
-        arguments |= {"local_steps": int(steps), "outer_lr": rate, "outer_momentum": momentum}
-        arguments |= {"nesterov": momentum > 0, "residual_decay": decay, "synchronous_steps": int(synchronous)}
+        before = int(synchronous)
+        rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
+        arguments["local_steps"] = rounds
     return SparseDDPStrategy(**arguments)
 
 

@@ -2,17 +2,15 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
-from types import FrameType
 from typing import Any, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse._lightning import Callback, LightningModule, SLURMEnvironment, Trainer
-from lightning_sparse.strategy.notes import Notes
+from lightning_sparse.strategy.signals import Signals
 
 
 class RequeueAtStepEnd(Callback):
@@ -33,10 +31,7 @@ class RequeueAtStepEnd(Callback):
     """
 
     def __init__(self) -> None:
-        self._is_signalled = False
-        self._signal: Optional[signal.Signals] = None
-        self._replaced: Any = None
-        self._notes: Optional[Notes] = None
+        self._signals: Optional[Signals] = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -45,47 +40,36 @@ class RequeueAtStepEnd(Callback):
             return
         # Signals reach the main thread only. Lightning installs no handler of its own where it finds one.
         if environment.requeue_signal is not None and threading.current_thread() is threading.main_thread():
-            self._is_signalled = False
-            self._signal = environment.requeue_signal
-            self._replaced = signal.signal(self._signal, self._note)
+            self._signals = Signals(environment.requeue_signal)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._signal is not None and trainer.world_size > 1:
-            self._notes = Notes(trainer.strategy)
+        if self._signals is not None and trainer.world_size > 1:
+            self._signals.connect(trainer.strategy)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._signal is not None and self._is_agreed():
+        if self._signals is None:
+            return
+        is_agreed = self._signals.heard()  # whether any rank was signalled by the end of the last step
+        if is_agreed:
+            self._signals.is_noted = False  # answered now, and not again after the next step
+        self._signals.tell()
+        if is_agreed:
             self._save_and_requeue(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._notes is not None:
-            self._notes.last()
+        if self._signals is not None:
+            self._signals.heard()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._signal is not None:
-            signal.signal(self._signal, self._replaced)
-            self._signal = None
-        if self._notes is not None:
-            self._notes.close()
-            self._notes = None
-
-    def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        self._is_signalled = True
-
-    def _is_agreed(self) -> bool:
-        """Return whether any rank had been signalled at the end of the last step; the same on all ranks."""
-        is_agreed = self._is_signalled if self._notes is None else self._notes.last()
-        if is_agreed:
-            self._is_signalled = False  # answered now, and not again after the next step
-        if self._notes is not None:
-            self._notes.hand_in(self._is_signalled)
-        return is_agreed
+        if self._signals is not None:
+            self._signals.close()
+            self._signals = None
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
         # Lightning's own name for the file, since it is Lightning that looks for it.

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Optional, Union
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -38,17 +39,30 @@ def refuse(*rows: Row) -> None:
             raise ValueError(message)
 
 
-class LocalSteps(NamedTuple):
-    """Settings of rounds of local steps.
+@dataclass(frozen=True)
+class LocalSteps:
+    """Rounds of local steps: each rank trains by itself, then the changes of its parameters are exchanged.
 
-    Attributes:
-        every: optimizer steps of a round; ``"auto"`` to choose by measured times.
-        outer_lr: what the mean change is multiplied by, when it is applied to the shared model.
-        outer_momentum: momentum of the outer step; 0 for none.
+    Their mean over ranks, multiplied by the outer learning rate and with an outer momentum, moves the shared model,
+    which is what is validated, saved, and there at the end (DiLoCo, arXiv 2311.08105).
+
+    Args:
+        every: optimizer steps of a round; ``"auto"`` times a few short rounds, and then takes as many steps as keep
+            exchanges at 5 % of the time.
+        outer_lr: what the mean change is multiplied by.
+        outer_momentum: momentum of the mean changes, as of SGD; 0 for none.
         nesterov: whether that momentum is Nesterov's.
-        residual_decay: the residual is multiplied by this before a change is added; 1 keeps all of it.
-        overlap_steps: steps that are made while an exchange travels; 0 waits for it.
-        synchronous_steps: optimizer steps that are left to DDP, before the first round begins.
+        residual_decay: the residual is multiplied by this before a change is added to it; 1 keeps all of it.
+        overlap_steps: local steps that are made while an exchange travels, whose result is then added; 0 waits for it.
+        synchronous_steps: optimizer steps that are DDP's, before the first round. They are counted on across a resume.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Example::
+
+        >>> LocalSteps(5, outer_momentum=0.2).outer_lr
+        1.0
     """
 
     every: Union[int, str] = 1
@@ -59,12 +73,8 @@ class LocalSteps(NamedTuple):
     overlap_steps: int = 0
     synchronous_steps: int = 0
 
-    def checked(self) -> "LocalSteps":
-        """Pass through if in range.
-
-        Raises:
-            ValueError: for a number out of range.
-        """
+    def __post_init__(self) -> None:
+        """Check."""
         every: Any = 1 if self.every == AUTO else self.every
         overlap, synchronous, momentum = self.overlap_steps, self.synchronous_steps, self.outer_momentum
         for name, given, least in (
@@ -88,7 +98,7 @@ class LocalSteps(NamedTuple):
                 " the next one begins",
             ),
             (
-                synchronous and self._replace(synchronous_steps=0) == LocalSteps(),
+                synchronous and replace(self, synchronous_steps=0) == LocalSteps(),
                 f"synchronous_steps={synchronous} are those before rounds of local steps, and every step is synchronous"
                 " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more, or 'auto'",
             ),
@@ -96,7 +106,12 @@ class LocalSteps(NamedTuple):
             (momentum == 1, "outer_momentum=1 never forgets: choose a number below 1, such as 0.9"),
             (self.nesterov and not momentum, "nesterov=True needs an outer_momentum above 0, such as 0.9"),
         )
-        return self
+
+
+def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
+    """Return the rounds that a user asks for; ``None`` where gradients are exchanged in every step."""
+    rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
+    return None if rounds == LocalSteps() else rounds
 
 
 class Settings:

@@ -34,11 +34,6 @@ Steps = Generator[None, float, None]
 class BackendChoice(Uncopied):
     """Choose between the engine and plain DDP.
 
-    Args:
-        engine: tells what it follows, and how ranks agree; is told to send everything, or to plan anew.
-        device: where the gradients are.
-        say: called on rank 0 with a line for the user.
-
     Attributes:
         wants_plain: whether the next step is to be made with plain DDP.
         chosen: whether plain DDP was the faster one; ``None`` while that is not known.
@@ -163,12 +158,7 @@ class BackendChoice(Uncopied):
             yield
 
     def _watch(self, steps: int, reference: float) -> Generator[None, float, tuple[bool, float]]:
-        """Follow the winner until a step no longer takes what it did; return whether so, and the seconds of the last.
-
-        Args:
-            steps: after which to return in any case.
-            reference: seconds that a step took.
-        """
+        """Follow the winner until its step takes another time; return whether so, and the seconds of the last."""
         seconds = reference
         for _ in range(steps // _WINDOW):
             seconds = yield from self._window()

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.settings import LocalSteps
 
 _REFUSED = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -36,31 +37,13 @@ _CALLED_ELSEWHERE = {
     "sparsity": "did you mean density, which is 1 - sparsity?",
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
     " AdaptiveDensity([Warmup(length)])",
-    **dict.fromkeys(
-        (
-            *("local_steps", "outer_lr", "outer_momentum", "nesterov", "residual_decay", "overlap_steps"),
-            "synchronous_steps",
-        ),
-        "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",
-    ),
+    "local_steps": "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",
     "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",
 }
 
 
 def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, given: Mapping[str, Any]) -> None:
-    """Check the arguments of a strategy that it has no parameters for.
-
-    Args:
-        strategy: its class.
-        base: Lightning's ``DDPStrategy`` that they go on to.
-        compressor: that it was given, whose arguments may have been meant.
-        given: the arguments, by name.
-
-    Raises:
-        TypeError: for a name that neither ``DDPStrategy`` nor ``DistributedDataParallel`` knows, or a timeout
-            that torch would refuse later.
-        ValueError: for an argument that would be ignored, or would take something out of the strategy's hands.
-    """
+    """Check the arguments of a strategy that it has no parameters for."""
     theirs = _names(base) | _names(DistributedDataParallel)
     timeout = given.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
@@ -70,7 +53,7 @@ def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, give
             raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
         if name not in theirs:
             own = sorted(_names(strategy))
-            hint = _hint(name, compressor, [*own, *theirs])
+            hint = _hint(name, compressor, own, theirs)
             raise TypeError(
                 f"{name}={value!r} is no argument of {strategy.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
@@ -78,11 +61,7 @@ def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, give
 
 
 def check_device(strategy: type, device: torch.device) -> None:
-    """Refuse a device whose tensors cannot be exchanged, which Lightning refuses for names that contain "ddp".
-
-    Raises:
-        ValueError: for that of Apple's graphics.
-    """
+    """Refuse a device whose tensors cannot be exchanged, which Lightning refuses for names that contain "ddp"."""
     if device.type == "mps":
         raise ValueError(
             f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
@@ -91,13 +70,7 @@ def check_device(strategy: type, device: torch.device) -> None:
 
 
 def advise_on_unused(error: BaseException, strategy: type, chosen: Any) -> None:
-    """Give DDP's error on unused parameters our advice: Lightning's names a strategy that sends everything.
-
-    Args:
-        error: that ended training.
-        strategy: the strategy's class.
-        chosen: what the Trainer was given for it: its name, or an object.
-    """
+    """Give DDP's error on unused parameters our advice: Lightning's names a strategy that sends everything."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         name = f"strategy='{chosen}_find_unused_parameters_true' or " if str(chosen).startswith("sparse_") else ""
         error.args = (
@@ -106,11 +79,14 @@ def advise_on_unused(error: BaseException, strategy: type, chosen: Any) -> None:
         )
 
 
-def _hint(name: str, compressor: Compressor, known: list[str]) -> str:
+def _hint(name: str, compressor: Compressor, own: Sequence[str], theirs: Iterable[str]) -> str:
     kind = type(compressor)
     if name in _names(kind):
         return f"it is one of {kind.__name__}, so give compressor={kind.__name__}({name}=...)"
-    near = difflib.get_close_matches(name, known, n=1)
+    if name in _names(LocalSteps):
+        cure = f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
+        return cure if "local_steps" in own else _CALLED_ELSEWHERE["local_steps"]
+    near = difflib.get_close_matches(name, [*own, *theirs], n=1)
     return _CALLED_ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
 
 

@@ -48,25 +48,19 @@ class SparseFabricStrategy(FabricDDPStrategy):
     a model where it is given the model and an optimizer of it; ``fabric.load`` takes it up.
 
     Args:
-        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object; not one
-            that lets replicas drift apart.
-        density: fraction of elements sent, ``0 < density <= 1``; ``None`` for the compressor's own default.
-        schedule: when and with whom gradients travel: ``"merged"``, ``"layerwise"``, ``"single"``, ``"greedy"``, or an
-            object; not ``"auto"``, which wraps the model anew.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or their code: ``"4bit"``,
-            ``"2bit"``.
-        warmup_epochs: epochs over which the density falls to its target; ``None`` for the compressor's own default.
-            Where there are any, call :meth:`set_epoch` at the start of each.
-        resume_compression: whether ``fabric.load`` takes up what the ranks had kept; ``False`` lets residuals start
-            empty.
-        optimizer_correction: as of ``SparseDDPStrategy``: ``"auto"`` makes the updates of AdamW and Adam before
-            selection.
-        exchange: how selections travel: ``"auto"``, ``"gather"``, ``"owners"`` or an
-            :class:`~lightning_sparse.Owners`.
+        compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, as are those that follow, where nothing else is
+            said; not one that lets replicas drift apart.
+        density: fraction of elements sent.
+        schedule: when and with whom gradients travel; not ``"auto"``, which wraps the model anew.
+        wire: type of the values that travel.
+        warmup_epochs: epochs over which the density falls: call :meth:`set_epoch` at the start of each.
+        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
+        optimizer_correction: how an adaptive optimizer is kept from learning from sparse gradients.
+        exchange: how selections travel.
         overlaps_backward: whether gradients travel while backward goes on.
         total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
             ``None`` where that is not known.
-        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient.
+        gradient_as_bucket_view: that of ``DistributedDataParallel``.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:

@@ -9,13 +9,6 @@ from lightning_sparse.engine.settings import Settings
 def ranks_of_node(settings: Settings, nodes: Sequence[int]) -> int:
     """Return how many ranks of a node average their gradients first; 1 for one level.
 
-    Args:
-        settings: what the user chose.
-        nodes: by rank, the number of its node.
-
-    Raises:
-        ValueError: if two levels were asked for, and cannot be.
-
     Example::
 
         >>> ranks_of_node(Settings("topk", 0.01, "merged", "float32"), [0, 0, 0, 1, 1, 1])

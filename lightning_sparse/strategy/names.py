@@ -1,7 +1,13 @@
-"""The names that ``strategy=...`` understands: one for each compressor, and how each can be launched."""
+"""The names that ``strategy=...`` understands, and how each can be launched.
+
+To use: ``sparse_auto``, ``sparse_lags``, ``sparse_diloco``, ``sparse_loco``. To reproduce papers: ``sparse_omgs``,
+``sparse_exdyna``, ``sparse_sdagc``, ``sparse_a2sgd``. To compare: ``sparse_topk``, ``sparse_dgc``, ``sparse_micro``,
+``sparse_dense``, ``sparse_qsgd``; and one for each compressor that is registered.
+"""
 
 import difflib
 import warnings
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
@@ -58,20 +64,34 @@ AUTO = System(
     "Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.",
     {"compressor": "lags", "schedule": "auto"},
 )
-# The names that are not a compressor's.
-_OWN = (
-    AUTO,
-    System(
-        "sparse_diloco",
-        "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
-        {"compressor": "dense", "local_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
-    ),
-    System(
-        "sparse_loco",
-        "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
-        {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "local_steps": 30, "residual_decay": 0.95},
-    ),
-)
+
+
+@cache
+def _own() -> tuple[System, ...]:
+    """Return the systems whose names are not a compressor's."""
+    from lightning_sparse.engine.settings import LocalSteps  # not with the package: it takes the engine
+
+    return (
+        AUTO,
+        System(
+            "sparse_diloco",
+            "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
+            {
+                "compressor": "dense",
+                "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True),
+            },
+        ),
+        System(
+            "sparse_loco",
+            "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
+            {
+                "compressor": "topk",
+                "density": 1 / 64,
+                "wire": "2bit",
+                "local_steps": LocalSteps(30, residual_decay=0.95),
+            },
+        ),
+    )
 
 
 def systems() -> list[System]:
@@ -82,7 +102,7 @@ def systems() -> list[System]:
         >>> [system.name for system in systems()][:4]
         ['sparse_auto', 'sparse_diloco', 'sparse_loco', 'sparse_lags']
     """
-    return [*_OWN, *(_system_of(*row) for row in available_compressors().items())]
+    return [*_own(), *(_system_of(*row) for row in available_compressors().items())]
 
 
 def meant_by(name: str) -> Optional[str]:
@@ -140,9 +160,6 @@ def register_names(lightning: str) -> None:
     """Register the systems, and those of compressors that are registered later, without importing a class.
 
     Of a Lightning that is imported anew the table is the same, and nothing is left to do.
-
-    Args:
-        lightning: package, one of :data:`TABLES`, that has been imported.
     """
     table, _, kind = TABLES[lightning]
     strategies = getattr(import_module(f"{lightning}.strategies"), table)

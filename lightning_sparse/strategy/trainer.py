@@ -29,9 +29,9 @@ from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.collectives import gather_apart, gather_together
+from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
 from lightning_sparse.loop.optimizers import (
@@ -58,74 +58,61 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import ALIKE, DDPWrapping, note_use
-from lightning_sparse.strategy.launching import ReportingLauncher, ScriptLauncher
+from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.termination import Termination
-from lightning_sparse.strategy.trained import listed
+from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.unfinished_step import UnfinishedStep
-from lightning_sparse.strategy.whereabouts import leave_end_of_epoch, leave_end_of_training, leave_nothing, telling
+from lightning_sparse.strategy.whereabouts import (
+    ReportingLauncher,
+    ScriptLauncher,
+    leave_end_of_epoch,
+    leave_end_of_training,
+    leave_nothing,
+    telling,
+)
 
 _FEW_ROUNDS = 100
 _SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
 
 
 class SparseDDPStrategy(DDPStrategy):
-    """Data-parallel training that sends only the part of each gradient that matters most, and keeps the rest for later.
+    """Data-parallel training that sends only the largest part of each gradient, and keeps the rest for later steps.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
-    also a stream) and a process group of their own, group after group while backward goes on. What was not sent stays
-    in a residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with
-    empty residuals, as it starts with a fresh optimizer, unless it is given a checkpoint: those hold all that is kept,
-    see :mod:`lightning_sparse.strategy.checkpoints`. Parameters may be frozen and unfrozen between two steps: the
-    model is then wrapped anew before the next ``training_step``, on all ranks.
+    also a stream) and a process group of their own, group after group during backward. What is not sent stays in a
+    residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with empty
+    residuals, unless it is given a checkpoint. Parameters may be frozen and unfrozen between two steps: all ranks then
+    wrap the model anew.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
-        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %). Lower sends less and delays more.
-            ``None`` for the compressor's own default.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
         schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"greedy"``, or an
             object. None of them changes the numbers, except where OMGS selects from what travels together. ``"auto"``
-            does: it may send more than the density asks for, or leave steps to DDP.
+            may send more than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
-            send a fixed number of elements, or all, codes: ``"4bit"``, ``"2bit"``. What rounding drops stays in the
-            residual.
-        warmup_epochs: epochs over which the density falls, geometrically, to its target: early gradients change too
-            fast to wait. ``None`` for the compressor's own default.
-        resume_compression: whether ``fit(ckpt_path=...)`` takes up what the ranks had kept; ``False`` lets residuals
-            start empty.
-        optimizer_correction: how an adaptive optimizer is kept from learning from sparse gradients how large gradients
-            are: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with a warm-up of
-            its own, and warns of other adaptive optimizers; an :class:`~lightning_sparse.AdamCorrection` does the same
-            with your numbers, and refuses other optimizers; ``None`` leaves all optimizers alone.
-        exchange: how selections travel, where each rank sends a fixed number of elements: ``"gather"`` hands every
-            rank's to every rank, so that a step's bytes grow with their number; with ``"owners"`` every element's owner
-            chooses from what was selected, and all ranks send at what was chosen, so that they do not; an
-            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for the tensors of which another
-            way takes half the bytes or less: that is so from about 15 ranks on. See the page on scaling.
-        overlaps_backward: whether gradients travel while backward goes on. ``False`` lets them begin when it is over:
-            on NCCL no other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
-        local_steps: optimizer steps that each rank makes by itself before anything is exchanged: then what its
-            parameters have changed by since the last round goes the way of a gradient (any compressor, wire and
-            exchange), and its mean over ranks moves the shared model, which is what is validated, saved, and there at
-            the end. Optimizers are any, and see whole gradients of their own rank. 1 exchanges gradients in every step;
-            ``"auto"`` times a few short rounds, and then takes as many steps as keep exchanges at 5 % of the time. See
-            the page on local steps.
-        outer_lr: what the mean change is multiplied by.
-        outer_momentum: momentum of the mean changes, as of SGD.
-        nesterov: whether that is Nesterov's.
-        residual_decay: what waits is multiplied by this before a change is added to it.
-        overlap_steps: local steps that are made while an exchange travels; what it brings is then added.
-        synchronous_steps: optimizer steps that are DDP's, before the first round of local steps: gradients are averaged
-            whole, and ranks are one model. They are counted on across a resume.
-        levels: how many levels ranks exchange on: with 2, the ranks of a node average their gradients whole, each of
-            them takes a share of the means, selects from it, exchanges with the ranks of other nodes that have the same
-            share, and hands its part of the result to its node. Between nodes travels one selection for each node
-            instead of one for each rank, and what waits takes as many times less memory as a node has ranks.
-            ``"auto"`` takes two where several nodes have several ranks each, and the compressor can work on shares
-            (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``).
-        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient, and as
-            much memory as the residuals take.
+            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
+        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's
+            own default.
+        resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
+        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with
+            a warm-up, as they would misjudge sparse gradients, and warns of other adaptive optimizers; an
+            :class:`~lightning_sparse.AdamCorrection` does it with your numbers, and refuses other optimizers; ``None``
+            leaves all optimizers alone.
+        exchange: how selections travel: ``"gather"`` hands every rank's to every rank, so that bytes grow with ranks;
+            with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
+            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
+            half the bytes or less, from about 15 ranks on. See the page on scaling.
+        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it: on NCCL no
+            other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
+        local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
+            parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
+            :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.
+        levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
+            the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
+            has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
+            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``).
+        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:
@@ -154,22 +141,15 @@ class SparseDDPStrategy(DDPStrategy):
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
-        local_steps: Union[int, str] = 1,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        nesterov: bool = False,
-        residual_decay: float = 1.0,
-        overlap_steps: int = 0,
-        synchronous_steps: int = 0,
+        local_steps: Union[int, str, LocalSteps] = 1,
         levels: Union[str, int] = AUTO,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        outer = (outer_lr, outer_momentum, nesterov)
-        rounds = LocalSteps(local_steps, *outer, residual_decay, overlap_steps, synchronous_steps).checked()
-        if rounds != LocalSteps() and ddp_kwargs.get("static_graph"):
+        rounds = rounds_of(local_steps)
+        if rounds is not None and ddp_kwargs.get("static_graph"):
             raise ValueError(
-                f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local_steps} it"
+                f"static_graph=True is about gradients that DDP exchanges, and with local_steps={rounds.every} it"
                 " exchanges none: leave it out"
             )
         self.settings = Settings(
@@ -181,7 +161,7 @@ class SparseDDPStrategy(DDPStrategy):
             optimizer_correction,
             exchange,
             overlaps_backward,
-            None if rounds == LocalSteps() else rounds,
+            rounds,
             levels,
         )
         check_ddp_arguments(type(self), DDPStrategy, self.settings.compressor, ddp_kwargs)
@@ -218,17 +198,14 @@ class SparseDDPStrategy(DDPStrategy):
         After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
 
         Returns:
-            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank: values,
-            indices, counts, flags, padding), ``dense_bytes`` (what leaves it in DDP's all-reduce of fp32 gradients),
-            ``compression_ratio`` (the quotient; 1 where nothing travels), with two levels also ``link_bytes`` (those of
-            the wire that were for other nodes; the density is then that of this rank's share),
-            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_link_bytes`` (the same
-            of all steps of this ``fit``, those left to plain DDP included), ``total_steps`` (of optimizers),
-            ``exposed_share`` (exposed part of the time of all steps but those left to plain DDP, validation left out),
-            ``select_seconds`` (residual, selection and encoding), ``exchange_seconds`` (in collectives),
-            ``exposed_seconds`` (from the end of backward until the gradients could be used); of a step that was left to
-            plain DDP the seconds are not known (NaN); with a method that lets
-            replicas drift apart also ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
+            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
+            ``dense_bytes`` (of DDP's all-reduce of fp32 gradients), ``compression_ratio`` (the quotient); with two
+            levels ``link_bytes`` (those for other nodes); ``total_wire_bytes``, ``total_dense_bytes``,
+            ``total_compression_ratio`` and ``total_link_bytes`` (of all steps of this ``fit``), ``total_steps`` (of
+            optimizers), ``exposed_share`` (exposed part of the time of all steps but plain DDP's), ``select_seconds``
+            (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
+            backward until gradients can be used; seconds are NaN in steps of plain DDP), and where replicas drift apart
+            ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
         """
         if self.engine is None:
             return dict(self._final_stats)
@@ -407,7 +384,8 @@ class SparseDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_nothing()  # a search for a learning rate has come to an end of its own
-        self._note_use(self._step.put_back(self.optimizers))
+        assert isinstance(self.model, DistributedDataParallel)
+        note_use(self.model, self._step.put_back(self.optimizers))
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
@@ -441,11 +419,8 @@ class SparseDDPStrategy(DDPStrategy):
             )
 
     @property
-    def meetings(self) -> Optional[int]:
-        """How often ranks have begun to exchange, in rounds of local steps, the same on all ranks.
-
-        ``None`` where they exchange in every step.
-        """
+    def begun_exchanges(self) -> Optional[int]:
+        """How many exchanges rounds of local steps have begun, on all ranks; ``None`` where every step has some."""
         rounds = self._rounds
         return None if rounds is None or rounds.is_synchronous else rounds.begun_exchanges
 
@@ -480,7 +455,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._step.drop_frozen()
         trained = self._wrapping.trained
         if trained.have_changed(self.optimizers):
-            self._agree_on_trained()
+            self._wrapping.agree(self._step.is_begun, self.global_rank, self.world_size, self._timeout)
             self._rewrap(is_plain)
             self._say(f"wrapped anew, {len(self._wrapping.trained)} parameters are trained from now on.")
         elif is_plain != self.is_plain:
@@ -628,26 +603,6 @@ class SparseDDPStrategy(DDPStrategy):
         if self.engine is not None:
             self.engine.replicas.synchronize()
 
-    def _agree_on_trained(self) -> None:
-        """Raise, on every rank, unless all are about to train the same parameters."""
-        trained = self._wrapping.trained
-        if self._step.is_begun and (names := trained.holds_gradients()):
-            raise RuntimeError(
-                f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
-                " has heard of. Freeze after optimizer steps, such as at the start of an epoch"
-            )
-        changes = trained.changes()
-        try:
-            everywhere = gather_apart(changes, self._timeout) if self.world_size > 1 else [changes]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.global_rank}: {changes}; but not every other rank came to say so within the timeout."
-                f" {ALIKE}. The backend said: {error}"
-            ) from error
-        if len(set(everywhere)) > 1:
-            said = ". ".join(f"Rank {rank}: {theirs or 'nothing'}" for rank, theirs in enumerate(everywhere))
-            raise RuntimeError(f"ranks are about to train different parameters. {said}. {ALIKE}")
-
     def _rewrap(self, is_plain: bool) -> None:
         """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
         assert isinstance(self.model, DistributedDataParallel)
@@ -668,7 +623,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.model.require_forward_param_sync = broadcasts_buffers
         if self.engine is not None and not is_plain:
             self.engine.attach(self.model)
-        self._note_use(used)
+        note_use(self.model, used)
 
     def _used_parameters(self) -> Iterable[Parameter]:
         """Return those that the step in progress has used since the last exchange."""
@@ -677,11 +632,6 @@ class SparseDDPStrategy(DDPStrategy):
             return known
         assert isinstance(self.model, DistributedDataParallel)
         return self.model.parameters() if self._step.is_begun else ()
-
-    def _note_use(self, used: Iterable[Parameter]) -> None:
-        if self._ddp_kwargs.get("find_unused_parameters"):
-            assert isinstance(self.model, DistributedDataParallel)
-            note_use(self.model, used)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -86,11 +86,7 @@ class UnfinishedStep:
         self._restored, self._used = {}, []
 
     def put_back(self, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-        """Put restored gradients in their place; Lightning sets all to zero between the two.
-
-        Returns:
-            the parameters that have been used since the last exchange.
-        """
+        """Put restored gradients in their place; Lightning sets all to zero between the two."""
         for parameter, gradient in self._restored.items():
             parameter.grad = gradient
         self._waiting = [each for each in optimizers if not self._restored.keys().isdisjoint(handled(each))]

@@ -1,15 +1,23 @@
-"""How far each rank got, or why it ended: left behind for those that wait for it in vain, and told in their error."""
+"""How far each rank got, or why it ended: left behind for others, told in their errors, brought back by launchers."""
 
 import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, Optional
 
-from lightning_sparse._lightning import Trainer
+from typing_extensions import override
+
+from lightning_sparse._lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
+from lightning_sparse.schedule import Plan
 
+if TYPE_CHECKING:
+    from lightning_sparse.strategy.trainer import SparseDDPStrategy
+
+_FAILED = -1  # in place of a number of batches
+_KEY = "lightning_sparse"
 _MOST = 3  # ranks that a message names
 _LONGEST = 300  # characters of another rank's error
 _UNEQUAL = (
@@ -37,11 +45,7 @@ def leave_nothing() -> None:
 
 @contextmanager
 def telling(trainer: Trainer) -> Iterator[None]:
-    """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one.
-
-    Raises:
-        ExchangeError: in place of the backend's error, or of the exchange's where more is known of other ranks.
-    """
+    """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""
     try:
         yield
     except Exception as error:
@@ -82,4 +86,31 @@ def _begun(trainer: Trainer) -> int:
     return trainer.fit_loop.total_batch_idx + 1
 
 
-_FAILED = -1  # in place of a number of batches
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, which also has each rank say why it waited in vain for another one."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
+
+
+class ReportingLauncher(_MultiProcessingLauncher):
+    """Bring statistics and plan back from forked and spawned processes, beside the metrics that Lightning brings."""
+
+    _strategy: "SparseDDPStrategy"
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        plan = self._strategy.exchange_plan()
+        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plan.state_dict()}
+        return {**super().get_extra_results(trainer), _KEY: told}
+
+    @override
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        told = extra[_KEY]
+        self._strategy.remember(told["stats"], None if told["plan"] is None else Plan.of(told["plan"]))

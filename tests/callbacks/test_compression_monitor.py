@@ -19,7 +19,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.callbacks.statistics import batch_size
@@ -151,9 +151,9 @@ class Dawdling(Callback):
             trainer.strategy.engine._worker.submit(lambda: time.sleep(0.1))
 
 
-def fit_dawdling(rank: int, local: dict[str, int], directory: str) -> list[int]:
+def fit_dawdling(rank: int, overlap_steps: int, directory: str) -> list[int]:
     """Fit with exchanges that travel for some steps; return the steps in which ranks looked together."""
-    strategy = SparseDDPStrategy(density=0.1, local_steps=4, **local)
+    strategy = SparseDDPStrategy(density=0.1, local_steps=LocalSteps(4, overlap_steps=overlap_steps))
     looked: list[int] = []
     monitor = CompressionMonitor()
     log = monitor._log_plan
@@ -164,9 +164,9 @@ def fit_dawdling(rank: int, local: dict[str, int], directory: str) -> list[int]:
     return looked
 
 
-@pytest.mark.parametrize("local", [{"overlap_steps": 2}, {"overlap_steps": 3}], ids=str)
-def test_ranks_look_together_however_late_an_exchange_is(pair: Pool, tmp_path: Path, local: dict[str, int]) -> None:
-    first, second = pair.run(fit_dawdling, local, str(tmp_path))
+@pytest.mark.parametrize("overlap_steps", [2, 3])
+def test_ranks_look_together_however_late_an_exchange_is(pair: Pool, tmp_path: Path, overlap_steps: int) -> None:
+    first, second = pair.run(fit_dawdling, overlap_steps, str(tmp_path))
     assert first == second
     assert len(first) > 8
 

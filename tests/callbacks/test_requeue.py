@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd
-from lightning_sparse.strategy import notes
+from lightning_sparse.strategy import signals
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer, run_fit
 
@@ -55,7 +55,7 @@ def fit_signalled(
     before, has_ended = signal.getsignal(signal.SIGUSR1), False
     made = mock.Mock(wraps=dist.new_group)
     theirs = SimpleNamespace(**{**vars(dist), "get_backend": lambda: backend, "new_group": made})
-    renamed = mock.patch.object(notes, "dist", theirs)
+    renamed = mock.patch.object(signals, "dist", theirs)
     with mock.patch.dict(os.environ, job), renamed, warnings.catch_warnings(record=True) as caught:
         for message in ("SLURM does not put job", "scontrol is not to be found"):
             warnings.filterwarnings("always", message=message)

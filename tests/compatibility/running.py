@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from tests.compatibility.modules import Plain
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import make_trainer, weights
@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
     "sparse_a2sgd": {"compressor": "a2sgd"},
-    "sparse_loco": {"compressor": "topk", "density": 0.05, "local_steps": ROUND, "residual_decay": 0.95},
+    "sparse_loco": {"compressor": "topk", "density": 0.05, "local_steps": LocalSteps(ROUND, residual_decay=0.95)},
     "ddp": None,
     "sparse_lags": {"compressor": "lags", "density": 0.05},
     "sparse_exdyna": {"compressor": "exdyna", "density": 0.05},

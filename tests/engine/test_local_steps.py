@@ -1,6 +1,7 @@
 """Rounds of local steps against slow references in float64."""
 
 import time
+from dataclasses import replace
 from typing import Any, Optional
 from unittest import mock
 
@@ -131,7 +132,7 @@ def test_what_is_not_sent_waits_and_decays(pair: Pool, decay: float) -> None:
 
 
 @pytest.mark.parametrize("wire", [*WIRES, "4bit", "2bit"])
-@pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, OUTER._replace(overlap_steps=2)])
+@pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, replace(OUTER, overlap_steps=2)])
 def test_the_shared_model_is_one_to_the_bit(pools: dict[int, Pool], local: LocalSteps, wire: str) -> None:
     answers = pools[3].run(train, 9, local, {"compressor": "topk", "density": 0.05, "wire": wire}, True)
     for answer in answers[1:]:
@@ -397,7 +398,7 @@ def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     argument = "local_steps" if list(changes) == ["every"] else list(changes)[-1]
     with pytest.raises(ValueError, match=f"{argument}="):
-        LocalSteps(**changes).checked()
+        LocalSteps(**changes)
 
 
 def take_up(rank: int, steps: int) -> list[int]:

@@ -5,7 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, count
@@ -582,8 +582,7 @@ def build_strategy(training: Training, is_ddp: bool = False) -> DDPStrategy:
     if is_ddp:
         return DDPStrategy(gradient_as_bucket_view=True, **common)
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
-    local = {} if training.local is None else {"local_steps": training.local.every, **training.local._asdict()}
-    local.pop("every", None)
+    local = {} if training.local is None else {"local_steps": training.local}
     arguments = {
         "schedule": training.schedule,
         "wire": training.wire,
@@ -739,9 +738,10 @@ def simpler(training: Training, name: str) -> Iterator[Training]:
         return
     yield training.but(**{name: default})
     if isinstance(value, LocalSteps):
-        for each, plain in LocalSteps(value.every)._asdict().items():
+        for each, plain in vars(LocalSteps(value.every)).items():
             if plain != getattr(value, each):
-                yield training.but(local=value._replace(**{each: plain}))
+                with suppress(ValueError):  # Nesterov's momentum needs one
+                    yield training.but(local=dataclasses.replace(value, **{each: plain}))
     elif name in ("callbacks", "parts", "may_not_matter"):
         yield from (training.but(**{name: (each,)}) for each in value)
         yield from (training.but(**{name: tuple(other for other in value if other != each)}) for each in value)

@@ -393,7 +393,6 @@ class ClippedByHand(NumberedAdam):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Clip hard, and step."""
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_index))
@@ -460,17 +459,14 @@ class Unfreezing(NumberedAdam):
         self.densities: list[float] = []
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW for what is trained."""
         return torch.optim.AdamW(self.network[2].parameters(), lr=0.01)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let it join."""
         if self.current_epoch == 0 and batch_idx == 4:
             self.network[0].requires_grad_(True)
             self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take a note."""
         self.densities.append(self.trainer.strategy.compression_stats()["density"])
 
 
@@ -498,17 +494,14 @@ class Noting(Small):
         self.norms: list[tuple[float, float]] = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named_clipping: Any) -> None:
-        """Clip as ever, and take notes."""
         before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
         super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
         self.norms.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 16 batches for two ranks."""
         return DataLoader(Rows(128), batch_size=4)
 
 
@@ -595,7 +588,6 @@ class Stepless(torch.optim.Adam):
     """An Adam with a step of its own."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """Do nothing."""
         return None if closure is None else closure()
 
 
@@ -607,7 +599,6 @@ class WithOptimizer(Small):
         self.kind = kind
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return it."""
         return self.kind(self.parameters(), lr=0.01)
 
 
@@ -669,7 +660,6 @@ class NotingLogger(CSVLogger):
         self.told: list[dict[str, float]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: Optional[int] = None) -> None:  # type: ignore[override]
-        """Keep them."""
         self.told.append(dict(metrics))
 
 
@@ -727,7 +717,6 @@ class InHalves(LightningModule):
         return optimizer
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return nine batches on each rank."""
         return DataLoader(Rows(36), batch_size=2)
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
@@ -767,11 +756,7 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(
 
 
 class Turns(LightningModule):
-    """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not.
-
-    Args:
-        toggles: whether they do; gradients are the same either way.
-    """
+    """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not."""
 
     def __init__(self, toggles: bool) -> None:
         super().__init__()
@@ -781,15 +766,12 @@ class Turns(LightningModule):
         self.networks = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW for each."""
         return [torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.9)) for network in self.networks]
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 16 batches for two ranks."""
         return DataLoader(Rows(128), batch_size=4)
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Step both."""
         for optimizer, network in zip(self.optimizers(), self.networks):
             if self.toggles:
                 self.toggle_optimizer(optimizer)
@@ -827,11 +809,9 @@ class Pieces(Small):
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW that forgets soon."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, betas=(0.9, 0.9))
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Step once with the gradients of four losses."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         for row in batch:

@@ -21,14 +21,7 @@ DENSITY = 0.05
 
 
 class Watched(Numbered):
-    """A model that takes a note of the density of every step.
-
-    Args:
-        save_after: see :class:`Numbered`.
-        path: likewise.
-        growth: factor by which gradients grow from step to step.
-        stop_after: batches after which training stops, as by EarlyStopping.
-    """
+    """A model that takes a note of the density of every step."""
 
     def __init__(
         self, save_after: Optional[int] = None, path: str = "", growth: float = 1.0, stop_after: Optional[int] = None
@@ -39,11 +32,9 @@ class Watched(Numbered):
         self.seen = 0
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the rows, times a factor."""
         return super().training_step(batch, batch_index) * self.growth**self.trainer.global_step
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take notes, and stop where told."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         if isinstance(self.trainer.strategy, SparseDDPStrategy):
             self.densities.append(self.trainer.strategy.compression_stats()["density"])
@@ -51,7 +42,6 @@ class Watched(Numbered):
         self.trainer.should_stop = self.seen == self.stop_after
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -146,15 +136,12 @@ class LateData(Small):
     rows: Rows
 
     def on_fit_start(self) -> None:
-        """Make them."""
         self.rows = Rows(32)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return them."""
         return DataLoader(self.rows, batch_size=4)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters())
 
 
@@ -180,11 +167,9 @@ class TwoKinds(LightningModule):
         self.densities: list[float] = []
 
     def configure_optimizers(self) -> Any:
-        """Return both."""
         return torch.optim.AdamW(self.first.parameters()), torch.optim.SGD(self.second.parameters(), lr=0.1)
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Step both."""
         for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward((self.second(self.first(batch)) - batch).square().mean())

@@ -33,7 +33,6 @@ class PricedByHand(Priced):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Step both."""
         loss = super().training_step(batch, batch_index)
         optimizers = self.optimizers()
         for optimizer in optimizers:
@@ -44,7 +43,6 @@ class PricedByHand(Priced):
         return loss.detach()
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each layer."""
         return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
 
 
@@ -146,14 +144,12 @@ class FrozenLater(Priced):
         self.before: list[Tensor] = []
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Freeze and unfreeze."""
         is_frozen = SETTLED - 40 <= self.global_step < SETTLED - 20
         if is_frozen or self.before:
             self.before.append(self.network[0].weight.detach().clone())
         self.network[0].requires_grad_(not is_frozen)
 
     def on_fit_end(self) -> None:
-        """See that it stood still, and then went on."""
         assert all(torch.equal(weight, self.before[0]) for weight in self.before[:21])
         assert not torch.equal(self.before[21], self.before[0])
 

@@ -31,7 +31,6 @@ class MadeUpEngine:
         self._steps = 0
 
     def make_step(self) -> None:
-        """Come closer to a plan."""
         self._steps += 1
         if self._steps == _PLANNING_STEPS:
             self.plan = SimpleNamespace()
@@ -40,11 +39,9 @@ class MadeUpEngine:
         """Send what waits."""
 
     def mean_over_ranks(self, number: float) -> float:
-        """Return it, as all ranks have the same."""
         return number
 
     def compression_stats(self) -> dict[str, float]:
-        """Return the density."""
         return {"density": self._density}
 
 

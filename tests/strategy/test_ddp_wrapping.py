@@ -18,7 +18,6 @@ class Tied(nn.Module):
         self.positions, self.scale = nn.Parameter(torch.ones(50, 32)), nn.Parameter(torch.ones(1))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return scores."""
         return self.head(self.words(words) * self.scale + self.positions[0])
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from pytorch_lightning import LightningModule
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.trainers import Small, WithAdam, make_trainer
@@ -22,7 +22,6 @@ class Stopping(Small):
     has_failed = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop."""
         if batch_idx == 4:
             if self.has_failed:
                 raise KeyError("five")
@@ -100,7 +99,9 @@ def test_one_process_has_sent_nothing_to_tell_of(pools: dict[int, Pool]) -> None
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair: Pool, accumulated: int) -> None:
-    local = {"compressor": "dense", "local_steps": 4, "synchronous_steps": 5}
+    local, none = (
+        {"compressor": "dense", "local_steps": LocalSteps(4, synchronous_steps=synchronous)} for synchronous in (5, 100)
+    )
     arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated}
     for lines, _, stats in pair.run(fit, local, Small, arguments):
         assert stats["total_steps"] == 32
@@ -109,7 +110,7 @@ def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair: Pool, ac
         assert stats["total_wire_bytes"] == pytest.approx(12 * DENSE, rel=0.01)
         assert 0 < stats["exposed_share"] < 1
         assert "32 steps sent" in closing_of(lines)
-    for lines, _, stats in pair.run(fit, {**local, "synchronous_steps": 100}, Small, arguments):
+    for lines, _, stats in pair.run(fit, none, Small, arguments):
         assert stats["total_wire_bytes"] == stats["total_dense_bytes"] == 32 * DENSE
         assert "exposed" not in closing_of(lines)
 

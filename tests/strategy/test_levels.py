@@ -77,13 +77,11 @@ class Trained(Small):
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
-        """Take a note of the loss."""
         loss = super().training_step(batch, batch_index)
         self.losses.append(float(loss.detach()))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return it."""
         return self.kind(self.parameters(), **self.arguments)
 
 
@@ -140,7 +138,6 @@ class Noting(DummyLogger):
         self.logged: dict[str, float] = {}
 
     def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Take a note."""
         self.logged.update(metrics)
 
 
@@ -161,7 +158,6 @@ class Freezing(Trained):
     """A model whose first layer is frozen for an epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Freeze, or unfreeze."""
         self.network[0].requires_grad_(self.current_epoch != 1)
         if self.current_epoch:
             strategy: Any = self.trainer.strategy

@@ -33,12 +33,7 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair: Po
 
 
 class InPieces(WithSGD):
-    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads.
-
-    Args:
-        pieces: how many.
-        arguments: of SGD.
-    """
+    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads."""
 
     def __init__(self, pieces: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -48,7 +43,6 @@ class InPieces(WithSGD):
         self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Backpropagate each piece, and step once."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad(set_to_none=batch_index % 2 == 0)
         for piece in range(self.pieces):
@@ -152,7 +146,6 @@ class WithOptimizer(Small):
         self.kind, self.arguments = kind, arguments
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return it."""
         return self.kind(self.parameters(), **self.arguments)
 
 

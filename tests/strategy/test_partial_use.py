@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.strategy.trained import TrainedParameters
+from lightning_sparse.strategy.ddp_wrapping import TrainedParameters
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
@@ -41,7 +41,6 @@ class Parts(Numbered):
         self.head = nn.Linear(64, 32)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct rows that nobody else has."""
         return (self.head(self.backbone(self.rows(batch_index)).relu()) - self.rows(batch_index)).square().mean()
 
 
@@ -54,7 +53,6 @@ class Freezing(Parts):
     """Its backbone is frozen for a while, by hand."""
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Freeze or unfreeze."""
         self.backbone.requires_grad_(6 * self.current_epoch + batch_index not in FROZEN)
 
 
@@ -62,7 +60,6 @@ class Discarding(Parts):
     """What freezing should come to: every gradient is there, and those of the backbone are dropped for a while."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Drop them."""
         if batches_before(self) in FROZEN:
             for parameter in self.backbone.parameters():
                 parameter.grad = None
@@ -76,7 +73,6 @@ class Observed(Callback):
         self.residuals: list[Tensors] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        """Take a copy."""
         self.weights.append(weights(pl_module))
         engine = getattr(trainer.strategy, "engine", None)
         if engine is not None:
@@ -199,7 +195,6 @@ class Late(Parts):
     """Only the head is in the optimizer, until a callback adds the backbone."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum for the head."""
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -207,7 +202,6 @@ class LateDiscarding(Late):
     """The backbone's gradients are dropped until then."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Drop them."""
         if self.current_epoch == 0:
             self.backbone.zero_grad(set_to_none=True)
 
@@ -254,14 +248,12 @@ class Growing(Parts):
         self.more = nn.ModuleList()
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Add it once."""
         if (self.current_epoch, batch_index) == (1, 2):
             torch.manual_seed(self.global_rank)
             self.more.append(nn.Linear(32, 32).to(self.device))
             self.trainer.optimizers[0].add_param_group({"params": list(self.more.parameters()), "lr": 0.01})
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Use what there is."""
         loss = super().training_step(batch, batch_index)
         for layer in self.more:
             loss = loss + (layer(self.rows(batch_index)) - self.rows(batch_index)).square().mean()
@@ -298,7 +290,6 @@ class OneSided(Parts):
     """The ranks do not freeze the same."""
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Freeze another layer on every rank."""
         if batch_index == 2:
             (self.backbone, self.head)[self.global_rank].requires_grad_(False)
 
@@ -307,7 +298,6 @@ class OnOneRank(Parts):
     """Only rank 1 freezes."""
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Freeze there."""
         if batch_index == 2 and self.global_rank == 1:
             self.backbone.requires_grad_(False)
 
@@ -354,7 +344,6 @@ class Inside(Parts):
         self.backbone.requires_grad_(not unfreezes)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Change it, too late."""
         if batch_index == 2:
             self.backbone.requires_grad_(self.unfreezes)
         return super().training_step(batch, batch_index)
@@ -376,7 +365,6 @@ class TakingTurns(Parts):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Make a step with one of them."""
         optimizer = self.optimizers()[batch_index % 2]
         self.toggle_optimizer(optimizer)
         self.manual_backward(super().training_step(batch, batch_index))
@@ -385,7 +373,6 @@ class TakingTurns(Parts):
         self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        """Return one for each layer."""
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.backbone, self.head)]
 
 
@@ -422,11 +409,7 @@ def test_a_shared_parameter_is_frozen_and_trained_as_one(pair: Pool, compressor:
 
 
 class Words(Parts):
-    """An embedding with ``sparse_coo`` gradients that rank 1 does not always use, and that is frozen for a while.
-
-    Args:
-        is_frozen: whether it is.
-    """
+    """An embedding with ``sparse_coo`` gradients that rank 1 does not always use, and that is frozen for a while."""
 
     def __init__(self, is_frozen: bool = False) -> None:
         super().__init__()
@@ -434,12 +417,10 @@ class Words(Parts):
         self.words = nn.Embedding(20, 32, sparse=True)
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Freeze or unfreeze."""
         if self.is_frozen:
             self.words.requires_grad_(6 * self.current_epoch + batch_index not in FROZEN)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Look words up."""
         loss = super().training_step(batch, batch_index)
         looked_up = self.words((self.rows(batch_index).abs() * 100).long() % 20)
         return loss + looked_up.square().mean()
@@ -471,7 +452,6 @@ class Thawing(Parts):
         self.backbone.requires_grad_(False)
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        """Unfreeze."""
         self.backbone.requires_grad_(6 * self.current_epoch + batch_index >= self.thaws_at)
 
 

@@ -33,7 +33,6 @@ from lightning_sparse.engine.adam.correction import AdamCorrection, falling_dens
 from lightning_sparse.engine.collectives import Collectives, ExchangeError
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import warning_of_meeting
-from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
@@ -83,12 +82,11 @@ def test_every_system_trains_under_every_schedule_and_ends_as_one_model(pair: Po
     assert stats.keys() - {"replica_divergence", "local_steps"} == STATS
 
 
-@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
 @pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
-def test_every_name_is_registered_with_a_description(system: Any, suffix: str) -> None:
-    entry = StrategyRegistry[system.name + suffix]
-    assert entry["description"] == system.description
-    assert isinstance(StrategyRegistry.get(system.name + suffix), SparseDDPStrategy)
+def test_every_name_is_registered_with_a_description(system: Any) -> None:
+    for name in system.variants():
+        assert StrategyRegistry[name]["description"] == system.description
+        assert isinstance(StrategyRegistry.get(name), SparseDDPStrategy)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +129,6 @@ def test_a_changing_loss_scale_changes_nothing(pair: Pool, compressor: str, wire
     assert all(torch.equal(unscaled[name], scaled[name]) for name in unscaled)
 
 
-def assert_trains_as_ddp(pair: Pool, module: Any, relative: Optional[dict[str, float]] = None) -> None:
-    """Compare density 1 with DDP; ``relative`` widens the relative tolerance of parameters of a coarser type."""
-    (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, module)
-    (ddp, _), _ = pair.run(fit_ddp, module)
-    assert all(torch.equal(ours[key], second[key]) for key in ours)
-    for name in ddp:
-        torch.testing.assert_close(ours[name], ddp[name], rtol=(relative or {}).get(name, 1e-5), atol=1e-6)
-
-
 class SparseEmbedding(Small):
     """A model with an embedding whose gradient is ``sparse_coo``."""
 
@@ -148,17 +137,11 @@ class SparseEmbedding(Small):
         self.embedding = nn.Embedding(50, 32, sparse=True)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Add looked-up rows to the batch."""
         looked_up = self.embedding((batch[:, 0].abs() * 100).long() % 50)
         return (self.network(batch + looked_up) - batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD without momentum, which takes sparse gradients."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_sparse_layout_gradients_go_the_dense_way(pair: Pool) -> None:
-    assert_trains_as_ddp(pair, SparseEmbedding)
 
 
 class MixedTypes(Small):
@@ -170,17 +153,17 @@ class MixedTypes(Small):
         self.halves = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Use all of them."""
         extra = self.doubles.sum() * batch.mean() + self.halves.float().square().sum() * batch[0, 0]
         return (self.network(batch) - batch).square().mean() + 1e-3 * extra
 
 
-def test_parameters_of_several_types(pair: Pool) -> None:
-    assert_trains_as_ddp(pair, MixedTypes, relative={"halves": 1e-2})
-
-
-def test_manual_optimization_with_two_optimizers(pair: Pool) -> None:
-    assert_trains_as_ddp(pair, ByHand)
+@pytest.mark.parametrize("module", [SparseEmbedding, MixedTypes, ByHand])
+def test_sent_whole_any_model_trains_as_with_ddp(pair: Pool, module: Any) -> None:
+    (ours, _), (second, _) = pair.run(fit_with, {"density": 1.0}, module)
+    (ddp, _), _ = pair.run(fit_ddp, module)
+    assert all(torch.equal(ours[key], second[key]) for key in ours)
+    for name in ddp:
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-2 if name == "halves" else 1e-5, atol=1e-6)
 
 
 def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, float]]:
@@ -226,50 +209,50 @@ def test_a_nonzero_costs_four_bytes_with_sixteen_bit_values(pair: Pool) -> None:
         assert stats["wire_bytes"] / round(0.01 * 300 * 70) <= 4.1
 
 
-REFUSALS = {
-    "density zero": ({"density": 0}, ValueError, r"density=0 must be .* 0 < density <= 1"),
-    "density above one": ({"density": 100}, ValueError, r"density=100 .* pass its inverse"),
-    "density not a number": ({"density": "0.1"}, ValueError, r"density='0.1' must be a fraction"),
-    "density without need": ({"compressor": "dense", "density": 0.1}, ValueError, r"Dense, which has no density"),
-    "compressor": ({"compressor": "topp"}, ValueError, r"compressor='topp' is unknown.*dense, .*topk.*mean 'topk'"),
-    "warm-up": ({"warmup_epochs": -1}, ValueError, r"warmup_epochs=-1 must be a whole number of epochs, at least 0"),
-    "warm-up of nothing": ({"compressor": "qsgd", "warmup_epochs": 4}, ValueError, r"QSGD, which has no density to"),
-    "compressor class": ({"compressor": TopK}, TypeError, r"a Compressor object, got .*a class: call it"),
-    "schedule": ({"schedule": "merge"}, ValueError, r"schedule='merge' is unknown.*greedy, layerwise, merged, single"),
-    "schedule object": ({"schedule": 3}, TypeError, r"schedule must be one of .* got 3"),
-    "wire": ({"wire": "fp16"}, ValueError, r"wire='fp16' is unknown.*float32, bfloat16, float16"),
-    "hook": ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.* registers a hook of its own.*DDPStrategy"),
-    "hook state": ({"ddp_comm_state": object()}, ValueError, r"ddp_comm_state=.* belongs to a hook"),
-    "hook wrapper": ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper=.*wire='float16'"),
-    "averaging": ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 .*post-localSGD"),
-    "bucket": ({"bucket_cap_mb": 25}, ValueError, r"bucket_cap_mb=25 .*schedule=FixedSize\(min_elements"),
-    "devices": ({"device_ids": [0]}, ValueError, r"device_ids=\[0\] .*Trainer\(devices=...\)"),
-    "near name": (
-        {"densty": 0.1},
-        TypeError,
-        r"densty=0.1 is no argument of SparseDDPStrategy: did you mean density\?",
-    ),
-    "near name of DDP": ({"find_unused": True}, TypeError, r"did you mean find_unused_parameters\?"),
-    "ratio": ({"ratio": 0.01}, TypeError, r"ratio=0.01 is no argument .*did you mean density, the fraction"),
-    "sparsity": ({"sparsity": 0.99}, TypeError, r"sparsity=0.99 .*did you mean density, which is 1 - sparsity"),
-    "warm-up in steps": ({"warmup_steps": 9}, TypeError, r"warmup_epochs, which counts epochs.*AdaptiveDensity"),
-    "learning rate": ({"lr": 0.1}, TypeError, r"lr=0.1 .*is the optimizer's: give it in configure_optimizers"),
-    "truth for a number": ({"density": True}, ValueError, r"density=True must be a fraction of elements"),
-    "densities": ({"densities": {}}, TypeError, r"did you mean density\? .*by compressor=LAGS\(densities=...\)"),
-    "seconds": (
-        {"timeout": 60},
-        TypeError,
-        r"timeout=60 must be a datetime.timedelta, such as timedelta\(seconds=60\)",
-    ),
-    "compressor's": ({"compressor": "lags", "densities": {}}, TypeError, r"give compressor=LAGS\(densities=...\)"),
-    "nothing near": ({"xyz": 1}, TypeError, r"leave it out. It takes .*density.* and the arguments of DDPStrategy and"),
+VALUES: list[dict[str, Any]] = [
+    *({"density": density} for density in (0, 100, "0.1", True)),
+    {"compressor": "dense", "density": 0.1},
+    {"compressor": "topp"},
+    {"warmup_epochs": -1},
+    {"compressor": "qsgd", "warmup_epochs": 4},
+    *({name: name} for name in ("schedule", "wire", "exchange", "levels")),
+    # Of DDP, what would be ignored, or taken out of our hands.
+    *({"ddp_comm_hook": print}, {"ddp_comm_state": "state"}, {"ddp_comm_wrapper": print}),
+    *({"model_averaging_period": 4}, {"bucket_cap_mb": 25}, {"device_ids": [0]}),
+]
+NAMES = {
+    "densty": "density",
+    "find_unused": "find_unused_parameters",
+    "ratio": "density",
+    "sparsity": "density",
+    "warmup_steps": "warmup_epochs",
+    "lr": "configure_optimizers",
+    "densities": r"LAGS\(densities=",
+    "outer_momentum": r"local_steps=LocalSteps\(5, outer_momentum=",
+    "synchronous_steps": r"local_steps=LocalSteps\(5, synchronous_steps=",
+    "xyz": "leave it out",
 }
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_bad_settings_are_refused_with_a_cure(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("arguments", VALUES, ids=lambda arguments: "-".join(arguments))
+def test_a_value_that_cannot_be_is_refused_by_its_name(arguments: dict[str, Any]) -> None:
+    *_, name = arguments
+    with pytest.raises(ValueError, match=f"{name}="):
         SparseDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"compressor": TopK}, {"schedule": 3}, {"timeout": 60}], ids=["compressor", "schedule", "timeout"]
+)
+def test_an_object_of_another_kind_is_refused_by_its_name(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(arguments))):
+        SparseDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize(("name", "meant"), NAMES.items(), ids=NAMES)
+def test_an_argument_that_there_is_not_is_refused_with_what_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}=1 .*{meant}"):
+        SparseDDPStrategy(**{name: 1})
 
 
 def test_a_warm_up_takes_the_published_densities() -> None:
@@ -282,7 +265,6 @@ class AnotherMachines(float):
     """A number whose powers end in another digit, as of another machine's mathematical library."""
 
     def __pow__(self, exponent: Any, *modulo: Any) -> float:
-        """Return the power and a little more."""
         return math.nextafter(float(self) ** exponent, 2.0)
 
 
@@ -310,11 +292,6 @@ def densities_by_epoch(rank: int) -> list[float]:
 def test_the_density_falls_over_the_epochs_of_a_warm_up(pair: Pool) -> None:
     for seen in pair.run(densities_by_epoch):
         assert seen == pytest.approx([0.01 ** (1 / 3), 0.01 ** (2 / 3), 0.01, 0.01], rel=0.05)
-
-
-def test_a_merge_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"min_elements=0 must be at least 1"):
-        FixedSize(min_elements=0)
 
 
 class Complex(Small):
@@ -448,40 +425,12 @@ def messages_of_a_fit(
 @pytest.mark.parametrize(
     ("settings", "module", "said"),
     [
-        (
-            {"compressor": "lags"},
-            Small,
-            "LAGS sends 0.01 of each gradient; warm-up: none; schedule: merged; "
-            "exchange: auto; wire: float32; correction: none.",
-        ),
-        (
-            {
-                "density": 0.001,
-                "warmup_epochs": 4,
-                "schedule": FixedSize(100),
-                "wire": "bfloat16",
-                "exchange": "gather",
-            },
-            Small,
-            "TopK sends 0.001 of each gradient; warm-up: over 4 epochs, from 0.25 to 0.001; schedule: FixedSize(100); "
-            "exchange: gather; wire: bfloat16; correction: none.",
-        ),
-        ({"compressor": "dgc"}, Small, "correction: momentum before selection (the optimizer's)."),
-        (
-            {},
-            WithAdam,
-            "TopK sends 0.01 of each gradient; warm-up: that of the correction; schedule: merged; "
-            "exchange: auto; wire: float32; correction: updates before selection.",
-        ),
-        (
-            {"compressor": "sdagc"},
-            WithAdam,
-            "warm-up: over 4 epochs, from 0.4 to 0.01, or where it sends more, that of the correction; ",
-        ),
-        ({"compressor": "dense"}, Small, "Dense sends each gradient whole; warm-up: none; schedule: merged; wire:"),
-        ({"compressor": "qsgd"}, Small, "QSGD sends each gradient whole; warm-up: none;"),
+        ({"density": 0.001, "warmup_epochs": 4}, Small, "TopK sends 0.001 of .*over 4 epochs, from 0.25 to 0.001; "),
+        ({"compressor": "dgc"}, Small, "momentum before selection"),
+        ({}, WithAdam, "warm-up: that of the correction; .*updates before selection"),
+        ({"compressor": "dense"}, Small, "Dense sends each gradient whole"),
     ],
-    ids=["lags", "chosen", "dgc", "adam", "sdagc", "dense", "qsgd"],
+    ids=["chosen", "dgc", "adam", "dense"],
 )
 def test_the_start_of_a_fit_says_what_is_sent(
     forked: dict[int, Pool], settings: dict[str, Any], module: Any, said: str
@@ -489,7 +438,7 @@ def test_the_start_of_a_fit_says_what_is_sent(
     for ranks in (1, 2):
         first, *_ = forked[ranks].run(messages_with, settings, module)
         (message,) = first
-        assert said in message
+        assert re.search(said, message)
 
 
 def messages_with(rank: int, settings: dict[str, Any], module: Any) -> list[str]:
@@ -506,7 +455,6 @@ class Faulty(TopK):
         self.third_step_at = 0.0
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
-        """Raise in the third step."""
         self.step += 1
         if self.step == 3:
             self.third_step_at = time.monotonic()
@@ -548,7 +496,6 @@ class Vanishing(Small):
     alone_since = 0.0
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Vanish."""
         if batch_index == 3:
             self.alone_since = time.monotonic()
             if self.global_rank == 1 and self.how == "dies":
@@ -622,7 +569,6 @@ class Interrupted(Small):
     """A model whose user presses Ctrl-C in the third batch."""
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Interrupt."""
         if batch_index == 3:
             raise KeyboardInterrupt
         return super().training_step(batch, batch_index)
@@ -649,7 +595,6 @@ class Failing(Small):
     """A model that raises in the third batch."""
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Raise."""
         if batch_index == 3:
             raise ZeroDivisionError
         return super().training_step(batch, batch_index)
@@ -683,7 +628,6 @@ class Meeting(NamedTuple):
     layers: tuple[nn.Module, ...] = ()
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """Return its modules."""
         return self.layers
 
 
@@ -753,7 +697,6 @@ class Copying(Callback):
     copies = 0
 
     def copy_all(self, trainer: Trainer, *args: Any) -> None:
-        """Copy them."""
         self.trainer = trainer
         copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
         self.copies += 1

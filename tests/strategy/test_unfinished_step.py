@@ -28,13 +28,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 class Adversaries(Numbered):
-    """Two networks that are trained against each other by two optimizers, which take turns.
-
-    Args:
-        arguments: of the model.
-        kind: of optimizer.
-        every: batches for a step, for each optimizer.
-    """
+    """Two networks that are trained against each other by two optimizers, which take turns."""
 
     def __init__(self, *arguments: Any, kind: str = "SGD", every: tuple[int, int] = (3, 3)) -> None:
         super().__init__(*arguments)
@@ -55,12 +49,10 @@ class Adversaries(Numbered):
 
     @contextmanager
     def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
-        """Freeze what the other one trains."""
         with optimizer.toggle_model(sync_grad=is_last):
             yield
 
     def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each network."""
         made = self.network(rows)
         deceived = (made - rows).square().mean() + (self.critic(made) - 1).square().mean()
         return deceived, self.critic(made.detach()).square().mean() + (self.critic(rows) - 1).square().mean()
@@ -69,11 +61,9 @@ class Adversaries(Numbered):
         """Do something between two batches."""
 
     def configure_optimizers(self) -> Any:
-        """Return one for each."""
         return [self.optimizer_of(part.parameters()) for part in (self.network, self.critic)]
 
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
-        """Build an optimizer."""
         if self.kind == "AdamW":
             return torch.optim.AdamW(parameters, lr=1e-3)
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.0 if self.kind == "SGD" else 0.9)
@@ -83,19 +73,16 @@ class Sharing(Adversaries):
     """A layer is trained by both; nothing is frozen, so that each backward of the last batch brings all of it."""
 
     def configure_optimizers(self) -> Any:
-        """Return two."""
         shared = list(self.network[0].parameters())
         parts = [*self.network[2].parameters(), *shared], [*self.critic.parameters(), *shared]
         return [self.optimizer_of(part) for part in parts]
 
     @contextmanager
     def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
-        """Exchange in the last batch."""
         with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
             yield
 
     def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses that need every parameter."""
         made = self.network(rows)
         one, other = (made - rows).square().mean(), (self.critic(made) - 1).square().mean()
         return one + other, one + 2 * other
@@ -116,20 +103,13 @@ class NeverStepping(Sharing):
 
 
 class Clearing(Adversaries):
-    """Gradients are dropped within a window, some after a further batch.
-
-    Args:
-        arguments: of the model.
-        to_none: whether they are then none, or zeros.
-        settings: of the model.
-    """
+    """Gradients are dropped within a window, some after a further batch."""
 
     def __init__(self, *arguments: Any, to_none: bool, **settings: Any) -> None:
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
         self.to_none = to_none
 
     def interfere(self, batch_index: int) -> None:
-        """Drop the gradients of the critic."""
         if batch_index == 1:
             self.optimizers()[1].zero_grad(set_to_none=self.to_none)  # type: ignore[index]
 
@@ -141,7 +121,6 @@ class Replacing(Adversaries):
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
 
     def interfere(self, batch_index: int) -> None:
-        """Replace those of the critic."""
         if batch_index == 1:
             for parameter in self.critic.parameters():
                 parameter.grad = parameter.detach() * (self.global_rank + 1)
@@ -154,7 +133,6 @@ class Bypassing(Adversaries):
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
 
     def interfere(self, batch_index: int) -> None:
-        """Add to the gradients of the critic."""
         if batch_index == 1:
             (self.losses(self.rows(50))[1]).backward(inputs=list(self.critic.parameters()))
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.strategy.notes import Notes
+from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse.strategy.signals import Signals
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import strike
@@ -23,6 +23,7 @@ from tests.helpers.trainers import Rows, Small, make_trainer
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 BUFFERS = "_distributed_broadcast_coalesced"
 ADVICE = ("Look at the other ranks' output for the first error", "longer timeout=...", "ckpt_path=...", "gloo")
+FIRST_DDPS = LocalSteps(4, synchronous_steps=8)
 
 
 class Busy(Small):
@@ -108,8 +109,14 @@ def fit_struck(
         (Busy, "log", 1, {}, "barrier"),
         (Busy, "validation_step", 1, {}, "barrier"),
         (SparseDDPStrategy, "barrier", 1, {}, "barrier"),
-        (Notes, "hand_in", 0, {}, f"{BUFFERS}|barrier|all_to_all_single"),
-        (SparseDDPStrategy, "pre_backward", 1, {"local_steps": 4, "synchronous_steps": 8}, "_engine_run_backward"),
+        (Signals, "tell", 0, {}, f"{BUFFERS}|barrier|all_to_all_single"),
+        (
+            SparseDDPStrategy,
+            "pre_backward",
+            1,
+            {"local_steps": LocalSteps(4, synchronous_steps=8)},
+            "_engine_run_backward",
+        ),
     ],
 )
 def test_a_rank_that_dies_is_told_of_wherever_others_wait(

@@ -113,7 +113,7 @@ def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
     for system in systems():
         given = {name: value for name, value in system.arguments.items() if name in SettingsOf._fields}
         if "local_steps" in given:
-            yield system.name, SettingsOf(**given)
+            yield system.name, SettingsOf(**{**given, "local_steps": given["local_steps"].every})
         elif system != AUTO:  # it takes whichever of the others is faster
             has_density = COMPRESSORS[given["compressor"]].default_density is not None
             for density in densities if has_density else (None,):

@@ -39,10 +39,6 @@ class Loaded(NamedTuple):
 class Checkpointer:
     """The ranks' parts of checkpoints.
 
-    Args:
-        strategy: whose ranks they are, and whose plugin writes files.
-        resumes: whether a run that is resumed from a checkpoint goes on with what the ranks had kept.
-
     Attributes:
         loaded: the checkpoint that was read, until it is restored from.
         node_ranks: how many ranks of a node share what is kept; 1 where each keeps all.
@@ -64,16 +60,7 @@ class Checkpointer:
         storage_options: Optional[Any],
         write_file: Callable[..., None],
     ) -> None:
-        """Write the parts of all ranks, then Lightning's file, then delete what was there before.
-
-        Args:
-            kept: this rank's part; ``None`` where nothing is kept.
-            compressor: class name of what it belongs to.
-            checkpoint: Lightning's.
-            filepath: of Lightning's file; that of rank 0 counts.
-            storage_options: for the plugin.
-            write_file: writes Lightning's file, given the other three; does nothing on ranks above 0.
-        """
+        """Write the parts of all ranks, then Lightning's file, then delete what was there before."""
         if kept is None:
             write_file(checkpoint, filepath, storage_options)
             self._written[str(filepath)] = ""
@@ -141,12 +128,7 @@ class Checkpointer:
         return self.loaded is not None and self.loaded.save is not None
 
     def restore(self, restore_shard: Callable[[dict[str, Any], Save, str], Sequence[str]]) -> None:
-        """Read this rank's part of the checkpoint that was noted, and hand it over; on all ranks or on none.
-
-        Args:
-            restore_shard: given the part, its save and the path of Lightning's file, returns in words what of it is of
-                no use.
-        """
+        """Read this rank's part of the checkpoint that was noted, and hand it over; on all ranks or on none."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return

@@ -24,23 +24,7 @@ def restore_engine(
     layouts: Mapping[str, Any],
     source: str,
 ) -> list[str]:
-    """Give an engine what it can use of a state that this engine or another one had.
-
-    Args:
-        engine: that goes on.
-        compressor: of the engine.
-        state: of an engine, as saved.
-        save: where the state comes from.
-        parameters: of the model, by name, also those that are frozen now.
-        layouts: of the parameters when the state was saved, as :func:`saved_layouts` returned them.
-        source: of the state, for messages.
-
-    Returns:
-        in words, what it cannot use.
-
-    Raises:
-        CheckpointError: if the shape of a parameter has changed, or the compressor refuses its state.
-    """
+    """Give an engine what it can use of a state that this engine or another one had; return in words what it cannot."""
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
@@ -147,11 +131,7 @@ def _are_shares(engine: Engine, save: Save) -> bool:
 
 
 def _fitted_tensor(tensor: Tensor, engine: Engine, save: Save, parameter: Tensor, layout: Any) -> Tensor:
-    """Return what this rank keeps of a parameter as it lies now.
-
-    Raises:
-        ValueError: if its shape has changed; or the order in which it lies in memory, of which ranks have shares.
-    """
+    """Return what this rank keeps of a parameter as it lies now."""
     if not _are_shares(engine, save):
         whole = tensor[: parameter.numel()]
         return engine.levels.share_of(whole if layout is None else _relaid(whole, layout, parameter))
@@ -182,11 +162,7 @@ def _strides(parameter: Tensor) -> list[int]:
 
 
 def _relaid(flat: Tensor, layout: Any, parameter: Tensor) -> Tensor:
-    """Return what was kept of a parameter in the order in which it lies in memory now.
-
-    Raises:
-        ValueError: if the shape has changed, or the layout is none.
-    """
+    """Return what was kept of a parameter in the order in which it lies in memory now."""
     shape, strides = layout if isinstance(layout, list) and len(layout) == 2 else (layout, [])
     if shape != list(parameter.shape):
         raise ValueError(f"it was saved with the shape {shape}, and has {list(parameter.shape)} now")
@@ -202,11 +178,7 @@ def _relaid(flat: Tensor, layout: Any, parameter: Tensor) -> Tensor:
 def fitted_gradients(
     gradients: Mapping[str, Tensor], parameters: Mapping[str, Parameter], source: str
 ) -> dict[Parameter, Tensor]:
-    """Return what had been accumulated when the save came between two batches of one step.
-
-    Raises:
-        CheckpointError: if the shape of a parameter has changed.
-    """
+    """Return what had been accumulated when the save came between two batches of one step."""
     fitted = {}
     for name in gradients.keys() & parameters.keys():
         parameter, gradient = parameters[name], gradients[name]

@@ -59,11 +59,7 @@ class Save(NamedTuple):
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
-    """Return the save that a file says it belongs to; ``None`` if it says nothing.
-
-    Raises:
-        CheckpointError: if what it says makes no sense, or is of another version.
-    """
+    """Return the save that a file says it belongs to; ``None`` if it says nothing."""
     if not isinstance(content, dict) or content.get(KEY) is None:
         return None
     header = content[KEY] if isinstance(content[KEY], dict) else {}
@@ -83,11 +79,7 @@ def read_header(content: Any, source: str) -> Optional[Save]:
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
-    """Read one rank's part, without ever running what a pickle asks for.
-
-    Raises:
-        CheckpointError: if it is missing, damaged, not ours, or of another save.
-    """
+    """Read one rank's part, without ever running what a pickle asks for."""
     parameters = inspect.signature(checkpoint_io.load_checkpoint).parameters
     if "weights_only" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise CheckpointError(
@@ -136,14 +128,7 @@ class Share(NamedTuple):
 
 
 def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, saved: int) -> Share:
-    """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter.
-
-    Args:
-        read: returns the part of a rank.
-        rank: that goes on.
-        ranks: how many go on.
-        saved: how many parts there are.
-    """
+    """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter."""
     sums = read(rank % saved)
     shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(sums)}
     if rank >= saved:  # somebody else has read this part for its sum, too
@@ -162,14 +147,6 @@ def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, 
     What is kept of each parameter becomes the mean over ranks: what the model is still owed stays as it was. What a
     compressor has learned is passed on as it is, from rank to rank in turn. Where ranks had shares of a parameter, the
     mean is that over nodes, of all shares laid end to end.
-
-    Args:
-        share: what :func:`read_share` returned; not to be used any more.
-        save: of all parts.
-        device: on which ranks exchange.
-
-    Raises:
-        CheckpointError: on all ranks, if parts disagree on a shape.
     """
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
     forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
@@ -250,12 +227,7 @@ def _mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def read_state(
     checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: tuple[int, int]
 ) -> Union[dict[str, Any], Share]:
-    """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed.
-
-    Raises:
-        AbsentError: if nothing lies beside the checkpoint.
-        CheckpointError: if a part is missing, damaged, not ours, or of another save.
-    """
+    """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed."""
     places = [place for place in dict.fromkeys((followed(path), str(path))) if save.name in saves_beside(place)]
     place = (places or [str(path)])[0]
 

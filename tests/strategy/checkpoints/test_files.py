@@ -31,11 +31,7 @@ RANKS = ["rank_00000.pt", "rank_00001.pt"]
 
 
 class Saves(Numbered):
-    """A model that does something after some of its batches.
-
-    Args:
-        actions: what to do, with the model as argument, by the number of batches seen.
-    """
+    """A model that does something after some of its batches."""
 
     def __init__(self, actions: dict[int, Callable[["Saves"], None]]) -> None:
         super().__init__()
@@ -130,7 +126,6 @@ class Noting(TorchCheckpointIO):
     written: ClassVar[list[Any]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
-        """Write, and take a note."""
         self.written.append(path)
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -251,7 +246,6 @@ class FullDisk(AtomicCheckpointIO):
         self.is_full = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
-        """Write, unless full."""
         if self.is_full and self.part in str(path):
             raise OSError(28, "No space left on device")
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -343,7 +337,6 @@ class Evil:
     """What a pickle may ask for."""
 
     def __reduce__(self) -> Any:
-        """Leave a trace."""
         return os.mkdir, (str(Path(os.environ["TMPDIR_OF_TEST"]) / "executed"),)
 
 
@@ -485,15 +478,12 @@ class Old(CheckpointIO):
     """A plugin that does not know how to read safely."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
-        """Write."""
         torch.save(checkpoint, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:  # type: ignore[override]
-        """Read."""
         return torch.load(path, map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove."""
         os.remove(path)
 
 
@@ -513,7 +503,6 @@ class Sharded(Saves):
     """A model whose ranks share out the state of their optimizer."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what is imported beside it
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -536,7 +525,6 @@ class Reluctant(TorchCheckpointIO):
     """A file system on which folders cannot be removed, as NFS while somebody reads them."""
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Refuse."""
         if Path(path).is_dir():
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         super().remove_checkpoint(path)

@@ -24,7 +24,6 @@ class Plans(Callback):
         self.groups: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *batch: Any) -> None:
-        """Look."""
         plan = trainer.strategy.exchange_plan()
         self.groups.append(None if plan is None else plan.groups)
 
@@ -101,7 +100,6 @@ class Saving(Callback):
         self.steps = steps
 
     def on_train_batch_end(self, trainer: Any, *batch: Any) -> None:
-        """Save."""
         if trainer.global_step == self.steps:
             trainer.save_checkpoint(self.path)
 

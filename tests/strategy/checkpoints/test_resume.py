@@ -77,22 +77,18 @@ class Holding(Numbered):
     """A model that notes how many of the gradients that it starts with are still held when the optimizer steps."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Look at what was taken up."""
         if not self.history:
             self.taken_up = [weakref.ref(parameter.grad) for parameter in self.parameters()]
             self.held: list[int] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look again after the first step."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.held.append(self.count())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Look after backward."""
         self.held.append(self.count())
 
     def count(self) -> int:
-        """Return how many are held."""
         return sum(gradient() is not None for gradient in self.taken_up)
 
 
@@ -113,11 +109,9 @@ class Idle(Numbered):
     """A model whose batches have no gradient, and that notes with what its optimizer steps."""
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Add nothing."""
         return 0.0 * super().training_step(batch, batch_index)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Take a note of the first step."""
         if not hasattr(self, "gradients"):
             self.gradients = {name: each.grad.clone() for name, each in self.named_parameters()}
 
@@ -177,7 +171,6 @@ class GoesBack(Numbered):
             self.trainer.should_stop = True
 
     def kept(self) -> Any:
-        """Copy what is kept."""
         state = self.trainer.strategy.engine.state_dict()["memory"]
         return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in state.items()}
 
@@ -197,7 +190,6 @@ class Starting(Numbered):
     """A model that notes what its rank starts with."""
 
     def on_train_start(self) -> None:
-        """Take a note."""
         engine = getattr(self.trainer.strategy, "engine", None)
         self.weights_at_start = weights(self)
         self.at_start = {} if engine is None else engine.state_dict()

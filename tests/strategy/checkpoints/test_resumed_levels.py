@@ -26,7 +26,6 @@ class WithAdamW(Numbered):
     """The same model, trained by AdamW."""
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
 
 
@@ -63,7 +62,6 @@ class Starting(Numbered):
     """A model that notes what its rank starts with."""
 
     def on_train_start(self) -> None:
-        """Take a note."""
         self.at_start = copied(self.trainer.strategy.engine)
 
 
@@ -86,7 +84,6 @@ class Stage(NamedTuple):
 
     @property
     def shared_by(self) -> int:
-        """How many ranks have shares of the same parameters."""
         return self.node_ranks if self.levels != 1 and 1 < self.node_ranks < self.ranks else 1
 
 
@@ -157,7 +154,6 @@ class Laid(Numbered):
         self.convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Use it."""
         rows = self.rows(batch_index)
         images = rows[:, :27].reshape(-1, 3, 3, 3)
         return super().training_step(batch, batch_index) + self.convolution(images).square().mean()

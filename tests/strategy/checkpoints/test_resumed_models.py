@@ -19,7 +19,6 @@ class OneCycle(Numbered):
     """A schedule writes the momentum after every step."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD and the schedule."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -29,7 +28,6 @@ class Decaying(Numbered):
     """The weight decay is written before every step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Write it."""
         for group in self.trainer.optimizers[0].param_groups:
             group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
 
@@ -45,7 +43,6 @@ class Cadence(Numbered):
         self.slow = nn.Linear(32, 32)
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Train both layers by hand."""
         rows = self.rows(batch_index)
         fast, slow = self.optimizers()  # type: ignore[misc]
         fast.zero_grad()
@@ -56,7 +53,6 @@ class Cadence(Numbered):
             slow.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        """Return one for each."""
         layers = self.network, self.slow
         return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=self.momentum) for layer in layers]
 
@@ -76,7 +72,6 @@ class Heads(Numbered):
         self.spare = nn.Linear(2, 2)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch."""
         rows = self.rows(batch_index)
         return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
 
@@ -91,7 +86,6 @@ class Edges(Numbered):
         self.shift = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch."""
         rows = self.rows(batch_index)
         return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
 
@@ -104,7 +98,6 @@ class Sparse(Numbered):
         self.table = nn.Embedding(50, 32, sparse=True)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct rows with some of the table added."""
         rows = self.rows(batch_index)
         picked = self.table((20 * rows[:, :3].abs()).long().clamp(max=49)).sum(dim=1)
         return (self.network(rows + picked) - rows).square().mean()
@@ -139,12 +132,7 @@ def test_resumed_it_goes_on_to_the_bit(
 
 
 class Convolving(Numbered):
-    """A convolution, and a weight that is kept transposed; notes of what waits before each batch.
-
-    Args:
-        arguments: of the model.
-        is_other: whether the two lie in memory the other way round.
-    """
+    """A convolution, and a weight that is kept transposed; notes of what waits before each batch."""
 
     def __init__(self, *arguments: Any, is_other: bool = False) -> None:
         super().__init__(*arguments)
@@ -156,7 +144,6 @@ class Convolving(Numbered):
         self.notes: list[dict[str, Tensor]] = []
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Make both, and the layers, small."""
         rows = self.rows(batch_index)
         outputs = self.convolution(rows.view(4, 2, 4, 4)), rows.view(16, 8) @ self.matrix.t(), self.network(rows)
         return torch.stack([output.square().mean() for output in outputs]).sum()
@@ -189,7 +176,6 @@ class Flickering(Heads):
     """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Freeze, or unfreeze."""
         self.spare.requires_grad_(batch_idx != 2)
 
 

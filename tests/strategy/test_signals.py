@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer
@@ -25,12 +25,7 @@ SENDING = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_sin
 
 
 class SignalAt(Callback):
-    """Send this process SIGTERM in a training batch, or in validation.
-
-    Args:
-        step: before which; ``None`` for never.
-        in_validation: whether in the validation that comes next.
-    """
+    """Send this process SIGTERM in a training batch, or in validation."""
 
     def __init__(self, step: Optional[int], in_validation: bool = False) -> None:
         self.step = step
@@ -74,7 +69,7 @@ def fit_signalled(
 @pytest.mark.parametrize("signalled", [(0,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize(
     ("arguments", "step", "stop"),
-    [({}, 5, 7), ({"local_steps": 4}, 5, 9), ({"local_steps": 4, "synchronous_steps": 8}, 5, 7)],
+    [({}, 5, 7), ({"local_steps": 4}, 5, 9), ({"local_steps": LocalSteps(4, synchronous_steps=8)}, 5, 7)],
 )
 def test_all_ranks_end_and_save_after_the_same_step(
     signalled: tuple[int, ...], arguments: dict[str, Any], step: int, stop: int, pools: dict[int, Pool], tmp_path: Any

@@ -1,0 +1,151 @@
+"""Signals: noted where they come, told to all ranks while batches run, and answered on all of them at one batch.
+
+SIGTERM ends training (:class:`Termination`); SLURM's signal puts the job back into its queue
+(:class:`~lightning_sparse.callbacks.RequeueAtStepEnd`).
+"""
+
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse._lightning import SIGTERMException, Strategy, Trainer
+from lightning_sparse.engine.collectives import Uncopied
+
+
+class Signals(Uncopied):
+    """Tell every rank whether any of them has been signalled, without a wait in every batch.
+
+    What is told at one batch is heard at the next: one round trip, which hides behind the batch. gloo has a process
+    group of its own for it, so that no other exchange comes between. Other backends have it among what the main thread
+    exchanges anyway, in one order on all ranks: a group of gloo beside NCCL would need names of hosts that do not lead
+    to loopback, and another one of NCCL takes memory of each GPU.
+
+    Attributes:
+        is_noted: whether this rank has been signalled.
+        replaced: handler that the signal had.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.is_noted = False
+        self.replaced: Any = None
+        self._number: Optional[signal.Signals] = None
+        self._group: Any = None
+        self._strategy: Optional[Strategy] = None
+        self._exchanges: Optional[int] = None
+        self._work: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._number, self.replaced = number, signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        self.is_noted = True
+
+    def connect(self, strategy: Strategy) -> None:
+        """Have ranks hear of each other from now on; all of them must call."""
+        is_gloo, device = dist.get_backend() == "gloo", strategy.root_device
+        self._strategy = strategy
+        self._group = dist.new_group(timeout=getattr(strategy, "_timeout", None)) if is_gloo else None
+        self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)
+        self._streams = None if self._noted.device.type == "cpu" else torch.get_device_module(device)
+        self._stream = None if self._streams is None else self._streams.Stream(device)
+        self._host = torch.zeros(dist.get_world_size(), dtype=torch.uint8, pin_memory=self._streams is not None)
+
+    def tell(self) -> None:
+        """Tell whether this rank has been signalled; all ranks must call.
+
+        Nothing is sent within a round of local steps: in which ranks have begun no exchange since the last time.
+        """
+        if self._strategy is None:
+            return
+        begun = getattr(self._strategy, "begun_exchanges", None)
+        if begun is not None and begun == self._exchanges:
+            return
+        self._exchanges = begun
+        self._noted.fill_(self.is_noted)
+        if self._group is not None:  # to all at once: an all-reduce goes around a ring, twice
+            self._work = dist.all_to_all_single(self._host, self._noted, group=self._group, async_op=True)
+            return
+        self._work = dist.all_reduce(self._noted, op=dist.ReduceOp.MAX, async_op=True)
+        if self._streams is not None:
+            with self._streams.stream(self._stream):  # or whoever asks would wait for the whole step
+                self._work.wait()
+                self._host.copy_(self._noted, non_blocking=True)
+
+    def heard(self) -> bool:
+        """Return whether any rank had been signalled when it last told; ``False`` once it has been asked."""
+        if self._strategy is None:  # one process hears of itself
+            return self.is_noted
+        if self._work is None:
+            return False
+        if self._stream is not None:
+            self._stream.synchronize()
+        else:
+            self._work.wait()
+            if self._group is None:
+                self._host.copy_(self._noted)
+        self._work = None
+        return bool(self._host.any())
+
+    def close(self) -> None:
+        """Give the handler and the process group back."""
+        if self._number is not None:
+            signal.signal(self._number, self.replaced)
+            self._number = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class Termination:
+    """End training on all ranks at the start of one batch, when any of them has been sent SIGTERM.
+
+    From 2.6 on, Lightning has rank 0 tell the others at the start of every batch whether it was, and all of them wait:
+    for a round trip through a tree of ranks, and on a GPU for all that is queued (its issue 21487). Its handler
+    exchanges something too, wherever the other ranks are. Here Lightning's handler is called when all ranks have heard,
+    at one batch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._signals = Signals(signal.SIGTERM)
+        self._signals.connect(trainer.strategy)
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Optional["Termination"]:
+        """Return that of a training; ``None`` on one process, and in Lightning before 2.6, where nothing is sent."""
+        sends = trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
+        return cls(trainer) if sends else None
+
+    def _agree(self) -> None:
+        """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
+        if self._heard():
+            self._answer()
+            raise SIGTERMException
+        self._signals.tell()
+
+    def _answer(self) -> None:
+        """Have Lightning's handler do its work, on all ranks at once, so that what it exchanges meets."""
+        self._trainer.strategy.barrier()
+        lightnings = self._trainer._signal_connector._sigterm_notifier_fn  # where it could not be registered
+        handler: Any = self._signals.replaced if callable(self._signals.replaced) else lightnings
+        handler(signal.SIGTERM, None)
+
+    def _heard(self) -> bool:
+        with suppress(RuntimeError):  # a rank has died: the exchange that comes next says so, and in which group
+            return self._signals.heard()
+        return False
+
+    def close(self, has_ended: bool) -> None:
+        """Give back what was replaced; answer what has come since the last batch, if all ranks have ended."""
+        if has_ended:
+            is_known = self._heard()
+            self._signals.tell()
+            if self._heard() or is_known:
+                self._answer()
+        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+        self._signals.close()
