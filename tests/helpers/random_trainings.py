@@ -167,7 +167,14 @@ class Training:
         averages_own = self.averages == "SWA" or bool(
             self.averages and self.drifts
         )  # DDP does not go on from SWA, either
-        return self.is_reproducible and not has_own and not averages_own
+        return self.is_reproducible and not (has_own or averages_own or self._drops)
+
+    @property
+    def _drops(self) -> bool:
+        """Whether a validation comes right after the save, before which Lightning drops gradients, once and no more."""
+        if self.optimizers == 1 or self.validates is None or self.saves is None or self.saves[0] != "batch":
+            return False
+        return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
 
     @property
     def rounds_anew(self) -> bool:
@@ -678,12 +685,12 @@ REFUSALS: Mapping[str, Callable[[Training], bool]] = {
     ),
     "leaves nothing of an exchange to hide": lambda it: it.local is not None and it.strategy == "auto",
     "optimizers see whole gradients": lambda it: it.local is not None and isinstance(it.correction, AdamCorrection),
-    "which leaves nothing waiting": (
+    "which keeps no residual": (
         lambda it: it.local is not None and it.local.residual_decay < 1 and keeps_nothing(it.subject)
     ),
     "rounds of local steps exchange changes": lambda it: it.local is not None and "MomentumCorrection" in it.callbacks,
     "rounds of local steps exchange none": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
-    "it writes the values of a fixed number": (
+    "only a fixed number of elements": (
         lambda it: (
             "bit" in it.wire
             and not (
