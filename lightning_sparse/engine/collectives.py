@@ -47,16 +47,11 @@ class Uncopied:
 
 
 class Collectives(Uncopied):
-    """The collectives that wire formats name, over one process group.
+    """The collectives that wire formats name, over one process group of ``ranks`` (global numbers).
 
     Exchanges run on a thread of their own, while users' collectives (``sync_dist``, SyncBatchNorm) run on others. On a
-    shared process group their order would differ between ranks, so this one is never shared.
-
-    Args:
-        ranks: global ranks that exchange.
-        timeout: how long a collective may wait for its peers; ``None`` for the backend's default.
-        parts: a division of all ranks into those that exchange among themselves, ``ranks`` one of them; the same on all
-            ranks. ``None`` where all exchange with all.
+    shared process group their order would differ between ranks, so this one is never shared. ``parts`` divide all
+    ranks, the same on all of them, into those that exchange among themselves; ``None`` where all exchange with all.
     """
 
     def __init__(
@@ -86,11 +81,10 @@ class Collectives(Uncopied):
 
     @contextmanager
     def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:
-        """Name the subject of a collective inside, in words, if it does not end.
+        """Raise :class:`ExchangeError`, which names the subject of the collective inside, for a backend's error.
 
-        Raises:
-            ExchangeError: in place of the backend's error. What this rank's own device raises (out of memory, a failed
-                assertion in a kernel, which surfaces at whatever call comes next) stays what it is.
+        What this rank's own device raises (out of memory, a failed assertion in a kernel, which surfaces at whatever
+        call comes next) stays what it is.
         """
         try:
             yield
@@ -102,8 +96,8 @@ class Collectives(Uncopied):
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``.
 
-        gloo's own goes around a ring, with a round trip for each of ``ranks - 1`` hops. A short tensor is handed to
-        every rank at once instead: the same bytes, and one round trip.
+        gloo's own goes around a ring, ``ranks - 1`` hops. A short tensor is handed to every rank at once instead: the
+        same bytes, in one round trip.
         """
         gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
@@ -122,7 +116,7 @@ class Collectives(Uncopied):
         """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``).
 
         gloo's own goes around a ring twice. A short tensor goes as parts to their owners and back as sums instead: the
-        same bytes, and two round trips in place of ``2 (ranks - 1)``.
+        same bytes, in two round trips.
         """
         is_short = tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
         if not (self._goes_around and is_short):
@@ -145,14 +139,11 @@ class Collectives(Uncopied):
         return [mean for part in parts for mean in self.gather_numbers(part).mean(dim=0).tolist()]
 
     def check(self, names: Iterable[str]) -> None:
-        """Try collectives once, on a few bytes, so that a backend without one is refused before training.
+        """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device.
 
-        gloo and NCCL are known to have all of them. There only the all-gather is tried, which finds a device that does
-        not go with the backend: NCCL's first all-to-all connects all pairs of ranks, and takes gigabytes of a GPU's
-        memory for it, which most trainings never need.
-
-        Raises:
-            RuntimeError: if the backend cannot run one of them on this device.
+        gloo and NCCL have all of them: there the all-gather alone is tried, which finds a device that does not go with
+        the backend. NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes that most trainings
+        never need.
         """
         knows_all = dist.get_backend(self.group) in ("gloo", "nccl")
         for name in names:
@@ -170,9 +161,9 @@ class Collectives(Uncopied):
     def close(self, has_failed: bool = False) -> None:
         """Give the process group back; safe to call twice.
 
-        Where this rank ``has_failed``, others may still wait for it. With gloo they are told by the end of the group.
-        NCCL would have this rank wait for them first, with the error that nobody has seen yet; there the group stays
-        until the process ends.
+        Where this rank ``has_failed``, others may still wait for it. gloo tells them by the end of the group. NCCL
+        would have this rank wait for them first, with an error that nobody has seen: there the group stays until the
+        process ends.
         """
         is_there = self.group is not None and dist.is_initialized()
         if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
@@ -194,14 +185,11 @@ def sum_together(tensor: Tensor) -> Tensor:
 
 
 def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
-    """Gather a line of every rank in the store by which the ranks have found each other.
+    """Gather a line of every rank in the store by which the ranks have found each other, within the timeout.
 
-    A rank may have noticed what others have not, and these go on with their step: on a process group that is in use,
-    its message would be taken for one of that step. A group of its own, of gloo, would need more than NCCL does: names
-    of hosts that do not lead to loopback.
-
-    Raises:
-        RuntimeError: if not every rank calls this within the timeout.
+    A rank may have noticed what others have not, and these go on with their step: on a process group in use its message
+    would be taken for one of that step. A gloo group of its own would need more than NCCL does: names of hosts that do
+    not lead to loopback.
     """
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
@@ -244,8 +232,8 @@ def words() -> dict[int, str]:
 def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
     """Return the meaning of an error that may come from any call: ``None`` unless a backend has waited for other ranks.
 
-    Of gloo's errors, which have no type of their own, those are taken that begin with a line of its source. Where ranks
-    differ in what they exchange, gloo begins with a failed check instead, and nobody is to look for the dead.
+    gloo's errors have no type: those are taken that begin with a line of its source. Where ranks differ in what they
+    exchange, gloo begins with a failed check instead, and nobody is to look for the dead.
     """
     if isinstance(error, ExchangeError):
         return error

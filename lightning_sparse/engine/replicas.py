@@ -63,10 +63,8 @@ class AveragedReplicas(Replicas):
 class ReplicaAverager:
     """Average parameters and floating-point buffers over ranks.
 
-    Attributes:
-        divergence: how far the replicas were apart when they were last averaged: the root mean square over ranks of
-            the distance from the mean of the parameters, relative to its norm; a tensor of one element.
-        sent_bytes: that left this rank the last time that the replicas were made one.
+    ``divergence``, of one element, is how far the replicas were apart when last averaged: the root mean square over
+    ranks of the distance from the mean of the parameters, relative to its norm. ``sent_bytes`` left this rank then.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
@@ -77,17 +75,13 @@ class ReplicaAverager:
         self.sent_bytes = 0.0
 
     def average(self, are_apart: bool = False) -> None:
-        """Average the model over ranks, in place, unless all replicas are the same: then they are identical to the bit.
-
-        Raises:
-            ExchangeError: if another rank does not get there.
-        """
+        """Average the model over ranks, in place, unless all are the same; afterwards they are identical to the bit."""
         self.average_differing(floats(chain(self._module.named_parameters(), self._module.named_buffers())), are_apart)
 
     def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
-        """Average over ranks, in place, those tensors that they hold differently; all of them if that is known.
+        """Average over ranks, in place, those tensors that they hold differently, or all; return their names.
 
-        Return their names, the same on all ranks; none where ranks have other tensors than each other.
+        The names are the same on all ranks; none where ranks have other tensors than each other.
         """
         self.sent_bytes = 0.0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):

@@ -9,11 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def check_parameters(model: Module) -> None:
-    """Check that the gradients of a model can be compressed.
-
-    Raises:
-        TypeError: if a parameter that is trained is not real floating point.
-    """
+    """Refuse a model of which a parameter that is trained is not real floating point."""
     refused = [
         f"{name} ({parameter.dtype})"
         for name, parameter in model.named_parameters()
@@ -27,11 +23,7 @@ def check_parameters(model: Module) -> None:
 
 
 def check_reducer(ddp: DistributedDataParallel) -> None:
-    """Check that a wrapped model hands its gradients over in buckets.
-
-    Raises:
-        RuntimeError: if it does not.
-    """
+    """Refuse a wrapped model that does not hand its gradients over in buckets."""
     if getattr(ddp, "_use_python_reducer", False):
         raise RuntimeError(
             "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"

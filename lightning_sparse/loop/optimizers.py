@@ -67,23 +67,10 @@ class Uncorrected:
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
-    An optimizer without momentum applies weight decay without momentum, too, which is weaker by ``1 - momentum``; its
-    weight decay is therefore divided by that while the momentum is away. Both are away only while an optimizer steps:
-    schedules, checkpoints and whoever else looks in between find what the user chose.
-
-    Args:
-        parameters: the model's, by name.
-        optimizers: that train it.
-        feedback: what the memory accumulates.
-        target_of: density of a parameter when warm-up is over, by its name.
-        memory: what is kept; ``None`` to check the optimizers alone.
-
-    Attributes:
-        adam: the corrected optimizers' part of a step.
-
-    Raises:
-        ValueError: if the memory accumulates momentum, and an optimizer is not SGD, has dampening, or has momentum of
-            its own beside one given as a number.
+    An optimizer without momentum applies weight decay without it, too, which is weaker by ``1 - momentum``: meanwhile
+    weight decay is divided by that. Both are away only while an optimizer steps, so that schedules, checkpoints and
+    whoever else looks in between find what the user chose. Optimizers that cannot go with ``feedback`` are refused;
+    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step.
     """
 
     def __init__(
@@ -123,8 +110,7 @@ class OptimizerView:
     def coming_step(self, is_plain: bool = False, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
         """Return what the exchange has to know of the coming step, which may be left to plain DDP.
 
-        The same on all ranks: all train the same parameters, and have made as many steps with each. For the
-        parameters in ``continued`` it has had an exchange before.
+        The same on all ranks. For the parameters in ``continued`` the step has had an exchange before.
         """
         coming = self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
@@ -132,8 +118,7 @@ class OptimizerView:
     def hyperparameters(self, continued: AbstractSet[torch.Tensor] = frozenset()) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
 
-        For the parameters in ``continued`` the step has had an exchange before. One that no optimizer handles has no
-        learning rate (NaN): when one begins to, that is no change of rate.
+        A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
         """
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
@@ -199,8 +184,8 @@ class OptimizerView:
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
 
-    Told by its class for those of torch that do not, and for all others by the names of their settings: Adam and its
-    kind, Adagrad, RMSprop, Adafactor, Lion, and those of other libraries.
+    Told by its class for those of torch that do not, and for all others, of any library, by the names of their
+    settings.
 
     Example::
 
@@ -240,11 +225,7 @@ def tells_warm_up(warm_up: WarmUp, density: float) -> str:
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can be made before selection, with an optimizer that has them.
-
-    Raises:
-        ValueError: if that was asked for, and cannot be, see :func:`_check_correctable`.
-    """
+    """Return whether Adam's updates can be made before selection; refuse if that was asked for, and cannot be."""
     if isinstance(settings.optimizer_correction, AdamCorrection):
         _check_correctable(optimizers)
     are_correctable = list(map(is_correctable, optimizers))
@@ -253,11 +234,7 @@ def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
 
 
 def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
-    """Check optimizers whose correction was asked for.
-
-    Raises:
-        ValueError: if one of them learns from gradients how large they are and cannot be corrected, or none can be.
-    """
+    """Refuse optimizers of which one learns how large gradients are and cannot be corrected, or none can be."""
     refused = [each for each in optimizers if not is_correctable(each)]
     if any(map(is_adaptive, refused)) or len(refused) == len(optimizers):
         names = ", ".join(type(each).__name__ for each in refused)

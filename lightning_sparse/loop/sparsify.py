@@ -64,6 +64,7 @@ def sparsify(
 
     Call it on all ranks, once, before the first backward. Gradients travel while backward goes on, as soon as DDP hands
     a bucket over: build it with ``bucket_cap_mb=lightning_sparse.bucket_cap_mb(model)``, or they wait for larger ones.
+    On one process it makes the same checks, and does nothing.
 
     Args:
         ddp_model: the model, wrapped, of all processes.
@@ -77,13 +78,8 @@ def sparsify(
         exchange: see there.
         overlaps_backward: see there.
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
-        total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
-            ``None`` where that is not known.
+        total_steps: optimizer steps of the whole training, for the warm-up of Adam's correction; ``None`` if not known.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
-
-    Returns:
-        the handle, with what is kept, statistics and the end. On one process it makes the same checks, and does
-        nothing.
 
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
@@ -200,9 +196,8 @@ class Sparsifier:
     def stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
 
-        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, but for
-        ``total_steps`` and ``exposed_share``. Empty before the first step, and on one process; after :meth:`close` they
-        stay what they were.
+        Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, but for ``total_steps`` and
+        ``exposed_share``. Empty before the first step and on one process; after :meth:`close` they stay what they were.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
@@ -302,9 +297,7 @@ class Sparsifier:
         """End the exchange, and leave the optimizers alone; safe to call twice.
 
         The wrapper is of no more use: DDP cannot take its hook back. Train on with a new one around the same model.
-
-        Args:
-            has_failed: whether training ends by an error of this rank, so that others may wait for it.
+        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
         """
         self._is_closed = True
         if self.engine is None or self._view is None:
@@ -446,12 +439,7 @@ def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
 
 
 def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
-    """Check what a loop of one's own tells of itself.
-
-    Raises:
-        TypeError: if the scaler is none.
-        ValueError: if the steps are no number of steps.
-    """
+    """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
     is_number = total_steps is None or (isinstance(total_steps, int) and total_steps >= 1)
@@ -460,11 +448,7 @@ def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> Non
 
 
 def check_settings(settings: Settings) -> None:
-    """Check that a loop of one's own has a place for what the user chose.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Refuse what a loop of one's own has no place for."""
     refuse(
         (
             isinstance(settings.schedule, Auto),

@@ -40,11 +40,7 @@ def summary(settings: Settings) -> str:
 
 
 def closing(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
-    """Say what a training has sent, and what it has waited for.
-
-    Args:
-        stats: those of its end, see :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`.
-        verdict: what ``sparse_auto`` has found; ``None`` where nothing was to be found.
+    """Say what a training has sent and waited for; ``verdict`` is what ``sparse_auto`` has found.
 
     Example::
 
@@ -63,13 +59,7 @@ def closing(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """Write a number of bytes.
-
-    Example::
-
-        >>> in_bytes(1_234_567)
-        '1.23 MB'
-    """
+    """Write a number of bytes, such as 1.23 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"

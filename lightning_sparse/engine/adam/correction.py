@@ -18,15 +18,13 @@ class AdamCorrection:
     Adam that is fed with sparse gradients sees one spike where dense training sees a hundred small gradients, and its
     second moment learns the wrong thing. Here every rank divides its own gradient by the root of a second moment that
     is the same on all ranks; of these updates the largest are sent, and the rest is kept. The second moment is learned
-    while everything is sent, in the first steps, and after that from a mean gradient that is exchanged now and then, as
-    16-bit values.
+    while everything is sent, in the first steps, and after that from a mean gradient exchanged now and then in 16 bits.
 
     The first moment is dropped, and its contents move into the residual, which averages gradients as a momentum does:
     one on top of the other delays them further (measured: see ``examples/benchmarks/README.md``).
 
-    A second moment that is shared, and learned at growing intervals, is 1-bit and 0/1 Adam's (arXiv 2102.02888,
-    2202.06009), which keep the first moment, send all of it as signs, and divide after the exchange. Here selection
-    comes after the division, so that updates compete and not gradients.
+    1-bit and 0/1 Adam (arXiv 2102.02888, 2202.06009) share a second moment learned at growing intervals, too, but keep
+    the first moment, send all of it as signs, and divide after the exchange. Here updates compete, not gradients.
 
     Args:
         dense_steps: first steps of a parameter in which its whole gradient is sent and the optimizer acts as ever, at
@@ -35,9 +33,9 @@ class AdamCorrection:
             parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
             elements.
         fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for ten times
-            as many as the dense steps, and no more than a tenth of a training whose length is known.
-        refresh_steps: steps between two mean gradients that the second moment learns from, at least; the interval grows
-            to a tenth of the steps made. Each of them takes half of what DDP sends in a step.
+            the dense steps, and no more than a tenth of a training whose length is known.
+        refresh_steps: least steps between two mean gradients that the second moment learns from; the interval grows to
+            a tenth of the steps made. Each of them takes half of what DDP sends in a step.
 
     Raises:
         ValueError: for a number out of range.

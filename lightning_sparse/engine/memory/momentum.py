@@ -30,20 +30,12 @@ class MomentumMemory(ResidualMemory):
 
     With Nesterov ``u = m (u + g)``, ``v = v + u + g``. Where an element is sent, its ``u`` starts again from zero
     (momentum factor masking), so that a stale direction is not followed on; where a parameter is sent whole, it goes
-    on, so that the method becomes dense momentum SGD.
-
-    Where the gradient of one step comes in several exchanges, ``u`` is multiplied by ``m`` in the first of them that
-    counts, and of the others ``v`` is given what they add to ``u`` alone.
+    on, so that the method becomes dense momentum SGD. Where a step has several exchanges, ``u`` is multiplied by ``m``
+    in the first that counts, and of the others ``v`` is given what they add to ``u`` alone. A change of the learning
+    rate rescales the residual alone: dense momentum SGD never rescales its buffer either.
 
     Takes 12 bytes an element: residual, momentum, and the momentum of the step in flight, which counts only once the
-    step is known to be finite.
-
-    Args:
-        without_optimizer: the momentum where no optimizer is known.
-        masks_momentum: whether the momentum of what was sent starts again from zero.
-        local_clip_norm: see :class:`ResidualMemory`.
-        follows_learning_rate: see :class:`ResidualMemory`. The residual alone is rescaled: dense momentum SGD never
-            rescales its buffer either.
+    step is known to be finite. ``without_optimizer`` are the settings where no optimizer is known.
     """
 
     def __init__(

@@ -41,20 +41,13 @@ def waiting_kinds(kinds: Iterable[str]) -> set[str]:
 
 
 class Hyperparameters(NamedTuple):
-    """The optimizer's settings for a parameter in this step.
-
-    Attributes:
-        momentum: that the memory has taken over from the parameter group.
-        nesterov: whether that is Nesterov's.
-        adam: Adam's state of it, where the memory makes Adam's updates before selection; else ``None``.
-        continues_step: whether its gradient was exchanged before in this step: a backward is one of several.
-    """
+    """The optimizer's settings for a parameter in this step."""
 
     learning_rate: float
-    momentum: float = 0.0
+    momentum: float = 0.0  # that the memory has taken over
     nesterov: bool = False
-    adam: Optional[Any] = None
-    continues_step: bool = False
+    adam: Optional[Any] = None  # Adam's state, where its updates are made before selection
+    continues_step: bool = False  # whether the gradient was exchanged before in this step, of several backwards
 
 
 class Averages(Protocol):
@@ -72,18 +65,12 @@ class Memory:
 
     A step is a transaction: :meth:`compensate` changes nothing that is kept, and :meth:`update` is told which tensors'
     exchange counts. A non-finite gradient or an unused parameter therefore leaves the memory bit for bit as it was.
-
-    Attributes:
-        corrects_adam: whether what is kept are updates of Adam or AdamW, made before selection.
-        clips_gradients: whether the norm of the whole gradient has to be known before the first group is compensated.
-        gradient_norm: that norm in this step, a tensor of one element; only set where ``clips_gradients``.
-        is_watched: whether to take note of what :meth:`statistics` tells; to be set before a step.
     """
 
-    corrects_adam: bool = False
-    clips_gradients: bool = False
-    gradient_norm: Optional[Tensor] = None
-    is_watched: bool = False
+    corrects_adam: bool = False  # whether what is kept are updates of Adam or AdamW
+    clips_gradients: bool = False  # whether the norm of the whole gradient is needed before the first group
+    gradient_norm: Optional[Tensor] = None  # that norm, of one element, in this step
+    is_watched: bool = False  # whether to note what :meth:`statistics` tells; to be set before a step
 
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
@@ -145,14 +132,10 @@ class ResidualMemory(Memory):
     """Error feedback: what was not sent is added to the next gradient.
 
     The residual of a parameter is allocated when its first gradient arrives, in fp32 (float64 for a float64 gradient),
-    and from then on updated in place: 4 bytes an element.
-
-    Args:
-        local_clip_norm: largest norm of this rank's gradient over the whole model; a larger one is scaled down before
-            it is accumulated. ``None`` not to clip.
-        follows_learning_rate: multiply the residual by the last learning rate over the present one (within a tenth and
-            ten), so that it acts with the learning rate under which it was gathered.
-        decay: the residual is multiplied by this before a gradient is added, as in SparseLoCo (arXiv 2508.15706).
+    and from then on updated in place: 4 bytes an element. ``decay`` multiplies it before a gradient is added, as in
+    SparseLoCo (arXiv 2508.15706). With ``follows_learning_rate`` it is multiplied by the last learning rate over the
+    present one (within a tenth and ten), so that it acts with that under which it was gathered. ``local_clip_norm`` is
+    the largest norm of this rank's gradient over the whole model: a larger one is scaled down before it is accumulated.
     """
 
     def __init__(
