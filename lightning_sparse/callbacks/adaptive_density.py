@@ -37,8 +37,8 @@ class AdaptiveDensity(StepObserver):
     alike on all ranks: measurements are averaged over ranks first. Checkpoints hold what rules have learned.
 
     When a density has changed by a quarter, all loggers get ``sparse_parameters/density/<parameter name>`` (unless a
-    :class:`CompressionMonitor` logs it by parameter). When another rule decides, or has doubled or halved a density,
-    rank 0 says which and why, and TensorBoard gets a table with the reasons; a warm-up is told when it begins and ends.
+    :class:`CompressionMonitor` logs it). When another rule decides, or has doubled or halved a density, rank 0 says
+    which and why, and TensorBoard gets a table; a warm-up is told when it begins and ends.
 
     Args:
         rules: such as :class:`~lightning_sparse.callbacks.Warmup`, :class:`~lightning_sparse.callbacks.ErrorBudget`.
@@ -47,11 +47,9 @@ class AdaptiveDensity(StepObserver):
             all-gather, and on a GPU a wait for the step.
 
     Raises:
-        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor does not
-            send a density of each parameter, if the schedule decides itself (``"auto"``), and if another callback sets
-            densities, too.
-        TypeError: if something else than a rule is given; at the start, if the Trainer's strategy is not a
-            :class:`~lightning_sparse.SparseDDPStrategy`.
+        ValueError: without a rule, or for an argument out of range; at the start of ``fit``, if the compressor sends no
+            density of each parameter, the schedule decides itself (``"auto"``), or another callback sets densities.
+        TypeError: for something else than a rule; at the start, without a :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Example::
 

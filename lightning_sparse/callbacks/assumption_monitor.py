@@ -23,17 +23,15 @@ class AssumptionMonitor(StepObserver):
     """Log ``delta`` of every layer: what a selection leaves over, next to a random one of the same size.
 
     The convergence proof of LAGS-SGD (arXiv 1911.08727) asks for ``delta <= 1`` in every layer. Logged are
-    ``sparse_parameters/delta/<parameter name>`` and the largest, ``sparse/delta``; a layer that exceeds 1 is named in a
-    warning, once. The values are equal on all ranks.
-
-    A step that is looked at costs a dense all-reduce of the gradients, which its ``wire_bytes`` count.
+    ``sparse_parameters/delta/<parameter name>`` and the largest, ``sparse/delta``, equal on all ranks; a layer that
+    exceeds 1 is named in a warning, once. Such a step costs a dense all-reduce of the gradients, which its
+    ``wire_bytes`` count.
 
     Args:
         every_n_steps: look at every so many steps.
 
     Attributes:
-        means: by parameter name, a :class:`torchmetrics.MeanMetric` over the steps that were looked at since training
-            began.
+        means: :class:`torchmetrics.MeanMetric` by parameter name, over the steps looked at since training began.
 
     Raises:
         ValueError: for an interval below 1; at the start of ``fit``, for a method that does not select.

@@ -13,8 +13,7 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 class StepObserver(Callback):
     """Look at some of the steps of a :class:`~lightning_sparse.SparseDDPStrategy` of several processes.
 
-    A step is known before its first batch, so that what costs extra can be asked for; it is looked at after the
-    optimizer has made it.
+    A step is known before its first batch, so that more can be asked for; it is looked at after the optimizer's step.
     """
 
     cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or remove the callback"

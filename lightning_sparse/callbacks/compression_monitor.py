@@ -31,31 +31,28 @@ class CompressionMonitor(StepObserver):
 
     All loggers get :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, ``backward_seconds``,
     ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (validation left out), and
-    ``residual_to_gradient`` (norm of the residual over that of the gradient). They are means over ranks;
-    ``exposed_seconds`` and ``exposed_share`` are those of the slowest rank, ``samples_per_second`` counts those of all
-    ranks. Totals are since the start of ``fit``. Bytes and times are also means over the steps since the last logged
-    one, the last 256 at most, because a method may send more in one step than in the next; norms are those of the
-    logged step. Of steps of plain DDP, such as AdamW's first ones, times of an exchange are not known and left out.
-    TensorBoard also gets a page with the plan in force, and a layout for its tab "Custom Scalars", in which the density
-    is a decimal logarithm.
+    ``residual_to_gradient`` (ratio of norms). They are means over ranks; ``exposed_seconds`` and ``exposed_share`` are
+    those of the slowest rank, ``samples_per_second`` counts those of all ranks. Totals are since the start of ``fit``.
+    Bytes and times are also means over the steps since the last logged one, the last 256 at most, because a method may
+    send more in one step than in the next; norms are those of the logged step. Steps of plain DDP, such as AdamW's
+    first ones, have no times of an exchange. TensorBoard also gets a page with the plan in force, and a layout for its
+    tab "Custom Scalars", in which the density is a decimal logarithm.
 
     A logged step costs one more pass over gradients and residuals, a small all-gather, and on a GPU a wait for the
     step. Of other steps notes are taken on the host.
 
     Args:
         progress_bar: also show the compression ratio since the start and the exposed milliseconds in the progress bar.
-        by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>``, ``density``, ``gradient_norm``,
-            ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or ``update_error`` where
-            updates of Adam wait, of the logged step.
-        histograms: also show, in TensorBoard, the magnitudes of what is sent and kept, over their decimal logarithm
-            and added up over ranks: ``sparse/log10_sent_magnitude``, ``sparse/log10_kept_magnitude``; with
-            ``by_parameter`` of each parameter, too, as ``sparse_parameters/<name>/<parameter name>``. Zeros are left
-            out. With Adam and AdamW they are gradients while everything is sent, and updates from then on.
+        by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>`` of the logged step, ``density``,
+            ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or
+            ``update_error`` where updates of Adam wait.
+        histograms: also show, in TensorBoard, the magnitudes of what is sent and kept (with Adam and AdamW, gradients
+            while everything is sent, then updates), over their decimal logarithm, added up over ranks and without
+            zeros: ``sparse/log10_sent_magnitude``, ``sparse/log10_kept_magnitude``; with ``by_parameter`` of each, too.
 
     Raises:
         ValueError: at the start of ``fit``, if the Trainer has two monitors.
-        TypeError: at the start of ``fit``, if the Trainer's strategy is not a
-            :class:`~lightning_sparse.SparseDDPStrategy`.
+        TypeError: at the start, if its strategy is not a :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Example::
 

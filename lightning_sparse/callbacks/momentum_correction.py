@@ -22,9 +22,9 @@ class MomentumCorrection(StepObserver):
     residuals, as :class:`~lightning_sparse.compressors.DGC` does by itself. Changes of learning rate and momentum, by
     the optimizer or a schedule (warm restarts, one cycle), are followed.
 
-    At the Trainer's ``log_every_n_steps`` loggers get, as means over ranks, ``sparse/momentum_norm`` (of what a rank
-    has accumulated), ``sparse/masked_fraction`` (of all elements, those whose momentum was set to zero, where it is
-    masked) and ``sparse/local_clip_factor`` (by which a rank's gradient was multiplied, where it is clipped).
+    At the Trainer's ``log_every_n_steps`` loggers get, as means over ranks, ``sparse/momentum_norm`` (accumulated by a
+    rank), ``sparse/masked_fraction`` (of all elements, those whose momentum was set to zero) and
+    ``sparse/local_clip_factor`` (by which a rank's gradient was multiplied), where it is masked and clipped.
 
     With AdamW and Adam the optimizer's own correction is in its place, see
     :class:`~lightning_sparse.AdamCorrection`; ``clip_norm`` is then that of the mean gradient, as measured.

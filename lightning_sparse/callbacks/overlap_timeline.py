@@ -37,14 +37,10 @@ _FONT_SIZE = 14  # TensorBoard first shows a picture some 300 pixels wide, howev
 
 
 class Slice(NamedTuple):
-    """A stretch of time, from ``start`` to ``end`` in seconds, on one of :data:`ROWS`.
-
-    ``stage`` is ``"backward"``, ``"gradient"``, ``"wait"`` (of the optimizer for the exchange), ``"group"``, that of a
-    span of the engine, or ``"queue"`` (of a group for the worker).
-    """
+    """A stretch of time on one of :data:`ROWS`, in seconds."""
 
     row: str
-    stage: str
+    stage: str  # backward, gradient, wait (for the exchange), group, that of a span, or queue (for the worker)
     name: str
     start: float
     end: float
@@ -62,21 +58,20 @@ class RecordedStep(NamedTuple):
 class OverlapTimeline(StepObserver):
     """Record some steps of all ranks, and write them as a trace for Perfetto (https://ui.perfetto.dev) and Chrome.
 
-    Each rank is a process with a row for backward (a slice for each gradient, then the wait for the exchange), one for
-    the exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes and
-    parameters), and one for groups that wait for the worker. Rank 0 writes the file after every recorded step. A few
-    small collectives compare the clocks of ranks; ``metadata`` in the file says how far they may still be off.
-
-    On a GPU a recorded step marks every gradient with an event. Other steps cost nothing.
+    Each rank is a process with three rows: backward (a slice for each gradient, then the wait for the exchange), the
+    exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes and parameters),
+    and groups that wait for it. Rank 0 writes the file after every recorded step. A few small collectives compare the
+    clocks of ranks; ``metadata`` says how far they may still be off. On a GPU a recorded step marks every gradient with
+    an event. Other steps cost nothing.
 
     Args:
         steps: numbers of the steps to record, from 0, as loggers count them.
         every_n_steps: record every so many steps instead; 100 if neither is given. The first steps, in which
-            ``schedule="merged"`` tries groupings, are passed over unless ``steps`` names them.
+            ``schedule="merged"`` tries groupings, are passed over.
         max_steps: no more than this many are recorded.
-        path: file to write; the picture stands beside it, with the suffix ``.png``. ``None`` for ``overlap.json`` in
-            the directory of the logger, or the Trainer's.
-        pictures: draw the last recorded step when training ends; it is also shown in TensorBoard.
+        path: file to write, with the picture beside it as ``.png``. ``None`` for ``overlap.json`` in the directory of
+            the logger, or the Trainer's.
+        pictures: draw the last recorded step when training ends, also in TensorBoard.
 
     Attributes:
         recorded: the steps recorded since training began, on every rank.
@@ -176,9 +171,9 @@ class OverlapTimeline(StepObserver):
 
 
 def step_slices(marks: StepMarks, reference: Mark, reference_seconds: float, numels: Mapping[str, int]) -> list[Slice]:
-    """Put a step that has ended on the host's clock, on which ``reference`` passed at ``reference_seconds``.
+    """Put a step on the host's clock, on which ``reference`` passed at ``reference_seconds``; on a device this waits.
 
-    On a device this waits for it. The slices are in the order of their start, longer ones first.
+    Slices are in the order of their start, longer ones first.
     """
 
     def seconds(mark: Mark) -> float:
@@ -226,8 +221,8 @@ def clock_offset(
 ) -> tuple[float, float]:
     """Return by how many seconds another rank's clock is ahead, and how far that may be off to either side.
 
-    Each rank noted when it entered and left collectives that no rank leaves before all have entered: the other's exit
-    comes after the entry here, the exit here after its entry. The tightest bounds count, as in NTP.
+    No rank leaves a collective before all have entered: the other's exit comes after the entry here, the exit here
+    after its entry. The tightest bounds count, as in NTP.
     """
     least = max(entry - exit_here for entry, exit_here in zip(other_entries, exits))
     most = min(exit_there - entry for exit_there, entry in zip(other_exits, entries))
@@ -255,10 +250,9 @@ def _gather_slices(strategy: SparseDDPStrategy, slices: Sequence[Slice]) -> list
 
 
 def trace(steps: Sequence[RecordedStep]) -> dict[str, Any]:
-    """Write steps in Chrome's JSON format, a process for each rank and a row for each of :data:`ROWS`.
+    """Write steps in Chrome's JSON format, a process for each rank and a row for each of :data:`ROWS`, in microseconds.
 
     Steps are moved together, a millisecond apart; ``metadata`` says when they really began, counted from the first.
-    ``traceEvents`` are in the order of their times, in microseconds.
     """
     events: list[dict[str, Any]] = []
     for rank in range(max((len(step.ranks) for step in steps), default=0)):

@@ -30,8 +30,7 @@ class ReplicaSentinel(StepObserver):
         action: ``"raise"`` to end training on all ranks, ``"warn"`` to go on.
 
     Raises:
-        ValueError: for an interval below 1 or an unknown action; at the start of ``fit``, for a method that lets
-            replicas drift apart.
+        ValueError: for an interval below 1 or an unknown action; at the start of ``fit``, if replicas drift by design.
         ReplicaError: in training, when a parameter differs.
 
     Example::

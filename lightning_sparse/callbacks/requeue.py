@@ -17,13 +17,13 @@ class RequeueAtStepEnd(Callback):
     """Answer SLURM's signal at the end of a step, instead of wherever each rank happens to be.
 
     Lightning saves within the signal's handler: a rank that waits for another one's gradient does not get there, and
-    the job hangs. Here the handler only takes note. The notes of all ranks are reduced while the next step runs, so all
-    learn of a signal at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's
-    ``default_root_dir``, from which the requeued job goes on, and end.
+    the job hangs. Here the handler takes a note, and notes are reduced while the next step runs, so all ranks learn of
+    a signal at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's ``default_root_dir``,
+    from which the requeued job goes on, and end. A signal is answered after a validation, and where a round of local
+    steps has ended.
 
     It replaces Lightning's handler, and does nothing outside of SLURM or where ``SLURMEnvironment(auto_requeue=False)``
-    is among the Trainer's plugins. ``lightning-sparse fit`` has it always. A signal during a validation is answered
-    after it, and in rounds of local steps where a round has ended.
+    is among the Trainer's plugins. ``lightning-sparse fit`` has it always.
 
     Example::
 

@@ -27,7 +27,7 @@ def statistics_over_ranks(
     samples: Optional[ParameterSamples],
     throughput: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return what the last steps did; quotients are those of what was reduced, and what cannot be known is left out.
+    """Return what the last steps did, less what cannot be known; quotients are those of what was reduced.
 
     ``samples`` are of the last step, ``None`` if plain DDP made it.
     """

@@ -67,10 +67,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
 
 
 def log_magnitudes(trainer: Trainer, tag: str, counts: Sequence[int], step: int) -> None:
-    """Show how many values lie in each power of two, over the decimal logarithm of their magnitude, in TensorBoard.
-
-    ``counts`` are by power of two, as in :class:`~lightning_sparse.engine.observe.ParameterSamples`.
-    """
+    """Show in TensorBoard how many values lie in each power of two, over the decimal logarithm of their magnitude."""
     powers = {position + _SMALLEST_POWER: count for position, count in enumerate(counts)}
     held = [power for power, count in list(powers.items())[1:-1] if count]
     if not held:
@@ -93,10 +90,7 @@ def log_magnitudes(trainer: Trainer, tag: str, counts: Sequence[int], step: int)
 
 
 def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
-    """Write what is sent, in which groups, and what that is expected to take, in Markdown.
-
-    Without a plan (``None``) the groups are those of ``marks``, of a step on this rank.
-    """
+    """Write what is sent, in the groups of the plan or else of ``marks``, and what that should take, in Markdown."""
     facts: dict[str, object] = {"compressor": compressor}
     if plan is None:
         columns = ["group", "parameters", "elements", "asked for", "bytes"]

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 
 
 def main(args: "ArgsType" = None) -> None:
-    """Run ``lightning-sparse fit|validate|test|predict|plan|submit`` for a model and data module given by class path.
+    """Run ``lightning-sparse fit|validate|test|predict|plan|submit`` with ``args``, or with those of the process.
 
-    Both may be ``pytorch_lightning``'s or ``lightning.pytorch``'s.
-
-    Args:
-        args: what to parse instead of the process's arguments.
+    Model and data module may be ``pytorch_lightning``'s or ``lightning.pytorch``'s.
     """
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()}.intersection(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the model is often a file there

@@ -119,11 +119,7 @@ class _NameWithArguments(ActionTypeHint):
 
 
 class SparseCLI(LightningCLI):
-    """Lightning's command line with this package's strategy names known to it, and SLURM's signals answered.
-
-    Args:
-        **kwargs: as for :class:`~pytorch_lightning.cli.LightningCLI`.
-    """
+    """Lightning's command line, with this package's strategy names known to it, and SLURM's signals answered."""
 
     def __init__(self, **kwargs: Any) -> None:
         # A job that SLURM puts back into the queue finds the file that its first run has written.
@@ -165,10 +161,8 @@ class SparseCLI(LightningCLI):
 def unknown_strategy(name: str) -> str:
     """Compose the message for a strategy's name that nobody has registered.
 
-    Example::
-
-        >>> unknown_strategy("lags").partition(" (")[2]
-        "did you mean 'sparse_lags'?)"
+    >>> unknown_strategy("lags").partition(" (")[2]
+    "did you mean 'sparse_lags'?)"
     """
     near = meant_by(name)
     if near is not None:

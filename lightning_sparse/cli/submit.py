@@ -72,26 +72,16 @@ class _Job(argparse.Namespace):
 
 
 class _Training(NamedTuple):
-    """A training that fits its job.
+    """A training that fits its job."""
 
-    ``words`` follow ``fit``, less the root, or are the user's own command; ``root`` is the user's ``default_root_dir``.
-    """
-
-    words: Sequence[str]
-    root: Optional[str] = None
+    words: Sequence[str]  # what follows ``fit``, less the root, or the user's own command
+    root: Optional[str] = None  # the user's ``default_root_dir``
     has_checkpoint: bool = False
     is_own: bool = False
 
 
 def submit(args: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        args: what follows the word ``submit``.
-
-    Raises:
-        SystemExit: with status 2 and a message, for arguments that make no sense, or if sbatch is missing or refuses.
-    """
+    """Run the command on what follows ``submit``; status 2 and a message where it makes no sense, or sbatch refuses."""
     parser = _parser()
     ends = args.index("--") if "--" in args else len(args)
     words, command = list(args[:ends]), args[ends + 1 :]
@@ -187,13 +177,8 @@ def _check_option(option: str) -> None:
 def parse_time(time: str) -> int:
     """Return the seconds of a time limit as SLURM writes it.
 
-    Raises:
-        ValueError: if it is written in another way, or is 0.
-
-    Example::
-
-        >>> parse_time("2:00:00"), parse_time("90"), parse_time("1-12")
-        (7200, 5400, 129600)
+    >>> parse_time("2:00:00"), parse_time("90"), parse_time("1-12")
+    (7200, 5400, 129600)
     """
     match = _TIME.fullmatch(time)
     days, *clock = match.groups() if match else (None,)
@@ -381,12 +366,7 @@ def _send(job: _Job, script: str) -> None:
 
 
 def check_step(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where Lightning would wait for processes that nobody starts.
-
-    Raises:
-        RuntimeError: inside a SLURM job of several tasks, if this process was not started by srun, or if the job's name
-            is one that hides SLURM from Lightning.
-    """
+    """Refuse to start inside a SLURM job of several tasks where Lightning would wait for them, or not see SLURM."""
     tasks = int(environment.get("SLURM_NTASKS", 1))
     name = environment.get("SLURM_JOB_NAME")
     is_shell, in_step = name in _RESERVED, "SLURM_STEP_ID" in environment  # in a shell Lightning starts the processes

@@ -15,14 +15,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def closes_group(self, newest: str, numel: int) -> bool:
-        """Decide whether the open group is complete.
+        """Decide whether to exchange the open group now; what is open at the end of backward is exchanged then.
 
         Args:
             newest: name of the parameter that has just joined the group.
             numel: number of elements in the group, the newest parameter's included.
-
-        Returns:
-            whether to exchange the group now. What is open at the end of backward is exchanged then.
         """
 
 
@@ -46,8 +43,8 @@ class FixedSize(Schedule):
     """Exchange as soon as a group has gathered a number of elements, whatever they cost.
 
     Args:
-        min_elements: a group is complete when it holds this many elements. Smaller overlaps more of the exchange with
-            backward, larger pays the latency of fewer messages.
+        min_elements: of a complete group. Smaller overlaps more of the exchange with backward, larger pays the latency
+            of fewer messages.
 
     Raises:
         ValueError: if ``min_elements`` is not positive.

@@ -11,23 +11,17 @@ _SIGMAS = 2.0
 _TO_SIGMA = 1.4826  # from a median of deviations, for normal ones
 _ERROR_OF_MEDIAN = 1.2533  # over that of a mean, for normal errors
 
-Turn = tuple[Sequence[float], Sequence[float]]
+Turn = tuple[Sequence[float], Sequence[float]]  # seconds of steps with compression, and of DDP's
 
 
 class Comparison(NamedTuple):
-    """Steps with compression against steps of DDP, in seconds.
-
-    Attributes:
-        gain: median over turns of the time that compression saves.
-        error: of the gain, at two sigmas.
-        wanted: gain that is worth the delay of gradients.
-    """
+    """Steps with compression against steps of DDP, in seconds."""
 
     ours: float
     theirs: float
-    gain: float
-    error: float
-    wanted: float
+    gain: float  # median over turns of the time that compression saves
+    error: float  # of the gain, at two sigmas
+    wanted: float  # gain that is worth the delay of gradients
 
     @property
     def is_clear(self) -> bool:
@@ -49,12 +43,10 @@ class Comparison(NamedTuple):
 def wanted_gain(density: float) -> float:
     """Return the part of a step of DDP that compression has to save: 2 %, and 5 % more for each tenth of the density.
 
-    A rule of thumb.
+    A rule of thumb:
 
-    Example::
-
-        >>> [round(wanted_gain(density), 2) for density in (1.0, 0.1, 0.01, 0.001)]
-        [0.02, 0.07, 0.12, 0.17]
+    >>> [round(wanted_gain(density), 2) for density in (1.0, 0.1, 0.01, 0.001)]
+    [0.02, 0.07, 0.12, 0.17]
     """
     return _LEAST_GAIN + _GAIN_OF_A_TENTH * math.log10(1 / min(1.0, max(density, 1e-9)))
 
@@ -62,8 +54,7 @@ def wanted_gain(density: float) -> float:
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
     """Compare steps that were timed in turns, so that whatever else the machine does hits both.
 
-    Each turn has seconds of steps with compression and of steps of DDP. One turn in three that was disturbed changes
-    little: medians are taken.
+    Medians are taken, so one disturbed turn in three changes little.
     """
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
     gains = [their - our for our, their in zip(ours, theirs)]

@@ -29,13 +29,11 @@ def partly_whole_groupings(elements: Sequence[int]) -> list[Grouping]:
 def best_of(seconds: Mapping[Grouping, float]) -> Grouping:
     """Return the fastest grouping by the seconds of a step; of those about as fast, the one of the fewest groups.
 
-    Each message more is one more that a busy network can delay, and the fastest of many is often the luckiest. A
-    grouping that sends more than it has to may be seen to take some more.
+    A busy network can delay each message, and the fastest of many is often the luckiest. A grouping that sends more
+    than it has to may be seen to take some more.
 
-    Example::
-
-        >>> best_of({Grouping((6,)): 0.101, Grouping((2, 4, 6)): 0.1, Grouping((1, 6)): 0.12})
-        Grouping(stops=(6,), densities=())
+    >>> best_of({Grouping((6,)): 0.101, Grouping((2, 4, 6)): 0.1, Grouping((1, 6)): 0.12})
+    Grouping(stops=(6,), densities=())
     """
     fastest = min(seconds, key=lambda grouping: seconds[grouping] * (1.0 if grouping.densities else _WORTH))
     sends_more = bool(fastest.densities)

@@ -1,11 +1,10 @@
 """Densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
 
 Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
-lowest compression ratio whose exchange and selection hide behind the computation of the next layer, but none above
-``c_u``. As printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper
-bound, and is meant here. In the released code the rule is never run; there it leaves out the time of selection, and
-sends a twentieth of a layer that would hide as a whole. Here a group takes the place of a layer, and a whole one is
-sent whole.
+lowest compression ratio, at most ``c_u``, whose exchange and selection hide behind the computation of the next layer.
+As printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
+released code never runs the rule, leaves out the time of selection in it, and sends a twentieth of a layer that would
+hide as a whole. Here a group takes the place of a layer, and a whole one is sent whole.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ _SAFE = 0.8  # of the time there is: what hides to the last microsecond stands o
 def hidden_densities(profile: Profile, stops: Sequence[int]) -> list[float]:
     """Return for each group the largest density whose exchange ends before the next group is ready, up to 1.
 
-    The last group has no backward to hide behind, nor has one whose exchange is late already: they get the density that
-    the profile's counts stand for. No group is sent whole unless the profile knows the time of that.
+    The last group, and one whose exchange is late already, get the density of the profile's counts: nothing hides them.
+    No group is sent whole unless the profile knows the time of that.
     """
     densities, free, start = [], 0.0, 0
     for stop, following in zip(stops, [*stops[1:], None]):

@@ -14,10 +14,9 @@ from lightning_sparse.schedule.step_profile import Profile
 class Merged(Schedule):
     """Exchange in the groups that end a step first, found exactly from what the user's own model and network take.
 
-    The first steps try a handful of groupings, which changes no number; they are timed, and a plan is made
-    (:func:`~lightning_sparse.schedule.plan_groups` says how). The plan is then timed beside the best of the others, and
-    the faster one is kept. It is made anew when the density or the graph changes, and when a step's exposed time
-    departs from what it was.
+    The first steps try a handful of groupings, which changes no number, and are timed. The plan that follows
+    (:func:`~lightning_sparse.schedule.plan_groups`) is timed beside the best of the others, and the faster one is kept.
+    It is made anew when the density, the graph, or a step's exposed time changes.
     """
 
     keeps_fastest: ClassVar[bool] = True  # and not the plan, where another grouping has been seen to be faster
@@ -44,10 +43,9 @@ class Merged(Schedule):
 
 
 class Greedy(Merged):
-    """Exchange in the groups of the greedy rule that OMGS-SGD was published with, for comparison.
+    """Exchange in the groups of the greedy rule of OMGS-SGD (Shi et al., INFOCOM 2020), for comparison.
 
-    Shi et al., INFOCOM 2020. Measured like :class:`Merged`, but what the rule says is followed whether or not another
-    grouping was faster.
+    Measured like :class:`Merged`, but the rule is followed whether or not another grouping was faster.
     """
 
     keeps_fastest: ClassVar[bool] = False
@@ -60,11 +58,10 @@ class Greedy(Merged):
 class Auto(Merged):
     """Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.
 
-    Planned like :class:`Merged`. A group that arrives earlier whole is sent whole, and one that has time to spare sends
-    more than the density asks for, never less. Then real steps are timed, under the plan and under plain DDP, and DDP
-    is kept unless compression saves more than the error and what a delay is worth. It looks again after some time, and
-    when the time of a step departs from what it was. Which way is taken depends on measured times, so two runs do not
-    give the same bits.
+    Planned like :class:`Merged`. A group that arrives earlier whole is sent whole; one with time to spare sends more
+    than the density asks for, never less. Real steps are then timed under the plan and under DDP, and DDP is kept
+    unless compression saves more than the error and what a delay is worth. It looks again after some time, and when a
+    step's time changes. What is measured decides, so two runs do not give the same bits.
     """
 
     adapts_density: ClassVar[bool] = True

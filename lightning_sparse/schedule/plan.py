@@ -25,7 +25,7 @@ class Plan(NamedTuple):
 
     Attributes:
         groups: names of the parameters of each group.
-        densities: of each group; none where every parameter has the density that it has without a plan.
+        densities: as of :class:`Grouping`.
         predicted: a step under it; ``None`` where sizes were too alike to fit costs to them.
         seconds: from the start of backward until all gradients could be used, as measured when the plan was adopted.
         exposed_seconds: of these, after the end of backward.

@@ -15,38 +15,23 @@ _MIN_SIZES = 3  # what a fit needs
 
 
 class GroupSample(NamedTuple):
-    """Sizes and times of one group in one step.
-
-    Attributes:
-        counts: elements that the density asked for, of parameters that are not sent whole.
-        dense_elements: elements of parameters that are sent whole.
-        select_seconds: for compensating, selecting, encoding and decoding.
-        exchange_seconds: in collectives, waiting for other ranks included.
-    """
+    """Sizes and times of one group in one step."""
 
     elements: int
-    counts: int
-    dense_elements: int
-    select_seconds: float
-    exchange_seconds: float
+    counts: int  # elements that the density asked for, of parameters that are not sent whole
+    dense_elements: int  # of parameters that are sent whole
+    select_seconds: float  # for compensating, selecting, encoding and decoding
+    exchange_seconds: float  # in collectives, waiting for other ranks included
 
 
 class StepSample(NamedTuple):
-    """Sizes and times of one step; sizes are equal on all ranks, times are not.
+    """Sizes and times of one step; sizes are equal on all ranks, times are not."""
 
-    Attributes:
-        ready: for each tensor, in the order of readiness, the seconds from the start of backward to its gradient.
-        groups: in the order of exchange.
-        commit_seconds: from the end of the last exchange until all means had been written.
-        exposed_seconds: from the last gradient until then.
-        total_seconds: from the start of backward until then.
-    """
-
-    ready: tuple[float, ...]
-    groups: tuple[GroupSample, ...]
-    commit_seconds: float
-    exposed_seconds: float
-    total_seconds: float
+    ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
+    groups: tuple[GroupSample, ...]  # in the order of exchange
+    commit_seconds: float  # from the end of the last exchange until all means had been written
+    exposed_seconds: float  # from the last gradient until then
+    total_seconds: float  # from the start of backward until then
 
     def times(self) -> list[float]:
         """Return the times alone, in a fixed order, so that ranks can average them."""
@@ -63,25 +48,15 @@ class StepSample(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A :class:`~lightning_sparse.schedule.merge.simulator.Problem` that was measured.
+    """A measured :class:`~lightning_sparse.schedule.merge.simulator.Problem`; tuples are of the first k tensors."""
 
-    Attributes:
-        elements: of the first k tensors in the order of readiness, for k from 0.
-        counts: what the density asks for of the first k tensors.
-        ready: seconds of backward after which the first k tensors are ready.
-        select: seconds by elements.
-        exchange: seconds by counts.
-        commit_seconds: after the last exchange.
-        dense: seconds by elements, of all that is done with a group that is sent whole; ``None`` if none may be.
-    """
-
-    elements: tuple[int, ...]
-    counts: tuple[int, ...]
-    ready: tuple[float, ...]
-    select: CostModel
-    exchange: CostModel
-    commit_seconds: float
-    dense: Optional[CostModel] = None
+    elements: tuple[int, ...]  # for k from 0, in the order of readiness, as are the next two
+    counts: tuple[int, ...]  # that the density asks for
+    ready: tuple[float, ...]  # seconds of backward
+    select: CostModel  # by elements
+    exchange: CostModel  # by counts
+    commit_seconds: float  # after the last exchange
+    dense: Optional[CostModel] = None  # by elements, of all that is done with a group sent whole; none if none may be
 
     @classmethod
     def of(cls, elements: Any, counts: Any, ready: Any, select: Any, exchange: Any, commit: float, dense: Any) -> Self:
@@ -141,12 +116,9 @@ def can_profile(samples: Sequence[StepSample]) -> bool:
 
 
 def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
-    """Make a profile of steps that were cut into groups of different sizes, from medians of their times.
+    """Make a profile of medians of steps that were cut into groups of at least three sizes.
 
     ``counts`` are the elements of each tensor that the density asks for.
-
-    Raises:
-        ValueError: if the groups were of fewer than three different sizes.
     """
     groups = _of_one_kind(samples)
     ready = [median(times) for times in zip(*(sample.ready for sample in samples))]
@@ -163,7 +135,7 @@ def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence
 def dense_cost(samples: Sequence[StepSample], startup: float) -> Optional[CostModel]:
     """Return the time of a group that is sent whole, by elements; ``None`` if none was seen.
 
-    ``startup`` are seconds of a message, to tell it from the slope where too few sizes were seen for a fit.
+    With too few sizes for a fit, ``startup`` (seconds of a message) tells it from the slope.
     """
     whole = [group for sample in samples for group in sample.groups if group.dense_elements == group.elements]
     points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
@@ -203,10 +175,8 @@ def equal_parts(elements: Sequence[int], parts: int) -> list[int]:
 def run_of(elements: Sequence[int], wanted: float) -> tuple[int, int]:
     """Return where neighbours start and stop that together hold about as many elements as wanted.
 
-    Example::
-
-        >>> run_of([10, 400, 30, 30, 30], 90)
-        (2, 5)
+    >>> run_of([10, 400, 30, 30, 30], 90)
+    (2, 5)
     """
     sums = list(accumulate(elements, initial=0))
     runs = []

@@ -26,12 +26,8 @@ class RemoteError(AssertionError):
 class Pool:
     """``ranks`` processes that form one process group; arguments and results travel on the CPU.
 
-    Args:
-        ranks: number of processes.
-        backend: of the process group; only gloo lets several ranks share a GPU.
-        preload: modules to import once, in a server of which the processes are then forked: for functions that end
-            processes. On the CPU only.
-        group_timeout: how long a collective of the process group waits; ``None`` for torch's default.
+    Only the ``backend`` gloo lets several ranks share a GPU. ``preload`` names modules to import once, in a server from
+    which processes are forked: for functions that end processes, on the CPU only. ``group_timeout`` is a collective's.
     """
 
     def __init__(
@@ -57,10 +53,9 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
     ) -> list[Any]:
-        """Call ``function(rank, *args)`` on every rank and return the results by rank; see :meth:`answers`.
+        """Call ``function(rank, *args)`` on every rank and return the results; see :meth:`answers`.
 
-        Raises:
-            RemoteError: if a rank raised, died, or took too long; the processes are replaced.
+        Where a rank raised, died, or took too long, that is a ``RemoteError``, and the processes are replaced.
         """
         answers = self.answers(function, *args, timeout=timeout, patience=patience)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
@@ -73,8 +68,7 @@ class Pool:
     ) -> list[tuple[Optional[str], Any]]:
         """Call ``function(rank, *args)`` on every rank and return, by rank, what went wrong and the result.
 
-        ``timeout`` is in seconds, for the first answer, and ``patience`` for each after the one before; ``None`` for as
-        long.
+        ``timeout`` (seconds) is for the first answer, ``patience`` for each after the one before, ``None`` for as long.
         """
         self._start()
         connections = [connection for _, connection in self._members[: self.ranks]]

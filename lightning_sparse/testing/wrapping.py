@@ -60,10 +60,7 @@ def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) ->
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:
-    """Train with SGD, of the given settings, one step for each loss; yield its number once it has been made.
-
-    ``losses`` may be a generator that computes them: the next is asked for only when the step before has been made.
-    """
+    """Train with SGD, one step for each loss, and yield its number; the next loss is asked for only after the step."""
     optimizer = torch.optim.SGD(ddp.parameters(), **settings)
     for step, loss in enumerate(losses):
         backpropagate(ddp, engine, loss)

@@ -24,14 +24,7 @@ arguments, accelerator, precision, gradient clipping, benchmark and deterministi
 
 
 def plan(args: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        args: what follows the word ``plan``.
-
-    Raises:
-        SystemExit: with status 2 and a message, for arguments that make no sense.
-    """
+    """Run the command on what follows the word ``plan``; status 2 and a message where it makes no sense."""
     parser = _parser()
     options, model_args = parser.parse_known_args(args)
     try:

@@ -48,46 +48,22 @@ class Candidate(NamedTuple):
 
 
 class SystemPrediction(NamedTuple):
-    """Forecast of one way to train.
+    """Forecast of one way to train."""
 
-    Attributes:
-        name: strategy name, or DDP with its hook.
-        density: fraction of elements sent; ``None`` for a method without.
-        step_seconds: of a whole step.
-        speedup: DDP's step time over this one.
-        exposed_seconds: of selection and exchange, that backward does not hide.
-        sent_bytes: that leave each worker in a step; with two levels, those for other nodes.
-        messages: groups in which the gradient travels.
-        replicas_diverge: whether ranks apply different updates.
-        local_steps: steps between two exchanges, over which times and bytes are averaged.
-        fitting_steps: how many would keep exchanges at 5 % of the time; 1 where gradients are exchanged in every step.
-    """
-
-    name: str
-    density: Optional[float]
+    name: str  # of a strategy, or DDP with its hook
+    density: Optional[float]  # fraction of elements sent; none for a method without
     step_seconds: float
-    speedup: float
-    exposed_seconds: float
-    sent_bytes: float
-    messages: int
+    speedup: float  # DDP's step time over this one
+    exposed_seconds: float  # of selection and exchange, that backward does not hide
+    sent_bytes: float  # that leave each worker in a step; with two levels, those for other nodes
+    messages: int  # groups in which the gradient travels
     replicas_diverge: bool = False
-    local_steps: int = 1
-    fitting_steps: int = 1
+    local_steps: int = 1  # between two exchanges, over which times and bytes are averaged
+    fitting_steps: int = 1  # that would keep exchanges at 5 % of the time; 1 where every step exchanges
 
 
 def measure_candidates(profile: BackwardProfile, densities: Sequence[float] = DENSITIES) -> list[Candidate]:
-    """Measure what every way to train costs this machine; a few seconds in all.
-
-    Args:
-        profile: of the model.
-        densities: fractions of elements to try, for the systems that have one.
-
-    Returns:
-        DDP first, then DDP with bf16 gradients, then :func:`~lightning_sparse.strategy.names.systems` at each density.
-
-    Raises:
-        ValueError: for a density out of range.
-    """
+    """Measure in seconds what every way costs this machine: DDP, DDP in bf16, then all systems at each density."""
     device = torch.device(profile.device)
     half = min(2, profile.element_bytes)
     candidates = [Candidate("ddp"), Candidate("ddp + bf16 hook", None, measure_cast(device), half)]
@@ -123,24 +99,15 @@ def _systems(densities: Sequence[float]) -> Iterator[tuple[str, SettingsOf]]:
 def predict_systems(
     profile: BackwardProfile, network: Network, candidates: Sequence[Candidate]
 ) -> list[SystemPrediction]:
-    """Predict the step of every candidate, from one simulator of backward, selection and one serial channel.
+    """Predict the step of every candidate by one simulator of backward, selection and one serial channel.
 
-    Selection runs beside backward on a GPU; on a CPU it stops backward, whose cores it takes.
+    Selection runs beside backward on a GPU; on a CPU it stops backward, whose cores it takes. Speed-ups are over the
+    first candidate. A second of backward, and two seconds of exchange that it hides nothing of:
 
-    Args:
-        profile: of the model's step on one worker.
-        network: between the workers.
-        candidates: from :func:`measure_candidates`; the first one is what the others are compared with.
-
-    Raises:
-        ValueError: for a profile or a network that makes no sense.
-
-    Example: a second of backward, and two seconds of exchange that it hides nothing of::
-
-        >>> profile = BackwardProfile(("weight",), (1000,), (1.0,))
-        >>> network = Network(bandwidth=16_000, latency=0.0, workers=2)
-        >>> predict_systems(profile, network, [Candidate("ddp")])[0].step_seconds
-        3.0
+    >>> profile = BackwardProfile(("weight",), (1000,), (1.0,))
+    >>> network = Network(bandwidth=16_000, latency=0.0, workers=2)
+    >>> predict_systems(profile, network, [Candidate("ddp")])[0].step_seconds
+    3.0
     """
     network.checked()
     rows = [_predict(profile, network, each) for each in candidates]
@@ -150,8 +117,8 @@ def predict_systems(
 def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
     """Return the first row that is within 5 % of the fastest; ``None`` if that is DDP.
 
-    Rows stand in the order of :func:`measure_candidates`: simpler ways and higher densities, which delay less, come
-    first. A method that lets replicas drift apart is not considered: what it saves in time it may cost in steps.
+    Simpler ways and higher densities, which delay less, come first. Where replicas drift apart, time that is saved may
+    be lost in steps: such rows are passed over.
     """
     safe = [row for row in rows if not row.replicas_diverge]
     fastest = min(row.step_seconds for row in safe)

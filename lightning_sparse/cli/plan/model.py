@@ -10,7 +10,7 @@ from lightning_sparse._lightning import LightningArgumentParser, LightningEnviro
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.profiler import BackwardProfile, BackwardProfiler
 
-_KEPT_TRAINER_ARGUMENTS = (
+_KEPT_TRAINER_ARGUMENTS = (  # those that change what one process computes
     *("accelerator", "benchmark", "default_root_dir", "deterministic"),
     *("gradient_clip_algorithm", "gradient_clip_val", "precision"),
 )
@@ -55,16 +55,7 @@ class _ModelCLI(SparseCLI):
 
 
 def profile_model(args: Sequence[str]) -> BackwardProfile:
-    """Profile backward of the model that Lightning's arguments name, in a few steps of this process.
-
-    Args:
-        args: as for ``lightning-sparse fit``. Of the trainer's arguments, only those count that change what one process
-            computes.
-
-    Raises:
-        ValueError: for a model without gradients, or without batches.
-        SystemExit: with status 2 and a message, for arguments that Lightning's parser refuses.
-    """
+    """Profile backward of the model that arguments of ``lightning-sparse fit`` name, in a few steps of this process."""
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)

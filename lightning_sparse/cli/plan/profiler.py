@@ -24,25 +24,15 @@ _Event = tuple[Optional[str], Mark]  # a parameter, and when backward was done w
 
 
 class BackwardProfile(NamedTuple):
-    """A step without communication. Tensors stand in the order in which backward makes their gradients ready.
-
-    Attributes:
-        names: parameter names.
-        sizes: elements of each.
-        backward_seconds: seconds that backward takes for each.
-        other_seconds: seconds of the step outside backward: forward, optimizer.
-        element_bytes: of one gradient element, as DDP sends it.
-        device: type of the device on which this was measured, such as ``"cpu"``.
-        has_adam: whether an optimizer is one whose second moment is refreshed by mean gradients now and then.
-    """
+    """A step without communication; tensors stand in the order in which backward makes their gradients ready."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # elements
     backward_seconds: tuple[float, ...]
-    other_seconds: float = 0.0
-    element_bytes: int = 4
-    device: str = "cpu"
-    has_adam: bool = False
+    other_seconds: float = 0.0  # outside backward: forward, optimizer
+    element_bytes: int = 4  # of a gradient, as DDP sends it
+    device: str = "cpu"  # its type
+    has_adam: bool = False  # an optimizer's second moment is refreshed by mean gradients now and then
 
     @property
     def elements(self) -> int:
@@ -56,10 +46,9 @@ class BackwardProfile(NamedTuple):
 
 
 class BackwardProfiler(Callback):
-    """Time the first steps of a ``fit`` in one process, and end it.
+    """Time the first steps of a ``fit`` in one process, waits for data left out, and end it.
 
-    Several backward passes in a step, as in manual optimization, count one after the other. Waiting for data is left
-    out. ``fit`` raises a ``ValueError`` if no parameter requires a gradient, or none gets one in 50 batches.
+    Several backward passes in a step, as in manual optimization, count one after the other.
     """
 
     def __init__(self) -> None:
@@ -128,11 +117,7 @@ class BackwardProfiler(Callback):
             handle.remove()
 
     def profile(self) -> BackwardProfile:
-        """Return the medians over the steps measured. Parameters that got no gradient count as ready at the end.
-
-        Raises:
-            ValueError: if ``fit`` has not measured anything, such as for an empty data loader.
-        """
+        """Return the medians over the steps measured; parameters that got no gradient count as ready at the end."""
         steps = self._steps[_WARM_UP:]
         if not steps:
             raise ValueError(

@@ -15,13 +15,7 @@ _BANDWIDTHS = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 
 
 def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> str:
-    """Return a table with the best row marked, and what follows from it, as text.
-
-    Args:
-        profile: what was predicted from.
-        network: what was predicted for.
-        rows: from :func:`~lightning_sparse.cli.plan.predict_systems`.
-    """
+    """Return a table with the best row marked, and what follows from it, as text."""
     best = best_of(rows)
     cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -96,11 +90,7 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
 
 
 def figure_class() -> Any:
-    """Return matplotlib's class of figures.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
+    """Return matplotlib's class of figures, or say how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -114,16 +104,7 @@ def figure_class() -> Any:
 def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candidate], path: Union[str, Path]) -> None:
     """Draw the speed-up over DDP against workers (2 to 1024) and against bandwidth (100 Mbit/s to 100 Gbit/s).
 
-    A system that has densities is drawn at the one that is fastest over ``network``.
-
-    Args:
-        profile: of the model's step on one worker; taken to be the same for any number of workers.
-        network: what is not on an axis is taken from here.
-        candidates: as for :func:`~lightning_sparse.cli.plan.predict_systems`.
-        path: file to write, with the suffix of a picture.
-
-    Raises:
-        ValueError: if matplotlib is not installed, or if the suffix names no kind of picture.
+    A system is drawn at the density that is fastest over ``network``; backward is the same for any number of workers.
     """
     steps = [row.step_seconds for row in predict_systems(profile, network, candidates)]
     fastest: dict[str, tuple[float, Candidate]] = {}

@@ -16,29 +16,18 @@ from lightning_sparse.schedule.cost.network import dense_bytes
 
 
 class StepFacts:
-    """Facts of one step, without a tensor of what arrived, so that many steps can be kept.
-
-    Attributes:
-        elements: gradient elements that were to be exchanged; with two levels those of this rank's shares.
-        wire_bytes: bytes that left this rank, as :func:`~lightning_sparse.schedule.cost.network.sent_bytes` counts
-            them, indices, counts, flags and padding included.
-        node_bytes: those of them that were for ranks of the same node, with two levels.
-        covered_steps: optimizer steps that the exchange is about, more than one in rounds of local steps.
-        is_plain: whether plain DDP made the exchange, whose times are not known.
-        marks: when it happened.
-        deltas: by parameter name, the ``delta`` of LAGS' assumption (tensors of one element); empty if not sampled.
-    """
+    """Facts of one step, without a tensor of what arrived, so that many steps can be kept."""
 
     def __init__(self, ranks: int, node_ranks: int = 1) -> None:
         self._ranks = ranks
         self._node_ranks = node_ranks
-        self.elements = 0.0
-        self.wire_bytes = 0.0
-        self.node_bytes = 0.0
-        self.covered_steps = 1
-        self.is_plain = False
+        self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
+        self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
+        self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
+        self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
+        self.is_plain = False  # plain DDP made the exchange, whose times are not known
         self.marks = StepMarks()
-        self.deltas: dict[str, Tensor] = {}
+        self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
         self._sent: list[Union[float, Tensor]] = []  # tensors are counts that the device has not been asked for
 
     @classmethod
@@ -97,17 +86,10 @@ def compression_ratio(dense: float, sent: float) -> float:
 
 
 class Totals:
-    """Add up what the steps of a training sent, and how long they took, without a wait for a device.
-
-    Attributes:
-        steps: of optimizers, those left to plain DDP included.
-        wire_bytes: as in :class:`StepFacts`, like the following.
-        node_bytes: see there.
-        dense_bytes: see there.
-    """
+    """Add up what the steps of a training sent, and how long they took, without a wait for a device."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # of optimizers, those left to plain DDP included
         self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
         self._exposed_seconds = 0.0
         self._unread: deque[StepMarks] = deque()  # of steps that a device may not have come to the end of

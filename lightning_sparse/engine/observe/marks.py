@@ -10,15 +10,11 @@ Mark = Any  # a host time in seconds (float), or an event of the device
 
 
 class Clock:
-    """Mark points in time: on the host's clock for CPU, as events on the current stream elsewhere.
-
-    Attributes:
-        is_host: whether marks are host times, which cost next to nothing.
-    """
+    """Mark points in time: on the host's clock for CPU, as events on the current stream elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_host = device.type == "cpu"
+        self.is_host = device.type == "cpu"  # marks are host times, which cost next to nothing
 
     def mark(self) -> Mark:
         """Return the present; on a device, the moment at which the work queued so far has been done."""
@@ -58,26 +54,16 @@ class Span(NamedTuple):
 
 
 class GroupMarks:
-    """The life of one group.
-
-    Attributes:
-        names: its parameters.
-        elements: gradient elements.
-        counts: elements that the density asked for, of parameters that are not sent whole.
-        dense_elements: elements of parameters that are sent whole.
-        wire_bytes: bytes that left this rank.
-        ready: when its last gradient was ready; ``None`` if nobody marked it.
-        spans: its stages, in their order; the exchanges are at the same time on all ranks.
-    """
+    """The life of one group."""
 
     def __init__(self, names: tuple[str, ...], ready: Optional[Mark] = None) -> None:
         self.names = names
         self.elements = 0
-        self.counts = 0
-        self.dense_elements = 0
+        self.counts = 0  # elements that the density asked for, of parameters that are not sent whole
+        self.dense_elements = 0  # of parameters that are sent whole
         self.wire_bytes = 0.0
-        self.ready = ready
-        self.spans: list[Span] = []
+        self.ready = ready  # the last gradient; none if nobody marked it
+        self.spans: list[Span] = []  # in their order; exchanges are at the same time on all ranks
 
     def seconds(self, *stages: str) -> float:
         """Return the time spent in stages; on a device this waits for them."""
@@ -85,26 +71,16 @@ class GroupMarks:
 
 
 class StepMarks:
-    """The life of one step; all seconds wait for a device.
-
-    Attributes:
-        is_typical: whether it sends as much as most steps: it is none of a warm-up, and learns no mean gradient.
-        backward_start: when backward began; ``None`` if nobody said so.
-        ready: by parameter name, when its gradient was ready, in this order; on a device ``None`` unless watched.
-        groups: in the order of exchange.
-        spans: stages that belong to no group.
-        backward_end: when the last gradient was ready.
-        end: when the last exchange had been written back.
-    """
+    """The life of one step; all seconds wait for a device."""
 
     def __init__(self) -> None:
-        self.is_typical = True
-        self.backward_start: Optional[Mark] = None
-        self.ready: dict[str, Optional[Mark]] = {}
-        self.groups: list[GroupMarks] = []
-        self.spans: list[Span] = []
-        self.backward_end: Optional[Mark] = None
-        self.end: Optional[Mark] = None
+        self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
+        self.backward_start: Optional[Mark] = None  # if anybody said so
+        self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
+        self.groups: list[GroupMarks] = []  # in the order of exchange
+        self.spans: list[Span] = []  # stages that belong to no group
+        self.backward_end: Optional[Mark] = None  # the last gradient was ready
+        self.end: Optional[Mark] = None  # the last exchange had been written back
 
     def all_spans(self) -> Iterator[Span]:
         """Yield the stages of all groups, then those of the step as a whole."""

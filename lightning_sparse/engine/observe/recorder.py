@@ -16,32 +16,20 @@ from lightning_sparse.engine.observe.samples import ParameterSamples
 
 
 class Recorder:
-    """Gather the facts of the step in progress, and keep those of the last one that ended.
-
-    Attributes:
-        totals: of all steps so far.
-        current: the step in progress; it changes only between two backwards.
-        last: the last step that ended, with the engine or with plain DDP.
-        has_levels: whether some ranks share a gradient.
-        watches_gradients: mark when each gradient is ready also where that costs an event of the device; the planner's.
-        is_watched: the same, for whoever looks on from outside the engine.
-        samples_deltas: measure :attr:`StepFacts.deltas` of the next step, which costs a dense all-reduce; on all ranks.
-        samples: where the step in progress is to be noted by parameter; ``None`` unless somebody asked.
-        last_samples: of the last step for which they were asked.
-    """
+    """Gather the facts of the step in progress, and keep those of the last one that ended."""
 
     def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
         self.clock = Clock(device)
         self.totals = Totals()
         self._ranks = (ranks, node_ranks)
-        self.has_levels = node_ranks > 1
-        self.current = StepFacts(*self._ranks)
-        self.last: Optional[StepFacts] = None
-        self.watches_gradients = False
-        self.is_watched = False
-        self.samples_deltas = False
-        self.samples: Optional[ParameterSamples] = None
-        self.last_samples: Optional[ParameterSamples] = None
+        self.has_levels = node_ranks > 1  # some ranks share a gradient
+        self.current = StepFacts(*self._ranks)  # changes only between two backwards
+        self.last: Optional[StepFacts] = None  # that ended, with the engine or with plain DDP
+        self.watches_gradients = False  # mark each, also where that costs an event of the device; the planner's
+        self.is_watched = False  # the same, for whoever looks on from outside the engine
+        self.samples_deltas = False  # of the next step, on all ranks: costs a dense all-reduce
+        self.samples: Optional[ParameterSamples] = None  # of the step in progress, if somebody asked
+        self.last_samples: Optional[ParameterSamples] = None  # of the last step for which they were asked
         self._group: Optional[GroupMarks] = None
 
     @property
@@ -129,10 +117,9 @@ class Recorder:
         self.totals.add(self.last)
 
     def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
-        """Ask for :attr:`last_samples` of the next step. No rank has to do as the others do.
+        """Ask for :attr:`last_samples` of the next step; ranks need not ask alike.
 
-        For their norms, that step reads every gradient and every residual once more; for ``histograms``, the magnitudes
-        of what is sent and kept, some more times. ``counts`` is how many elements of each parameter are sent.
+        Norms read every gradient and residual once more, histograms of magnitudes sent and kept some more times.
         """
         if self.samples is not None:  # somebody else has asked for the same step
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
@@ -143,7 +130,7 @@ class Recorder:
         kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]],
         update_norms: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """Close the samples of a step, if somebody asked for them, with what the memory keeps after it.
+        """Close the samples of a step, if asked for, with what the memory keeps after it.
 
         ``update_norms`` returns the norms of the updates that the step added to it, where gradients do not wait.
         """

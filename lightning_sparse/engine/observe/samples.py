@@ -15,41 +15,28 @@ _BINS_OF_A_POWER = 8
 
 
 class ParameterFacts(NamedTuple):
-    """Facts of one parameter in a step, as plain numbers.
-
-    Attributes:
-        numel: its elements.
-        sent: elements that this rank sent; NaN if they were not counted.
-        gradient_norm: of this rank's gradient, before anything was added to it, without the loss scale.
-        residual_norm: of what is kept after the step; 0 where nothing is.
-        added_norm: of what the step added to the residual: the gradient, or the update where updates wait.
-    """
+    """Facts of one parameter in a step, as plain numbers."""
 
     numel: int
-    sent: float
-    gradient_norm: float
-    residual_norm: float
-    added_norm: float
+    sent: float  # elements of this rank; NaN if they were not counted
+    gradient_norm: float  # of this rank's, before anything was added to it, without the loss scale
+    residual_norm: float  # of what is kept after the step; 0 where nothing is
+    added_norm: float  # of what the step added to the residual: the gradient, or the update where updates wait
 
 
 class ParameterSamples:
     """Gather what a step does to each parameter, as tensors of the device, and read it when nobody waits.
 
-    Attributes:
-        has_counts: whether it is counted how many elements are sent.
-        has_histograms: whether the magnitudes of what is sent and kept are counted.
-        sent_magnitudes: by parameter name, int64 ``[256]``: how many of the values that this rank sent lie in
-            ``[2 ** (k - 127), 2 ** (k - 126))``; the first place holds zeros, the last what is not finite.
-        kept_magnitudes: the same of what is kept after the step.
-        update_norms: by name of the parameters of which updates wait, the norm of those that the step added.
+    Magnitudes are int64 ``[256]`` by parameter name: how many values lie in ``[2 ** (k - 127), 2 ** (k - 126))``; the
+    first place holds zeros, the last what is not finite.
     """
 
     def __init__(self, has_counts: bool = True, has_histograms: bool = False) -> None:
-        self.has_counts = has_counts
-        self.has_histograms = has_histograms
-        self.sent_magnitudes: dict[str, Tensor] = {}
-        self.kept_magnitudes: dict[str, Tensor] = {}
-        self.update_norms: dict[str, Tensor] = {}
+        self.has_counts = has_counts  # of elements that are sent
+        self.has_histograms = has_histograms  # of magnitudes
+        self.sent_magnitudes: dict[str, Tensor] = {}  # of this rank
+        self.kept_magnitudes: dict[str, Tensor] = {}  # after the step
+        self.update_norms: dict[str, Tensor] = {}  # of updates that the step added, where updates wait
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
         self._residual_norms: dict[str, Tensor] = {}

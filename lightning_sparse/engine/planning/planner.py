@@ -1,6 +1,6 @@
-"""The planner at work: time steps under several groupings, agree on the times with all ranks, and follow the best.
+"""Time steps under several groupings, agree on the times with all ranks, and follow the best.
 
-Nothing is added to a step but marks in time. They are read, and numbers travel, at a step's border: after each round of
+Nothing is added to a step but marks. They are read, and numbers travel, at a step's border: after each round of
 trials, and now and then later, to see whether the plan still does what it did. All ranks follow rank 0's plan.
 """
 
@@ -62,8 +62,7 @@ class Planner:
 class StepPlanner(Planner):
     """Keep a schedule on the best plan known; ``plan`` is ``None`` while nothing is known.
 
-    With ``adapts_density`` the plan may send more than the user asked for; ``holds_groups`` where no group is exchanged
-    before backward has ended.
+    With ``adapts_density`` a plan may send more than asked for; ``holds_groups`` where all exchanges follow backward.
     """
 
     def __init__(

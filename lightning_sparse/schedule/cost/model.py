@@ -2,9 +2,9 @@
 
 OMGS-SGD (Shi et al., INFOCOM 2020) has ``startup + per_unit * bytes`` for the exchange, with constants of one cluster
 and a second table for large messages, and ``per_unit * n * log2(n)`` for exact top-k, so that small tensors are free.
-Here every model has a startup, all constants are measured, and the two lines of the exchange meet: with a jump down
-between them, as the released tables have it, a planner would fill messages up just to get past it. They may bend either
-way, since a network may be better or worse at large messages. So no model ever falls with the size.
+Here every model has a startup, all constants are measured, and the exchange's two lines meet: at a jump down, as in
+the released tables, a planner would fill messages up just to get past it. They may bend either way, as networks are
+better or worse at large messages. So no model ever falls with the size.
 """
 
 import math
@@ -30,10 +30,8 @@ _WORTH = 0.7  # a less simple shape must bring the error down to this fraction
 class CostModel(NamedTuple):
     """Seconds as a function of a size; plain numbers, so that one rank's can be sent to all.
 
-    Example::
-
-        >>> CostModel(startup=1e-3, per_unit=1e-8)(1_000_000)
-        0.011
+    >>> CostModel(startup=1e-3, per_unit=1e-8)(1_000_000)
+    0.011
     """
 
     startup: float = 0.0  # seconds, whatever the size
@@ -57,18 +55,12 @@ class _Candidate(NamedTuple):
 
 
 def fit(samples: Iterable[tuple[float, float]], shapes: Sequence[str] = EXCHANGE_SHAPES) -> CostModel:
-    """Fit a cost model to timings, pairs of a size (bytes or elements) and seconds, in any order.
+    """Fit a cost model to timings, pairs of a size (bytes or elements) and seconds.
 
-    Relative errors count, and their absolute values rather than their squares, after repetitions of a size have been
-    replaced by their median: so a few timings that a busy machine has spoilt, in either direction, change little.
-
-    Shapes are tried in order; a later one is taken if its error is smaller by 30 %. ``"line"`` is ``startup + per_unit
-    * n``; ``"bent"`` has another slope above a size that is found; ``"log"`` is ``startup + per_unit_log * n *
-    log2(n)``, for exact top-k.
-
-    Raises:
-        ValueError: for fewer than three distinct sizes, sizes or times that are negative or not finite, times that are
-            all zero, and an unknown shape.
+    Least absolute relative errors of the medians by size count, so a few timings that a busy machine has spoilt, either
+    way, change little. A later shape is taken if its error is smaller by 30 %: ``"line"``, ``startup + per_unit * n``;
+    ``"bent"``, with another slope above a size that is found; ``"log"``, ``startup + per_unit_log * n * log2(n)``, for
+    exact top-k.
     """
     for shape in shapes:
         one_of("shape", shape, SHAPES)

@@ -1,8 +1,7 @@
 """Costs of a network: two numbers of a link, and seconds of collectives over it. Pure numbers.
 
-The model is the usual one of a startup and a time per byte for each message (Hockney 1994), the collectives are rings:
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, sections
-3.1 and 3.4, with the same cost for every pair of ranks.
+A message costs a startup and a time per byte (Hockney 1994), the same for every pair of ranks; collectives are rings:
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005, 3.1, 3.4.
 """
 
 import math
@@ -20,25 +19,16 @@ _A_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 class Network(NamedTuple):
     """Links of equal speed between all workers, or between nodes of several workers each.
 
-    Attributes:
-        bandwidth: bits per second that a worker, or a node, can send while it receives as many.
-        latency: seconds that a message takes one way, however short it is.
-        node_ranks: workers on a node, which share its link.
-        node_bandwidth: bits per second of each worker of a node to others there.
-        node_latency: seconds of a message inside a node.
-
-    Example::
-
-        >>> Network(bandwidth=1e9, latency=100e-6, workers=4).seconds("all_gather", 125_000)
-        0.0032
+    >>> Network(bandwidth=1e9, latency=100e-6, workers=4).seconds("all_gather", 125_000)
+    0.0032
     """
 
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bits per second that a worker, or a node, can send while it receives as many
+    latency: float  # seconds that a message takes one way, however short it is
     workers: int
-    node_ranks: int = 1
-    node_bandwidth: float = 1e11
-    node_latency: float = 1e-5
+    node_ranks: int = 1  # workers on a node, which share its link
+    node_bandwidth: float = 1e11  # of each worker of a node to others there
+    node_latency: float = 1e-5  # inside a node
 
     @property
     def inside(self) -> "Network":
@@ -56,16 +46,12 @@ class Network(NamedTuple):
         With P workers, latency a and b seconds per byte:
 
         * ``all_reduce``: ``2 (P - 1) a + 2 (P - 1) / P n b``, reduce-scatter and all-gather around a ring;
-        * ``all_gather``: ``2 a + (P - 1) n b`` where everything that arrives is at most 2 MiB, which is sent to all
-          workers at once; ``2 (P - 1) a + (P - 1) n b`` above, around a ring;
+        * ``all_gather``: ``2 a + (P - 1) n b``, sent to all at once, where at most 2 MiB arrive;
+          ``2 (P - 1) a + (P - 1) n b`` above, around a ring;
         * ``all_to_all``: ``2 a + (P - 1) / P n b``: one message for each other worker, all at once.
 
-        The two count a round trip for each message, since gloo asks whom it sends to first; in an all-reduce it has
-        asked before. With several workers on each of several nodes, a ring crosses the link of a node once; messages
-        for each worker of other nodes share it. On a single node all stay inside.
-
-        Raises:
-            ValueError: for another collective.
+        The last two count a round trip for each message, as gloo asks whom it sends to first; an all-reduce has asked
+        before. A ring crosses the link of a node once; messages for each worker of other nodes share it.
         """
         crossing = sent_bytes(collective, nbytes, self.workers)
         if 1 < self.workers <= self.node_ranks:
@@ -76,11 +62,7 @@ class Network(NamedTuple):
         return (2.0 if is_direct else 2.0 * (self.workers - 1)) * self.latency + crossing * 8 / self.bandwidth
 
     def checked(self) -> "Network":
-        """Pass through if it can be exchanged over.
-
-        Raises:
-            ValueError: for a bandwidth or a latency out of range, fewer than two workers, or nodes that are not full.
-        """
+        """Pass through, unless a number is out of range, there are fewer than two workers, or nodes are not full."""
         if not 0 < self.bandwidth < math.inf:
             raise ValueError(f"bandwidth={self.bandwidth} must be finite bits per second above 0; 1e9 is 1 Gbit/s")
         if not 0 <= self.latency < math.inf:
@@ -106,9 +88,6 @@ def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:
 
     All bytes that are reported are counted by this: an all-to-all and an all-gather of its result send as much as DDP's
     all-reduce, though half as much again is handed in at two ranks.
-
-    Raises:
-        ValueError: for another collective.
     """
     if collective not in _SHARES:
         one_of("collective", collective, tuple(_SHARES))
@@ -121,11 +100,7 @@ def dense_bytes(elements: float, ranks: int) -> float:
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second of a text such as ``"1gbit"``, given for an argument ``noun``.
-
-    Raises:
-        ValueError: unless ``text`` is a number above zero with ``kbit``, ``mbit`` or ``gbit``.
-    """
+    """Return bits per second of a text such as ``"1gbit"``, given for an argument ``noun``."""
     number, bits = _parse(noun, text, _BITS_PER_SECOND, "1gbit")
     if not number:
         raise ValueError(f"{noun}={text!r} must be above zero, such as '1gbit'")
@@ -133,11 +108,7 @@ def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
 
 
 def parse_latency(text: str, noun: str = "latency") -> float:
-    """Return seconds of a text such as ``"100us"``, given for an argument ``noun``.
-
-    Raises:
-        ValueError: unless ``text`` is ``0``, or a number with ``us``, ``ms`` or ``s``.
-    """
+    """Return seconds of a text such as ``"100us"``, given for an argument ``noun``."""
     if text == "0":
         return 0.0
     number, parts = _parse(noun, text, _A_SECOND, "100us")

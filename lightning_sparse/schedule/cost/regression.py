@@ -13,14 +13,11 @@ _TRUSTED = 0.75  # fraction of the targets, those fitted best, by which a fit is
 
 
 def fit_rows(rows: Rows, targets: Sequence[float]) -> tuple[list[float], float]:
-    """Find the coefficients, none negative, with the least sum of absolute relative errors.
+    """Return the coefficients, none negative, of least absolute relative errors, and the mean error where they fit.
 
-    Least absolute values by least squares, repeated with weights of one over the last error (Schlossmacher, Journal of
-    the American Statistical Association 1973). Errors are relative to the target or, where its neighbours are larger,
-    to the median of those: a time that is far too short must not weigh the more for it.
-
-    Rows are in the order of rising targets but for noise. Returns the coefficients, and their mean relative error over
-    the three quarters of the targets that they fit best.
+    Least squares are repeated with weights of one over the last error (Schlossmacher, Journal of the American
+    Statistical Association 1973). Errors are relative to the target or, where its neighbours are larger, to the median
+    of those: a time that is far too short must not weigh the more for it. Targets rise but for noise.
     """
     scales = _scales(targets)
     scaled = [[term / scale for term in row] for row, scale in zip(rows, scales)]

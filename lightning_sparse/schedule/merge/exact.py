@@ -1,7 +1,7 @@
-"""The merge planner: which gradients travel together, so that the last of them arrives as early as possible.
+"""Which gradients travel together, so that the last of them arrives as early as possible.
 
-The problem is that of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule (``greedy.py``) is not optimal for it.
-Here it is solved exactly, by dynamic programming over the prefixes of backpropagation.
+The problem is that of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule (``greedy.py``) is not optimal for it;
+dynamic programming over the prefixes of backpropagation is.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,12 @@ def plan_groups(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> list[list[int]]:
-    """Plan which tensors are merged into one message, so that the last message arrives as early as it can.
+    """Plan which neighbours in the order of backpropagation are merged, so that the last message arrives earliest.
 
-    Only neighbours in the order of backpropagation are merged. No shape of the costs is assumed but that they are not
-    negative: they need not be convex, nor rise.
-
-    The plan is the optimum, for any number of tensors. With ``selection="worker"`` the time to find it grows with their
-    square; with ``selection="backward"`` it takes seconds for the 161 tensors of a ResNet-50, and some ten times as
-    long for twice as many. Equal arguments give equal plans, on every rank.
+    The plan is the optimum for any costs that are not negative: they need not be convex, nor rise. Equal arguments give
+    equal plans, on every rank. With ``selection="worker"`` the time to find it grows with the square of the number of
+    tensors; with ``"backward"`` it takes seconds for the 161 tensors of a ResNet-50, some ten times as long for twice
+    as many.
 
     Args:
         sizes: elements of each tensor, in the order in which backward makes their gradients ready.
@@ -59,10 +57,8 @@ def plan_groups(
 def earliest_stops(ready: Sequence[float], task_seconds: Callable[[int, int], float]) -> list[int]:
     """Return where the groups of the plan stop that ends first, with selection on the worker.
 
-    Backward does not depend on the plan here, so a plan of the first tensors matters to the rest only by when the
-    worker is free, and of each prefix the plan that frees it first is enough. ``ready`` are seconds of backward after
-    which the first k tensors are ready, for k from 0, not falling; ``task_seconds`` the worker's for the tensors from a
-    start up to a stop.
+    Backward does not depend on the plan here, so of each prefix the plan that frees the worker first is enough.
+    ``ready`` is that of a :class:`~lightning_sparse.schedule.merge.simulator.Problem`, ``task_seconds`` a group's.
     """
     free, starts = [0.0], [0]
     for stop in range(1, len(ready)):

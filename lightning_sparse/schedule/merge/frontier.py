@@ -1,8 +1,8 @@
-"""The exact optimum of the published OMGS problem, in which selecting stops backward.
+"""The exact optimum of the published OMGS problem (Shi et al., INFOCOM 2020), in which selecting stops backward.
 
-Shi et al., INFOCOM 2020, give a greedy rule for it (see ``greedy.py``). A plan of the first tensors matters to the rest
-only by two clocks: when backward is free again, and when the channel is. Neither alone is enough, since a merged
-selection may cost more or less than its parts. So each prefix keeps all plans that no other one beats on both clocks.
+A plan of the first tensors matters to the rest only by when backward is free again, and when the channel is. Neither
+alone is enough, since a merged selection may cost more or less than its parts. So each prefix keeps all plans that no
+other one beats on both clocks.
 """
 
 from lightning_sparse.schedule.merge.simulator import MergeProblem

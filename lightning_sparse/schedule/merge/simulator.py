@@ -1,8 +1,7 @@
 """The pipeline on paper: backward, selection and one serial channel. The planner optimises it, and it predicts steps.
 
-The clocks are those of OMGS-SGD (Shi et al., INFOCOM 2020), counted from the start of backward; the forward pass, which
-no grouping changes, is left out. Where the paper lets selection stop backward, our engine runs it on the worker that
-runs the exchange, so that backward goes on: both are here.
+The clocks are those of OMGS-SGD (Shi et al., INFOCOM 2020), from the start of backward: no grouping changes forward.
+There selection stops backward; our engine runs it on the worker that runs the exchange. Both are here.
 """
 
 import math
@@ -89,13 +88,9 @@ def predict(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> Prediction:
-    """Predict when each group is ready, selected from and exchanged.
+    """Predict when each group, of positions in their order, is ready, selected from and exchanged.
 
-    ``groups`` are positions of tensors, together all positions in their order; the other arguments are those of
-    :func:`~lightning_sparse.schedule.plan_groups`.
-
-    Raises:
-        ValueError: for what is no grouping, empty, negative, not finite or of different lengths.
+    The other arguments are those of :func:`~lightning_sparse.schedule.plan_groups`.
     """
     one_of("selection", selection, SELECTIONS)
     problem = checked_problem(sizes, backward_seconds, select_cost, exchange_cost)
@@ -130,11 +125,7 @@ def simulate(problem: Problem, stops: Iterable[int], selection: str) -> Predicti
 def checked_problem(
     sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
 ) -> MergeProblem:
-    """Sum sizes and times up; arguments as for :func:`predict`.
-
-    Raises:
-        ValueError: for what is empty, negative, not finite or of different lengths.
-    """
+    """Sum sizes and times up, and refuse what is empty, negative, not finite or of different lengths."""
     if len(sizes) == 0:
         raise ValueError("sizes=[] must not be empty: pass the elements of every tensor that has a gradient")
     if len(backward_seconds) != len(sizes):
@@ -149,11 +140,7 @@ def checked_problem(
 
 
 def checked_seconds(noun: str, cost: Cost, elements: int) -> float:
-    """Return a cost of a number of elements.
-
-    Raises:
-        ValueError: if it is negative or not finite.
-    """
+    """Return a cost of a number of elements, unless it is negative or not finite."""
     seconds = cost(elements)
     if not 0 <= seconds < math.inf:
         raise ValueError(

@@ -18,8 +18,7 @@ NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[tuple[Any, Any, Tensor, bool]]:
     """Train, with steps in which one rank's gradient is not finite.
 
-    Returns, for each of those, what was kept before and after it, a gradient in it, and whether all of the next were
-    finite.
+    Returns, for each, what was kept before and after it, a gradient in it, and whether the next were all finite.
     """
     torch.manual_seed(0)
     gaps = []
