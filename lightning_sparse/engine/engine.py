@@ -34,32 +34,12 @@ _RESIDUAL_BYTES = 4
 
 
 class Engine(Uncopied):
-    """Exchange the gradients of one wrapped model, until closed.
+    """Exchange the gradients of one wrapped model, until closed; its communication hook is registered here.
 
-    Args:
-        ddp: the wrapped model. It should have been built with the ``bucket_cap_mb`` that
-            :func:`~lightning_sparse.engine.step.hook.bucket_cap_mb` returns; its communication hook is registered here.
-        settings: what the user chose.
-        timeout: how long an exchange may wait for its peers; ``None`` for the backend's default.
-        say: called on rank 0 with lines for the user.
-        node_ranks: how many ranks, one after the other, are on one node and average their gradients there first; 1 for
-            one level.
-        begin: called on the thread of backward before the first gradients of a step are taken, where nobody calls
-            :meth:`begin_backward` before backward begins.
-
-    Attributes:
-        arrived: what exchanges have brought of gradients whose step is not over.
-        compressor: what is sent.
-        densities: how much is sent of each parameter; rules may raise it between two steps, alike on all ranks.
-        levels: which ranks exchange with which.
-        memory: what is kept.
-        pipeline: what every group goes through.
-        planner: which grouping is followed.
-        recorder: the facts of the steps.
-        replicas: what keeps them one beside the exchange.
-
-    Raises:
-        RuntimeError: if the backend lacks a collective that the compressor needs.
+    Of a node, ``node_ranks``, one after the other, average their gradients first; 1 for one level. ``begin`` is called
+    on the thread of backward before a step's first gradients are taken, where nobody calls :meth:`begin_backward`
+    before. A backend that lacks a collective of the compressor is refused. Between two steps ``densities`` may be
+    raised, alike on all ranks.
     """
 
     def __init__(
@@ -238,12 +218,8 @@ class Engine(Uncopied):
     ) -> None:
         """Begin a step: its backward comes next.
 
-        Args:
-            loss_scale: what its loss was multiplied by, tensor of one element on the gradients' device; ``None`` for 1.
-            hyperparameters: what the optimizer does, by parameter name.
-            epoch: from 0.
-            whole: names of the parameters whose gradients are sent whole, whatever the compressor; as on all ranks.
-            settled: how much of the warm-up of corrected optimizers lies behind, from 0 to 1.
+        ``loss_scale`` is of one element, on the gradients' device; ``whole`` are names sent whole, as on all ranks;
+        ``settled`` is how much of the warm-up of corrected optimizers lies behind, from 0 to 1.
         """
         self._learned = None
         self.recorder.begin_backward()
@@ -263,10 +239,7 @@ class Engine(Uncopied):
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
         """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.
 
-        Args:
-            optimizer: its number.
-            epoch: from 0.
-            agreed: numbers that have to be the same on all ranks where a round ends.
+        ``agreed`` are numbers that have to be the same on all ranks where a round ends.
         """
         self.recorder.totals.end_step()
         self._epoch = epoch
@@ -299,11 +272,7 @@ class Engine(Uncopied):
         return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
 
     def settle(self) -> None:
-        """Wait until the exchanges that are queued have been done, so that :meth:`state_dict` is that of a whole step.
-
-        Raises:
-            BaseException: what the exchange worker has raised.
-        """
+        """Wait for the exchanges that are queued, so that the state is that of a whole step, or raise what failed."""
         self._worker.run(lambda: None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,11 +283,7 @@ class Engine(Uncopied):
         return {**state, **self.replicas.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace those parts that ``state`` holds by a copy; the others stay as they are.
-
-        Raises:
-            ValueError: if a part is that of another method.
-        """
+        """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
 
         def load() -> None:
             if "memory" in state:
@@ -340,11 +305,8 @@ class Engine(Uncopied):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker and give the process group back; safe to call twice.
 
-        Args:
-            has_failed: whether training ends by an error of this rank, so that others may wait for it.
-
-        Returns:
-            whether what is kept is that of a whole step: no exchange has failed, or hangs.
+        ``has_failed`` says that this rank ends by an error, for which others may wait. Return whether what is kept is
+        that of a whole step: no exchange has failed, or hangs.
         """
         self._stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.

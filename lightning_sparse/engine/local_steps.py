@@ -51,22 +51,14 @@ def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
 
 
 class _PendingSync:
-    """An exchange, from its beginning until it is applied.
-
-    Attributes:
-        names: of the tensors that it is about.
-        due: step after which it is applied.
-        corrections: what is then added to each; ``None`` where they are replaced by the shared model.
-        has_news: whether a rank has written something that is not shared yet, once the exchange has ended.
-        done: set when the exchange has ended.
-    """
+    """An exchange, from its beginning until it is applied after step ``due``."""
 
     def __init__(self, names: Sequence[str], due: int, corrections: Optional[list[Tensor]]) -> None:
         self.names = list(names)
         self.due = due
-        self.corrections = corrections
+        self.corrections = corrections  # added to each tensor; ``None``: the shared model replaces them
         self.changes: list[Tensor] = []  # held for as long as a device may read them
-        self.has_news = False
+        self.has_news = False  # whether a rank has written something that is not shared yet
         self.done = Event()
 
 
@@ -75,22 +67,8 @@ class Rounds(Replicas):
 
     Floating-point buffers are exchanged with them, and so are frozen parameters once ranks have written them
     differently, such as those of a teacher. The model is asked for its tensors when they are read or written: buffers
-    may be assigned anew, and parameters be given other memory.
-
-    Args:
-        module: the model.
-        names: of the parameters that are exchanged.
-        local: settings.
-        pipeline: what every group goes through.
-        schedule: how parameters are cut into groups.
-        worker: where it is done.
-        begin: called for each exchange that begins; what it returns is called on the worker before that exchange, for
-            what is known of it.
-        say: called with lines for the user.
-
-    Attributes:
-        covered_steps: local steps that the last exchange was about.
-        begun_exchanges: how many exchanges have begun in this training.
+    may be assigned anew, and parameters be given other memory. ``begin`` is called for each exchange that begins, and
+    what it returns on the worker before that exchange, for what is known of it.
     """
 
     def __init__(
@@ -127,7 +105,7 @@ class Rounds(Replicas):
         self._seen: dict[str, Tensor] = {}  # fingerprints of what is not shared, when all ranks last had the same of it
         self._momenta: dict[str, Tensor] = {}
         self._away: Optional[dict[str, Tensor]] = None
-        self.covered_steps = self._every
+        self.covered_steps = self._every  # local steps that the last exchange was about
         self._last_wait = self._total_wait = 0.0  # seconds
         self.begun_exchanges = 0
         self.follow(module, names)
@@ -413,10 +391,7 @@ class Rounds(Replicas):
                 self.hide()
 
     def show(self) -> None:
-        """Put the shared model into the model's tensors, until :meth:`hide`; nothing is sent.
-
-        While steps are synchronous it is there.
-        """
+        """Put the shared model, if rounds have begun, into the model's tensors until :meth:`hide`; nothing is sent."""
         if self._away is not None or not self._has_begun:
             return
         self._worker.run(lambda: None)  # an exchange that is on its way ends first: the same model on all ranks
@@ -479,11 +454,7 @@ class Rounds(Replicas):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another round stood, with the shared model that the model's tensors hold now.
-
-        Raises:
-            ValueError: if it is about tensors of another shape.
-        """
+        """Go on from where another round stood, with the shared model that the model's tensors hold now."""
         if "rounds" in state:
             self._load(state["rounds"])
 

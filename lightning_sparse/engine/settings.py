@@ -29,11 +29,7 @@ Row = tuple[Any, str]  # whether something is refused, and what is said then
 
 
 def refuse(*rows: Row) -> None:
-    """Raise what the first row says that refuses something.
-
-    Raises:
-        ValueError: of that row.
-    """
+    """Raise ``ValueError`` with what the first row says that refuses something."""
     for is_refused, message in rows:
         if is_refused:
             raise ValueError(message)
@@ -115,20 +111,11 @@ def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
 
 
 class Settings:
-    """The user's choices, checked and with names turned into objects.
+    """The user's choices, checked and with names turned into objects; arguments as of ``SparseDDPStrategy``.
 
-    Arguments are as of :class:`~lightning_sparse.SparseDDPStrategy`; ``local_steps`` is ``None`` to exchange gradients
-    in every step.
-
-    Attributes:
-        feedback: what is asked of the memory; the compressor's own unless :meth:`correct_momentum` or
-            :meth:`correct_adam` changes it.
-        adam: how Adam's updates are made before selection; ``None`` where they are not.
-        clipping: with ``adam``, what the mean gradient is clipped to.
-
-    Raises:
-        ValueError: for an unknown name, a number out of range, or arguments that do not go together.
-        TypeError: for an object of the wrong kind.
+    ``local_steps`` is ``None`` to exchange gradients in every step. ``feedback`` is what is asked of the memory: the
+    compressor's own unless :meth:`correct_momentum` or :meth:`correct_adam` changes it. With ``adam``, how updates are
+    made before selection (else ``None``), ``clipping`` is what the mean gradient is clipped to.
     """
 
     def __init__(
@@ -225,12 +212,9 @@ class Settings:
         return self._asked_feedback.momentum is not None
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum and clip as ``correction`` says, whatever the compressor; ``None`` as it says itself.
+        """Accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor says itself.
 
-        Only its momentum, masking and clipping are taken over.
-
-        Raises:
-            ValueError: if the compressor keeps no residual, corrects momentum itself, or selects across a group.
+        A compressor that keeps no residual, corrects momentum itself, or masks and selects across a group is refused.
         """
         own = self.compressor.feedback
         if correction is None:
@@ -240,11 +224,7 @@ class Settings:
         self._ask_for(correction._replace(follows_learning_rate=own.follows_learning_rate))
 
     def check_rules(self) -> None:
-        """Refuse rules for densities where they could raise none.
-
-        Raises:
-            ValueError: if the compressor has no density for each parameter, or the schedule decides itself.
-        """
+        """Refuse rules for densities where they could raise none."""
         name = type(self.compressor).__name__
         refuse(
             (
@@ -265,14 +245,11 @@ class Settings:
         )
 
     def density_at(self, epoch: int, settled: float = 1.0) -> float:
-        """Return the density of an epoch: during warm-up it falls geometrically, from near a quarter at 0.001.
+        """Return the density of an epoch, from 0: during warm-up it falls geometrically, from near a quarter at 0.001.
 
         With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
-        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
-
-        Args:
-            epoch: from 0.
-            settled: how much of the warm-up of corrected optimizers lies behind, which may ask for more.
+        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code). ``settled``, of the
+        warm-up of corrected optimizers, may ask for more.
         """
         least = falling_density(self.density, settled)
         if epoch >= self.warmup_epochs:
@@ -287,11 +264,9 @@ class Settings:
     ) -> Memory:
         """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
-        Args:
-            gradient_dtypes: of the gradients that are exchanged.
-            ranks: how many ranks the gradient is averaged over: the norm of a mean of that many independent gradients
-                is smaller by its square root, and a local clip has to allow for it.
-            share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient.
+        The norm of a mean of independent gradients of ``ranks`` is smaller by the root of their number, which a local
+        clip allows for. ``share_of`` returns this rank's share of a flat tensor, where it is given only that of each
+        gradient.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback

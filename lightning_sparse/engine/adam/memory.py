@@ -31,27 +31,16 @@ _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all t
 
 
 class AdamMoments(NamedTuple):
-    """Adam's state of a parameter: the optimizer's own tensors, laid out as its gradient is.
+    """Adam's state of a parameter: the optimizer's own tensors, flat, laid out as its gradient is."""
 
-    Attributes:
-        step: number of the coming step, from 1.
-        decay: weight decay that is added to the gradient, negative where the objective is maximized; 0 where it is
-            decoupled.
-        first: first moment, flat; zero while updates are made before selection.
-        second: second moment, flat; of the mean gradient, the same on all ranks.
-        largest: the largest second moment so far, with ``amsgrad``; else ``None``.
-        parameter: flat.
-        maximizes: whether the objective is maximized, and the first moment that of the negative gradient.
-    """
-
-    step: int
+    step: int  # the coming one, from 1
     beta1: float
     beta2: float
     eps: float
-    decay: float
-    first: Tensor
-    second: Tensor
-    largest: Optional[Tensor]
+    decay: float  # that is added to the gradient, negative where the objective is maximized; 0 where it is decoupled
+    first: Tensor  # zero while updates are made before selection; of the negative gradient with ``maximizes``
+    second: Tensor  # of the mean gradient, the same on all ranks
+    largest: Optional[Tensor]  # second moment so far, with ``amsgrad``
     parameter: Tensor
     maximizes: bool = False
 
@@ -69,23 +58,11 @@ class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
     Takes 4 bytes an element, as gradients would. The moments are the optimizer's own tensors: the first is emptied into
-    the residual, the second is learned here, and is one for all ranks.
+    the residual, the second is learned here, and is one for all ranks. Each rank clips its own gradient, whose norm is
+    larger than that of the mean by a factor, one for all ranks, that is measured whenever the mean is known.
 
-    Each rank clips its own gradient, whose norm is larger than that of the mean by a factor, one for all ranks, that is
-    measured whenever the mean is known.
-
-    Args:
-        ranks: how many ranks the gradient is averaged over.
-        correction: what the user chose.
-        clip: what gradients are clipped to.
-        follows_learning_rate: see :class:`ResidualMemory`.
-        share_of: returns this rank's share of a flat tensor, where it is given only that of each gradient; ``None``
-            where it is given all. Moments, and the means that are learned from, are whole in any case.
-
-    Attributes:
-        warm_up: how long more is sent than later; ``None`` while the second moment is not known.
-        second_means: mean of the second moment of each parameter, and after how many steps: what it is compared with
-            to see whether it is known.
+    Where each rank is given a share of each gradient alone, ``share_of`` returns that of a flat tensor; moments, and
+    the means that are learned from, are whole in any case.
     """
 
     corrects_adam = True
@@ -100,8 +77,8 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, follows_learning_rate)
         self.clip_to(clip)
-        self.warm_up: Optional[WarmUp] = None
-        self.second_means: dict[str, tuple[float, int]] = {}
+        self.warm_up: Optional[WarmUp] = None  # while the second moment is not known
+        self.second_means: dict[str, tuple[float, int]] = {}  # of each second moment, and after how many steps
         self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
         self._norm_ratio: Optional[Tensor] = None
         self.correction = correction
@@ -322,8 +299,8 @@ class AdamMemory(ResidualMemory):
     def statistics(self) -> dict[str, Tensor]:
         """Return also ``update_error`` and ``second_moment_age``, where updates are accumulated.
 
-        The first is the norm of the updates that wait over that of this rank's updates of the last step; the second how
-        many steps ago the second moment was learned, at most.
+        The first is the norm of updates that wait over that of this rank's last updates; the second how many steps ago
+        the second moment was learned, at most.
         """
         statistics = super().statistics()
         norms = list(self.update_norms().values())

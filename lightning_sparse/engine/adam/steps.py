@@ -1,8 +1,4 @@
-"""The optimizer's part of a step whose updates were made before selection: apply the mean update, and weight decay.
-
-The rule stands at :class:`~lightning_sparse.AdamCorrection`; :mod:`lightning_sparse.engine.adam.memory` is the part
-before the exchange.
-"""
+"""The optimizer's part of a step whose updates were made before selection: apply the mean update, and weight decay."""
 
 import inspect
 import math
@@ -28,17 +24,11 @@ _KNOWN_CHANGE = 0.5
 
 
 class ComingStep(NamedTuple):
-    """Facts of the coming step of corrected optimizers that the exchange needs.
+    """Facts of the coming step of corrected optimizers that the exchange needs."""
 
-    Attributes:
-        hyperparameters: of the parameters whose updates are made before selection, by name.
-        whole: names of those whose second moment is still being learned: their gradients are sent whole.
-        settled: how much of the warm-up lies behind, from 0 to 1.
-    """
-
-    hyperparameters: Mapping[str, Hyperparameters]
-    whole: frozenset[str] = frozenset()
-    settled: float = 1.0
+    hyperparameters: Mapping[str, Hyperparameters]  # of parameters whose updates are made before selection, by name
+    whole: frozenset[str] = frozenset()  # names sent whole: their second moment is still being learned
+    settled: float = 1.0  # how much of the warm-up lies behind, from 0 to 1
 
 
 class _Flat(NamedTuple):
@@ -62,16 +52,8 @@ class AdamSteps:
     """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
 
     While an optimizer steps, the gradients of such parameters are out of its sight; what they stand for is applied
-    here, with weight decay, and their count of steps goes on. Everything else the optimizer does itself.
-
-    Args:
-        optimizers: that are :func:`is_correctable`.
-        names: of parameters.
-        target_of: density of a parameter when warm-up is over, by its name.
-        memory: what is kept; knows of which step a second moment is, and where gradients were written.
-
-    Attributes:
-        total_steps: optimizer steps of the whole training; ``None`` where that is not known.
+    here, with weight decay, and their count of steps goes on. Everything else the optimizer does itself. ``target_of``
+    a name is the density when warm-up is over.
     """
 
     def __init__(
@@ -82,7 +64,7 @@ class AdamSteps:
         memory: AdamMemory,
     ) -> None:
         self.names = names
-        self.total_steps: Optional[int] = None
+        self.total_steps: Optional[int] = None  # of the whole training, where that is known
         self._optimizers = optimizers
         self._correction = memory.correction
         self._target_of = target_of

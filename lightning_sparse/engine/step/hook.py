@@ -33,13 +33,11 @@ _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end 
 def bucket_cap_mb(module: torch.nn.Module) -> float:
     """Return the ``bucket_cap_mb`` with which DDP hands gradients over soon after they become ready, in few calls.
 
-    A parameter larger than that gets a bucket of its own, or closes that of those before it.
+    It is 1 MiB, or a 16th of what is trained where that is less; a larger parameter gets a bucket of its own, or closes
+    that of those before it.
 
     Args:
         module: to be wrapped.
-
-    Returns:
-        1 MiB, or a 16th of what is trained where that is less.
 
     Example::
 
@@ -145,18 +143,10 @@ class NoStream:
 class GradientStream(Uncopied):
     """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
 
-    DDP calls the hook with the same buckets in the same order on every rank, but buckets change after the first step,
-    so everything is keyed by parameter name.
-
-    Args:
-        ddp: the wrapped model; the hook is registered on it.
-        pipeline: what is done with a group.
-        schedule: how gradients are cut into groups.
-        worker: where it is done.
-        overlaps_backward: whether groups are exchanged while backward goes on. If not, they are submitted after all
-            that backward itself exchanges, which is then in one order with them on all ranks.
-        begin: called before the first bucket of a step is taken.
-        arrived: what earlier exchanges of a step have brought, which is kept out of the next where it is watched.
+    DDP calls the hook with the same buckets in the same order on every rank, but buckets change after the first step:
+    everything is keyed by parameter name. Where ``overlaps_backward`` is false, groups are submitted after all that
+    backward itself exchanges, which is then in one order with them on all ranks. ``begin`` is called before the first
+    bucket of a step is taken.
     """
 
     def __init__(
@@ -360,17 +350,10 @@ class _KnownBucket(NamedTuple):
 
 
 class Usage:
-    """Know which parameters took part in a step: DDP gives the hook zeros for the others, without saying so.
-
-    Args:
-        parameters: the model's parameters.
-
-    Attributes:
-        used: those whose gradient has been accumulated since the set was last cleared.
-    """
+    """Know which parameters took part in a step: DDP gives the hook zeros for the others, without saying so."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self.used: set[Parameter] = set()
+        self.used: set[Parameter] = set()  # whose gradient has been accumulated since this was last cleared
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self.used.add)
             for parameter in parameters

@@ -19,26 +19,18 @@ _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes
 
 
 class LocalGradient(NamedTuple):
-    """One parameter's gradient on this rank, before its exchange.
-
-    Attributes:
-        name: parameter name.
-        gradient: flat view of the gradient's storage; the mean over ranks is written here.
-        is_used: whether backward gave the parameter a gradient on this rank; ``None`` where that is not tracked.
-    """
+    """One parameter's gradient on this rank, before its exchange."""
 
     name: str
-    gradient: Tensor
-    is_used: Optional[bool]
+    gradient: Tensor  # flat view of the gradient's storage; the mean over ranks is written here
+    is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where that is not tracked
 
 
 class OneLevel:
     """All ranks exchange with all, and each sees to the whole of every gradient.
 
-    Attributes:
-        across: between the ranks that exchange selections.
-        everybody: between all ranks.
-        node_ranks: how many ranks share what is kept of a gradient.
+    ``across`` is between the ranks that exchange selections, ``everybody`` between all; ``node_ranks`` share what is
+    kept.
     """
 
     node_ranks = 1
@@ -129,11 +121,10 @@ class _Averaged(NamedTuple):
 class TwoLevels(OneLevel):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
 
-    Every tensor is cut by itself into as many shares of equal size as there are ranks, so that nothing depends on which
-    tensors travel together; the last ones are filled up with zeros. Of a group, each rank receives everybody's part of
-    its share, whole (all-to-all), and averages the parts in the order of ranks. What is done with the mean, rank by
-    rank, is what one rank of each node does with a whole gradient elsewhere. In the end all shares go to all ranks
-    (all-gather).
+    Every tensor is cut by itself into a share for each rank, of equal size, so that nothing depends on which tensors
+    travel together; the last ones are filled up with zeros. Of a group, each rank receives everybody's part of its
+    share (all-to-all), and averages the parts in the order of ranks. With the mean it does what one rank of each node
+    does with a whole gradient elsewhere. In the end all shares go to all ranks (all-gather).
     """
 
     def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:

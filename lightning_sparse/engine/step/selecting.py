@@ -19,23 +19,14 @@ from lightning_sparse.functional import add_rows
 
 
 class Part(NamedTuple):
-    """The parameters of a group that travel by one way: sent whole, or some elements of each.
+    """The parameters of a group that travel by one way: sent whole, or some elements of each."""
 
-    Attributes:
-        positions: of its parameters in the group.
-        tensors: what was selected from: a tensor of each parameter, or one of all of them laid end to end.
-        selection: what is sent of each of these.
-        counts: by parameter, the number of elements that its density asks for; its share of them where it is merged.
-        wire: the way.
-        merged: the parameters that are laid end to end in the only tensor; ``None`` where each has one of its own.
-    """
-
-    positions: list[int]
-    tensors: list[Tensor]
+    positions: list[int]  # in the group
+    tensors: list[Tensor]  # selected from: one of each parameter, or one of all of them laid end to end
     selection: GroupSelection
-    counts: list[float]
+    counts: list[float]  # by parameter, elements that its density asks for; its share of them where merged
     wire: WireFormat
-    merged: Optional["MergedParameters"] = None
+    merged: Optional["MergedParameters"] = None  # what lies end to end
 
     def exchange(self, channel: Channel, names: Sequence[str], used: Optional[Tensor]) -> Arrival:
         """Send what is selected, and return the mean of each parameter."""
@@ -82,10 +73,10 @@ class GroupSelector:
         are_used: Sequence[Optional[bool]],
         whole: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Choose what is sent of gradients plus residuals, flat and not changed, of so many elements each.
+        """Choose what is sent of gradients plus residuals, flat and not changed; parts that are sent whole come last.
 
-        ``are_used`` is whether this rank used each (``None``: not tracked), ``whole`` the names of those that are sent
-        whole whatever the compressor. Parts that are sent whole come last.
+        ``are_used``: whether this rank used each (``None``: not tracked); ``whole``: names sent whole, whatever the
+        compressor.
         """
         few: list[int] = []
         rest: list[int] = []
@@ -157,22 +148,17 @@ class GroupSelector:
 
 
 class MergedParameters(NamedTuple):
-    """Several parameters as one flat tensor.
+    """Several parameters as one flat tensor."""
 
-    ``flat`` are their accumulated gradients (``tensors``) laid end to end, ``mean`` is room for as many elements, and
-    ``are_used`` tells of each whether this rank used it; ``None`` where that is not tracked.
-    """
-
-    flat: Tensor
-    mean: Tensor
+    flat: Tensor  # ``tensors``, gradients plus residuals, laid end to end
+    mean: Tensor  # room for as many elements
     tensors: Sequence[Tensor]
-    are_used: Sequence[Optional[bool]]
+    are_used: Sequence[Optional[bool]]  # by this rank; ``None`` where that is not tracked
 
     def leave_out_unused(self) -> None:
         """Keep a parameter that this rank did not use out of the competition.
 
-        If no rank used it, what is sent of it is not applied: its residual would win the same places for nothing, step
-        after step.
+        If no rank used it, what is sent of it is not applied: its residual would win the same places in every step.
         """
         for piece, is_used in zip(self._split(self.flat), self.are_used):
             if is_used is False:
@@ -221,8 +207,8 @@ class MergedParameters(NamedTuple):
 class Workspace:
     """Memory that groups take in turn, and that serves again, in the same order, in the next step.
 
-    Large blocks go back to the system when freed; taking them anew for every group costs more than filling them. What a
-    step did not need is given back, so that a change of groups leaves nothing behind.
+    Large blocks go back to the system when freed, and taking them anew costs more than filling them. What a step did
+    not need is given back.
     """
 
     def __init__(self) -> None:

@@ -59,41 +59,21 @@ __all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 
 
 class StepContext(NamedTuple):
-    """Facts of the step in progress that come from outside the pipeline.
+    """Facts of the step in progress that come from outside the pipeline."""
 
-    Attributes:
-        loss_scale: what its loss was multiplied by, as a tensor of one element; ``None`` for 1. It changes from step to
-            step, so what is kept is kept without it.
-        hyperparameters: by parameter name; empty where no optimizer is known.
-        whole: names of the parameters whose gradients are sent whole in this step, whatever the compressor: those of
-            which Adam's second moment is still to be learned.
-        samples_deltas: whether to compare what is applied with the dense mean of what had accumulated, which costs a
-            dense all-reduce; on all ranks or on none.
-    """
-
-    loss_scale: Optional[Tensor] = None
-    hyperparameters: Mapping[str, Hyperparameters] = {}
-    whole: AbstractSet[str] = frozenset()
-    samples_deltas: bool = False
+    loss_scale: Optional[Tensor] = None  # of one element, other in each step: what is kept is kept without it
+    hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
+    whole: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
+    samples_deltas: bool = False  # compare means with the dense ones: an all-reduce; on all ranks or on none
 
 
 class Exchanged(NamedTuple):
-    """Parameters of a group that travelled together, and their means over ranks; not yet written back.
-
-    Attributes:
-        names: parameter names.
-        group: their local gradients.
-        accumulated: of each, gradient plus residual, flat; the means are written over it.
-        counts: for each the number of elements that its density asks for; a share of them, which may be a fraction,
-            where elements were selected across the group.
-        arrival: the means over ranks, what stays here of the elements that were sent, whether all is finite, and
-            whether any rank used each parameter.
-    """
+    """Parameters of a group that travelled together, and their means over ranks; not yet written back."""
 
     names: list[str]
     group: Sequence[LocalGradient]
-    accumulated: list[Tensor]
-    counts: Sequence[float]
+    accumulated: list[Tensor]  # gradients plus residuals, flat; the means are written over them
+    counts: Sequence[float]  # elements that each density asks for; a share where selected across the group
     arrival: Arrival
 
 
@@ -103,20 +83,6 @@ class Pipeline:
     A step is a transaction of two halves. :meth:`exchange` runs group by group while backward goes on, and changes
     nothing that outlives the step. :meth:`commit` runs when all groups of the step have arrived: only then is it known
     whether every gradient on every rank was finite.
-
-    Args:
-        compressor: what is sent.
-        memory: what is kept.
-        wires: how it is written.
-        collectives: how it travels; with two levels, between nodes.
-        recorder: where facts go.
-        density_of: fraction of elements to send of the parameter with a given name.
-        levels: which ranks exchange with which; ``None``: all with all.
-        planner: looks at each step that has ended.
-
-    Attributes:
-        context: facts of the step in progress that come from outside.
-        levels: which ranks exchange with which.
     """
 
     def __init__(
@@ -164,8 +130,8 @@ class Pipeline:
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients are working memory until :meth:`commit`. Means come in a part for each way:
-        parameters that are sent whole travel by themselves. ``ready`` is when the last gradient was, for the record.
+        The gradients are working memory until :meth:`commit`. Means come in a part for each way. ``ready`` is when the
+        last gradient was, for the record.
         """
         names = [local.name for local in group]
         with self.recorder.group(names, ready):
@@ -192,11 +158,10 @@ class Pipeline:
         return Exchanged(names, members, tensors, part.counts, arrival)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
-        """Keep what was not sent, and write the mean over ranks into the gradients.
+        """Keep what was not sent, and write the mean over ranks into the gradients of all groups of the step.
 
-        If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself
-        is written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
-        ``step`` is all that :meth:`exchange` returned for the groups of the step.
+        If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself is
+        written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
         """
         are_finite, self._are_finite = self._are_finite, []
         if not step:

@@ -106,7 +106,7 @@ class ExchangeWorker:
     def close(self, patience: float = 5.0) -> bool:
         """End the thread after the tasks that are queued; safe to call twice.
 
-        Return whether it has ended within some seconds: not if it hangs in a collective whose peer is gone.
+        Return whether it has ended within ``patience`` seconds: not if it hangs in a collective whose peer is gone.
         """
         self._tasks.put(None)
         self._thread.join(patience)
