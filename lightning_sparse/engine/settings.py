@@ -264,9 +264,8 @@ class Settings:
     ) -> Memory:
         """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
-        The norm of a mean of independent gradients of ``ranks`` is smaller by the root of their number, which a local
-        clip allows for. ``share_of`` returns this rank's share of a flat tensor, where it is given only that of each
-        gradient.
+        The mean of ``ranks`` independent gradients has a norm smaller by the root of their number: a local clip allows
+        for it. ``share_of`` returns this rank's share of a flat tensor, where it is given only that of each gradient.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback

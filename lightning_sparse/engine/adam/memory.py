@@ -77,8 +77,8 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         super().__init__(None, follows_learning_rate)
         self.clip_to(clip)
-        self.warm_up: Optional[WarmUp] = None  # while the second moment is not known
-        self.second_means: dict[str, tuple[float, int]] = {}  # of each second moment, and after how many steps
+        self.warm_up: Optional[WarmUp] = None  # ``None`` while the second moment is not known
+        self.second_means: dict[str, tuple[float, int]] = {}  # that later ones are compared with, and their step
         self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
         self._norm_ratio: Optional[Tensor] = None
         self.correction = correction

@@ -286,10 +286,7 @@ class GradientStream(Uncopied):
     def _submit_sparse_layout(self, bucket: GradBucket, buffer: Tensor) -> None:
         self._submit_group()
         name = self._names[bucket.parameters()[0]]
-
-        def reduce() -> None:
-            self._pipeline.reduce_sparse_layout(name, buffer)
-
+        reduce = partial(self._pipeline.reduce_sparse_layout, name, buffer)
         if self._overlaps_backward:
             self._worker.submit(reduce)
         else:

@@ -29,8 +29,7 @@ class LocalGradient(NamedTuple):
 class OneLevel:
     """All ranks exchange with all, and each sees to the whole of every gradient.
 
-    ``across`` is between the ranks that exchange selections, ``everybody`` between all; ``node_ranks`` share what is
-    kept.
+    The channel ``across`` joins ranks that exchange selections, ``everybody`` all; ``node_ranks`` share each gradient.
     """
 
     node_ranks = 1

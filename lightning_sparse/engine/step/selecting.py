@@ -75,7 +75,7 @@ class GroupSelector:
     ) -> list[Part]:
         """Choose what is sent of gradients plus residuals, flat and not changed; parts that are sent whole come last.
 
-        ``are_used``: whether this rank used each (``None``: not tracked); ``whole``: names sent whole, whatever the
+        ``are_used`` tells which of them this rank used; those named in ``whole`` are sent whole, whatever the
         compressor.
         """
         few: list[int] = []

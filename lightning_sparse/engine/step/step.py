@@ -61,10 +61,10 @@ __all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 class StepContext(NamedTuple):
     """Facts of the step in progress that come from outside the pipeline."""
 
-    loss_scale: Optional[Tensor] = None  # of one element, other in each step: what is kept is kept without it
+    loss_scale: Optional[Tensor] = None  # of the loss, one element, other in each step: what is kept is kept without it
     hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
     whole: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
-    samples_deltas: bool = False  # compare means with the dense ones: an all-reduce; on all ranks or on none
+    samples_deltas: bool = False  # compares means with dense ones, by a dense all-reduce; on all ranks or on none
 
 
 class Exchanged(NamedTuple):
