@@ -45,22 +45,15 @@ class SparseFabricStrategy(FabricDDPStrategy):
 
     Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
     has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
-    a model where it is given the model and an optimizer of it; ``fabric.load`` takes it up.
+    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
+    :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Args:
-        compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, as are those that follow, where nothing else is
-            said; not one that lets replicas drift apart.
-        density: fraction of elements sent.
-        schedule: when and with whom gradients travel; not ``"auto"``, which wraps the model anew.
-        wire: type of the values that travel.
-        warmup_epochs: epochs over which the density falls: call :meth:`set_epoch` at the start of each.
+        compressor: as there, but not one that lets replicas drift apart.
+        schedule: as there, but not ``"auto"``, which wraps the model anew.
+        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
-        optimizer_correction: how an adaptive optimizer is kept from learning from sparse gradients.
-        exchange: how selections travel.
-        overlaps_backward: whether gradients travel while backward goes on.
-        total_steps: optimizer steps of the whole training, from which the correction of Adam takes its warm-up;
-            ``None`` where that is not known.
-        gradient_as_bucket_view: that of ``DistributedDataParallel``.
+        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:
@@ -130,8 +123,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
     def compression_stats(self, model: Optional[Module] = None) -> dict[str, float]:
         """Return what the last step's exchange did on this rank; empty before the first, and on one process.
 
-        Their names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`; the model is that of
-        :meth:`handle`.
+        The model is that of :meth:`handle`, names are as of :class:`~lightning_sparse.SparseDDPStrategy`.
         """
         handle = self.handle(model)
         return {} if handle is None else handle.stats()
@@ -152,10 +144,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
         self._epoch = epoch
 
     def close(self) -> None:
-        """End the exchanges, as the end of the process does by itself; safe to call twice.
-
-        To train on, set the models up anew.
-        """
+        """End the exchanges, as the process's end does; safe to call twice. To train on, set the models up anew."""
         self._close(has_failed=False)
 
     @override
@@ -284,10 +273,8 @@ class SparseFabricStrategy(FabricDDPStrategy):
         def write_file(state: dict[str, Any], path: PathLike, storage_options: Optional[Any]) -> None:
             write(path, state, storage_options, filter)
 
-        compressor = type(self.settings.compressor).__name__
-        self._checkpointer.save(
-            self._kept(self._trained_in(state)), compressor, state, path, storage_options, write_file
-        )
+        kept, name = self._kept(self._trained_in(state)), type(self.settings.compressor).__name__
+        self._checkpointer.save(kept, name, state, path, storage_options, write_file)
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
         """Return, by key, the models whose gradients are exchanged, and that come with an optimizer."""

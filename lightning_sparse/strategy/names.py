@@ -1,9 +1,4 @@
-"""The names that ``strategy=...`` understands, and how each can be launched.
-
-To use: ``sparse_auto``, ``sparse_lags``, ``sparse_diloco``, ``sparse_loco``. To reproduce papers: ``sparse_omgs``,
-``sparse_exdyna``, ``sparse_sdagc``, ``sparse_a2sgd``. To compare: ``sparse_topk``, ``sparse_dgc``, ``sparse_micro``,
-``sparse_dense``, ``sparse_qsgd``; and one for each compressor that is registered.
-"""
+"""The names that ``strategy=...`` understands, and how each can be launched."""
 
 import difflib
 import warnings
@@ -36,13 +31,7 @@ TABLES = {
 
 
 class System(NamedTuple):
-    """A named composition.
-
-    Attributes:
-        name: what the user writes.
-        description: one line for people who list the names.
-        arguments: arguments of :class:`~lightning_sparse.SparseDDPStrategy`.
-    """
+    """A name that the user writes, a line for who lists the names, and arguments of the strategies."""
 
     name: str
     description: str
@@ -76,10 +65,7 @@ def _own() -> tuple[System, ...]:
         System(
             "sparse_diloco",
             "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
-            {
-                "compressor": "dense",
-                "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True),
-            },
+            {"compressor": "dense", "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
         ),
         System(
             "sparse_loco",
@@ -95,14 +81,9 @@ def _own() -> tuple[System, ...]:
 
 
 def systems() -> list[System]:
-    """Return the systems that there are now.
-
-    Example::
-
-        >>> [system.name for system in systems()][:4]
-        ['sparse_auto', 'sparse_diloco', 'sparse_loco', 'sparse_lags']
-    """
-    return [*_own(), *(_system_of(*row) for row in available_compressors().items())]
+    """Return the systems that there are now."""
+    compressors = available_compressors().items()
+    return [*_own(), *(System(f"sparse_{name}", line, {"compressor": name}) for name, line in compressors)]
 
 
 def meant_by(name: str) -> Optional[str]:
@@ -136,55 +117,38 @@ class _Names(list[str]):
 class _Row(dict[str, Any]):
     """A row of a Lightning's table, whose class is imported when somebody asks for it."""
 
-    def __init__(self, lightning: str, **facts: Any) -> None:
-        super().__init__(**facts)
+    def __init__(self, lightning: str, name: str, description: str, arguments: dict[str, Any]) -> None:
+        super().__init__(description=description, init_params=arguments, strategy_name=name)
         self._lightning = lightning
 
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
         ours = import_module("lightning_sparse._lightning")
-        if _fits(self._lightning, ours.NAME):
+        if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
             _, module, kind = TABLES[self._lightning]
             self[key] = getattr(import_module(module), kind)
             return self[key]
         raise TypeError(f"strategy={self['strategy_name']!r} is {ours.CURE}")
 
 
-def _fits(lightning: str, other: str) -> bool:
-    """Tell whether two packages are of one Lightning."""
-    return lightning.startswith("lightning.") == other.startswith("lightning.")
-
-
 def register_names(lightning: str) -> None:
-    """Register the systems, and those of compressors that are registered later, without importing a class.
-
-    Of a Lightning that is imported anew the table is the same, and nothing is left to do.
-    """
+    """Register the systems, and those of compressors that are registered later, without importing a class."""
     table, _, kind = TABLES[lightning]
     strategies = getattr(import_module(f"{lightning}.strategies"), table)
     # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
     path = f"lightning_sparse.{kind}".lower()
-    if path in strategies:
+    if path in strategies:  # of a Lightning that is imported anew the table is the same
         return
     known = strategies.available_strategies
-
-    def register(system: System) -> None:
-        for name, arguments in system.variants().items():
-            facts = {"description": system.description, "init_params": arguments, "strategy_name": name}
-            strategies[name] = _Row(lightning, **facts)
 
     def names() -> list[str]:
         for system in systems():  # of compressors that have been registered since, too
             if system.name not in strategies:
-                register(system)
+                for name, arguments in system.variants().items():
+                    strategies[name] = _Row(lightning, name, system.description, arguments)
         return _Names(known())
 
     strategies.available_strategies = names
     names()
-    facts = {"description": "the class, with its defaults", "init_params": {}, "strategy_name": path}
-    strategies[path] = _Row(lightning, **facts)
-
-
-def _system_of(name: str, description: str) -> System:
-    return System(f"sparse_{name}", description, {"compressor": name})
+    strategies[path] = _Row(lightning, path, "the class, with its defaults", {})

@@ -1,9 +1,8 @@
-"""Checkpoints that hold what each rank keeps: Lightning's file, and beside it a folder with one file for each rank.
+"""Checkpoints: Lightning's file, and beside it a folder with a file for what each rank keeps.
 
-Residuals differ between ranks, and together are as large as the model times the number of ranks. So nobody gathers
-them: every rank writes its own. Both parts carry the random name of the save. Files of a new save are complete before
-Lightning's file, replaced in one piece, names them; only then are those of the old one removed. A crash at any moment
-therefore leaves the old checkpoint or the new one.
+Residuals of all ranks are as large as the model times their number, so nobody gathers them. Files of a new save are
+complete before Lightning's file, replaced in one piece, holds its random name; only then are the old ones removed. A
+crash therefore leaves the old checkpoint or the new one.
 """
 
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 from uuid import uuid4
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,29 +24,13 @@ from lightning_sparse.strategy.checkpoints.shards import (
 )
 
 
-class Loaded(NamedTuple):
-    """A checkpoint that was read.
-
-    Attributes:
-        path: of Lightning's file.
-        save: that its ranks' parts belong to; ``None`` where there is none, or none is wanted.
-    """
-
-    path: str
-    save: Optional[Save]
-
-
 class Checkpointer:
-    """The ranks' parts of checkpoints.
-
-    Attributes:
-        loaded: the checkpoint that was read, until it is restored from.
-        node_ranks: how many ranks of a node share what is kept; 1 where each keeps all.
-    """
+    """The ranks' parts of checkpoints."""
 
     def __init__(self, strategy: Union[DDPStrategy, FabricDDPStrategy], resumes: bool) -> None:
-        self.loaded: Optional[Loaded] = None
-        self.node_ranks = 1
+        # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
+        self.loaded: Optional[tuple[str, Optional[Save]]] = None
+        self.node_ranks = 1  # that share what is kept; 1 where each keeps all
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}
@@ -76,7 +60,7 @@ class Checkpointer:
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         save = Save(name, self._strategy.world_size, compressor, self.node_ranks)
         header = {KEY: save.as_header()}
-        path = save.shard_path(filepath, self._strategy.global_rank)
+        path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
         complaint = f"{filepath} stays as it was: another rank could not write its part"
         try:
@@ -120,12 +104,12 @@ class Checkpointer:
 
     def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
         """Record a checkpoint of Lightning's that was read."""
-        self.loaded = Loaded(str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None)
+        self.loaded = str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None
 
     @property
     def has_loaded_save(self) -> bool:
         """Whether there is something to restore."""
-        return self.loaded is not None and self.loaded.save is not None
+        return self.loaded is not None and self.loaded[1] is not None
 
     def restore(self, restore_shard: Callable[[dict[str, Any], Save, str], Sequence[str]]) -> None:
         """Read this rank's part of the checkpoint that was noted, and hand it over; on all ranks or on none."""
@@ -152,8 +136,7 @@ class Checkpointer:
         found = error = None
         strategy = self._strategy
         try:
-            plugin = synchronous(strategy.checkpoint_io)
-            found = read_state(plugin, path, save, strategy.global_rank, self._topology)
+            found = read_state(synchronous(strategy.checkpoint_io), path, save, strategy.global_rank, self._topology)
         except Exception as raised:
             error = raised
         if strategy.reduce_boolean_decision(isinstance(error, AbsentError)):
@@ -197,14 +180,11 @@ class Checkpointer:
 
 @contextmanager
 def _only_warned_of(path: str) -> Iterator[None]:
-    """Remove inside what is of no use any more. Who raises here leaves the other ranks waiting, for nothing.
-
-    On a shared file system another rank may have been faster.
-    """
+    """Remove inside what is of no use any more. Who raises here leaves the other ranks waiting, for nothing."""
     try:
         yield
-    except FileNotFoundError:
-        return
+    except FileNotFoundError:  # on a shared file system another rank may have been faster
+        pass
     except OSError as error:
         warnings.warn(
             f"{path} is of no use any more and could not be removed ({error}): delete it by hand if it stays",

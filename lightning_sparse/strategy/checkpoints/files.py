@@ -15,10 +15,9 @@ PathLike = Union[str, Path]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write a local file under another name, wait until it is on the disk, and give it its name in one piece.
+    """Write a local file under another name, wait until it is on the disk, and rename it; others go Lightning's way.
 
-    Lightning's own leaves a half-written file after a crash where the temporary folder is on another disk, and keeps
-    two copies of what it writes in memory. What is not on a local file system goes Lightning's way.
+    Which leaves half a file after a crash where the temporary folder is on another disk, and holds it twice in memory.
     """
 
     @override
@@ -60,10 +59,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def beside(path: PathLike, suffix: str) -> str:
-    """Return the name of what belongs to a checkpoint file, in the same folder.
+    """Return the path, beside a checkpoint file, of what is there before it.
 
-    Lightning takes whatever has ``hpc_ckpt_`` in its name for a checkpoint to resume from, and what belongs to a file
-    is there before the file.
+    Lightning takes whatever has ``hpc_ckpt_`` in its name for a checkpoint to resume from.
 
     Example::
 

@@ -71,17 +71,13 @@ def _other_memory(
 def remarks(save: Save, topology: tuple[int, int], unused: Sequence[str], source: str) -> Iterator[str]:
     """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
     if save.topology != topology:
-        before, now = map(_levels, (save.topology, topology))
+        before, now = ("" if each == 1 else f" on nodes of {each}" for each in (save.node_ranks, topology[1]))
         yield (
             f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each takes up the mean of what those"
             " kept, so that the model is owed as much as before; what was divided between ranks is divided anew."
         )
     if unused:
         yield f"not used of {source}: {'; '.join(unused)}."
-
-
-def _levels(topology: tuple[int, int]) -> str:
-    return "" if topology[1] == 1 else f" on nodes of {topology[1]}"
 
 
 def _fitted_memory(

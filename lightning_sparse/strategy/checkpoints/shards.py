@@ -29,19 +29,12 @@ class AbsentError(CheckpointError):
 
 
 class Save(NamedTuple):
-    """One save, as noted in Lightning's file and in the part of every rank.
+    """One save, as noted in Lightning's file and in the part of every rank."""
 
-    Attributes:
-        name: random, 32 hexadecimal digits.
-        ranks: how many ranks wrote a part.
-        compressor: class name of what their state belongs to.
-        node_ranks: how many ranks, one after the other, had shares of the same parameters; 1 where each kept all.
-    """
-
-    name: str
-    ranks: int
-    compressor: str
-    node_ranks: int = 1
+    name: str  # random, 32 hexadecimal digits
+    ranks: int  # that wrote a part
+    compressor: str  # its class
+    node_ranks: int = 1  # that, one after the other, had shares of the same parameters; 1 where each kept all
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -52,10 +45,6 @@ class Save(NamedTuple):
         """Return it as plain values."""
         header = {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
         return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
-
-    def shard_path(self, path: PathLike, rank: int) -> str:
-        """Return where the part of a rank lies, beside Lightning's file."""
-        return shard_path(path, self.name, rank)
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
@@ -116,15 +105,10 @@ Place = tuple[Any, ...]  # the keys that lead there
 
 
 class Share(NamedTuple):
-    """What a rank has read of the parts of another number of ranks.
+    """What a rank has read of the parts of another number of ranks."""
 
-    Attributes:
-        sums: nested containers as in a part, with the sums of floating-point tensors; the rest is the first part's.
-        shapes: of the tensors that are summed, their shapes and types in a part, by their place in the containers.
-    """
-
-    sums: dict[str, Any]
-    shapes: dict[Place, tuple[torch.Size, torch.dtype]]
+    sums: dict[str, Any]  # as a part, with the sums of floating-point tensors; the rest is the first part's
+    shapes: dict[Place, tuple[torch.Size, torch.dtype]]  # of those tensors, in a part
 
 
 def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, saved: int) -> Share:
@@ -144,9 +128,8 @@ def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, sav
 def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, Any]:
     """Return what a rank goes on with, of parts of which every rank has read a share; all ranks must call.
 
-    What is kept of each parameter becomes the mean over ranks: what the model is still owed stays as it was. What a
-    compressor has learned is passed on as it is, from rank to rank in turn. Where ranks had shares of a parameter, the
-    mean is that over nodes, of all shares laid end to end.
+    What is kept of each parameter becomes the mean over ranks (over nodes, where their ranks had shares), so that the
+    model is owed what it was. What a compressor has learned is passed on as it is, from rank to rank in turn.
     """
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
     forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
@@ -215,15 +198,6 @@ def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
     part[last] = tensor
 
 
-def _mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to the tensors of nested containers."""
-    if isinstance(state, dict):
-        return {key: _mapped(value, function) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_mapped(value, function) for value in state]
-    return function(state) if isinstance(state, Tensor) else state
-
-
 def read_state(
     checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: tuple[int, int]
 ) -> Union[dict[str, Any], Share]:
@@ -232,7 +206,7 @@ def read_state(
     place = (places or [str(path)])[0]
 
     def read(source: int) -> dict[str, Any]:
-        return read_shard(checkpoint_io, save.shard_path(place, source), save)
+        return read_shard(checkpoint_io, shard_path(place, save.name, source), save)
 
     try:
         if save.topology == topology:
@@ -244,7 +218,10 @@ def read_state(
         raise
 
 
-def on_host(state: dict[str, Any]) -> dict[str, Any]:
+def on_host(state: Any) -> Any:
     """Return nested containers with their tensors on the CPU; those that are there already are not copied."""
-    moved: dict[str, Any] = _mapped(state, lambda tensor: tensor.detach().cpu())
-    return moved
+    if isinstance(state, dict):
+        return {key: on_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [on_host(value) for value in state]
+    return state.detach().cpu() if isinstance(state, Tensor) else state
