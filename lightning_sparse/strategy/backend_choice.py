@@ -32,16 +32,10 @@ Steps = Generator[None, float, None]
 
 
 class BackendChoice(Uncopied):
-    """Choose between the engine and plain DDP.
-
-    Attributes:
-        wants_plain: whether the next step is to be made with plain DDP.
-        chosen: whether plain DDP was the faster one; ``None`` while that is not known.
-        verdict: what has been found so far, in words.
-    """
+    """Choose between the engine and plain DDP."""
 
     def __init__(self, engine: Engine, device: torch.device, say: Callable[[str], None]) -> None:
-        self.wants_plain = False
+        self.wants_plain = False  # for the next step
         self._engine = engine
         self._device = device
         self._say = say
@@ -49,7 +43,7 @@ class BackendChoice(Uncopied):
         self._departure = _DEPARTURE
         self._density = 1.0  # that of the steps timed last
         self._border = perf_counter()
-        self.chosen: Optional[bool] = None
+        self.chosen: Optional[bool] = None  # whether plain DDP was the faster one, once that is known
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)

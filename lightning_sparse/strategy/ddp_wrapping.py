@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from operator import is_not
 from typing import Any, Optional
 
 import torch
@@ -26,12 +27,10 @@ _ALIKE = (
 class TrainedParameters:
     """Notice that other parameters are trained than those that a model was wrapped for.
 
-    DDP takes care of what requires a gradient when it is built. What is unfrozen later it leaves alone, so replicas
-    drift apart without a word; for what is frozen later it waits for ever.
+    What is unfrozen later, DDP leaves alone, so replicas drift apart unnoticed; for what is frozen it waits for ever.
 
     Example::
 
-        >>> import torch
         >>> layer = torch.nn.Linear(2, 2)
         >>> trained = TrainedParameters(layer)
         >>> layer.bias.requires_grad = False
@@ -62,7 +61,7 @@ class TrainedParameters:
     def has_new(self) -> bool:
         """Tell whether the model has parameters that it did not have when it was wrapped."""
         present = list(self._module.parameters())
-        return len(present) != len(self._parameters) or any(map(_is_other, present, self._parameters))
+        return len(present) != len(self._parameters) or any(map(is_not, present, self._parameters))
 
     def frozen(self) -> list[str]:
         """Return the names of those that were trained and are not any more."""
@@ -101,25 +100,13 @@ def _without(ones: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> 
     return [name for name, parameter in ones.items() if others.get(name) is not parameter]
 
 
-def _is_other(one: object, other: object) -> bool:
-    return one is not other
-
-
 class DDPWrapping:
-    """Wrap a model in ``DistributedDataParallel``, and know which of its parameters the wrapper takes care of.
+    """Wrap a model, anew when parameters are frozen, unfrozen, or added to model and optimizer."""
 
-    When parameters are frozen, unfrozen, or added to model and optimizer, the model has to be wrapped anew; DDP would
-    wait for ever, or let replicas drift apart.
-
-    Attributes:
-        is_plain: whether the wrapper is for plain DDP, and not for the engine.
-        trained: the parameters that it takes care of.
-    """
-
-    trained: TrainedParameters
+    trained: TrainedParameters  # what the wrapper takes care of
 
     def __init__(self, is_silent: bool = False) -> None:
-        self.is_plain = False
+        self.is_plain = False  # for plain DDP, and not for the engine
         self._is_silent = is_silent
         self._stream: Optional[torch.cuda.Stream] = None
 
@@ -128,8 +115,7 @@ class DDPWrapping:
     ) -> DistributedDataParallel:
         """Return the wrapped model."""
         is_silent = self._is_silent and not self.is_plain
-        bucket_cap = None if self.is_plain else bucket_cap_mb(module)
-        given = {**arguments, "bucket_cap_mb": bucket_cap}
+        given = {**arguments, "bucket_cap_mb": None if self.is_plain else bucket_cap_mb(module)}
         if is_silent:  # broadcast_buffers=False would leave buffers as they are, whose changes its user averages
             given.pop("broadcast_buffers", None)
         ddp = self._built(module, device_ids, given)

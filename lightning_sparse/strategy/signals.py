@@ -1,8 +1,4 @@
-"""Signals: noted where they come, told to all ranks while batches run, and answered on all of them at one batch.
-
-SIGTERM ends training (:class:`Termination`); SLURM's signal puts the job back into its queue
-(:class:`~lightning_sparse.callbacks.RequeueAtStepEnd`).
-"""
+"""Signals: noted where they come, told to all ranks while batches run, and answered on all of them at one batch."""
 
 import signal
 import threading
@@ -24,15 +20,11 @@ class Signals(Uncopied):
     group of its own for it, so that no other exchange comes between. Other backends have it among what the main thread
     exchanges anyway, in one order on all ranks: a group of gloo beside NCCL would need names of hosts that do not lead
     to loopback, and another one of NCCL takes memory of each GPU.
-
-    Attributes:
-        is_noted: whether this rank has been signalled.
-        replaced: handler that the signal had.
     """
 
     def __init__(self, number: signal.Signals) -> None:
-        self.is_noted = False
-        self.replaced: Any = None
+        self.is_noted = False  # this rank has been signalled
+        self.replaced: Any = None  # handler that the signal had
         self._number: Optional[signal.Signals] = None
         self._group: Any = None
         self._strategy: Optional[Strategy] = None
@@ -55,14 +47,11 @@ class Signals(Uncopied):
         self._host = torch.zeros(dist.get_world_size(), dtype=torch.uint8, pin_memory=self._streams is not None)
 
     def tell(self) -> None:
-        """Tell whether this rank has been signalled; all ranks must call.
-
-        Nothing is sent within a round of local steps: in which ranks have begun no exchange since the last time.
-        """
+        """Tell whether this rank has been signalled; all ranks must call."""
         if self._strategy is None:
             return
         begun = getattr(self._strategy, "begun_exchanges", None)
-        if begun is not None and begun == self._exchanges:
+        if begun is not None and begun == self._exchanges:  # within a round of local steps nothing is sent
             return
         self._exchanges = begun
         self._noted.fill_(self.is_noted)
@@ -101,12 +90,11 @@ class Signals(Uncopied):
 
 
 class Termination:
-    """End training on all ranks at the start of one batch, when any of them has been sent SIGTERM.
+    """End training on all ranks at the start of one batch, by Lightning's handler, when any has been sent SIGTERM.
 
     From 2.6 on, Lightning has rank 0 tell the others at the start of every batch whether it was, and all of them wait:
     for a round trip through a tree of ranks, and on a GPU for all that is queued (its issue 21487). Its handler
-    exchanges something too, wherever the other ranks are. Here Lightning's handler is called when all ranks have heard,
-    at one batch.
+    exchanges something too, wherever the other ranks are.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -80,9 +80,8 @@ class SparseDDPStrategy(DDPStrategy):
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
     also a stream) and a process group of their own, group after group during backward. What is not sent stays in a
-    residual for each parameter (error feedback) and is added to its next gradient. A second ``fit`` starts with empty
-    residuals, unless it is given a checkpoint. Parameters may be frozen and unfrozen between two steps: all ranks then
-    wrap the model anew.
+    residual for each parameter (error feedback) and is added to its next gradient. A ``fit`` without a checkpoint
+    starts with empty residuals. Parameters may be frozen and unfrozen between two steps: all ranks then wrap anew.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
@@ -92,13 +91,11 @@ class SparseDDPStrategy(DDPStrategy):
             may send more than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
             send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
-        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's
-            own default.
+        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's.
         resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
-        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW`` before selection, with
-            a warm-up, as they would misjudge sparse gradients, and warns of other adaptive optimizers; an
-            :class:`~lightning_sparse.AdamCorrection` does it with your numbers, and refuses other optimizers; ``None``
-            leaves all optimizers alone.
+        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge
+            sparse gradients, before selection, with a warm-up, and warns of other adaptive optimizers; an
+            :class:`~lightning_sparse.AdamCorrection` has your numbers, and refuses all others; ``None`` changes none.
         exchange: how selections travel: ``"gather"`` hands every rank's to every rank, so that bytes grow with ranks;
             with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
             :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
@@ -188,6 +185,20 @@ class SparseDDPStrategy(DDPStrategy):
         return f"<{type(self).__name__} {CURE}>"
 
     @property
+    def _ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _parameters(self) -> dict[str, Parameter]:
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.named_parameters())
+
+    @property
     def is_plain(self) -> bool:
         """Whether the last step was left to plain DDP."""
         return self._wrapping.is_plain
@@ -212,10 +223,7 @@ class SparseDDPStrategy(DDPStrategy):
         return self.engine.compression_stats()
 
     def exchange_plan(self) -> Optional[Plan]:
-        """Return what the schedule follows on this rank; ``None`` if it follows no plan, or none yet.
-
-        After training it stays what it was at its end.
-        """
+        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
     def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
@@ -268,15 +276,14 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert isinstance(self.model, DistributedDataParallel)
         corrects = self._correct_adam(trainer)
         # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
-        if dist.get_world_size(self.model.process_group) == 1 and not self._checkpointer.has_loaded_save:
+        if dist.get_world_size(self._ddp.process_group) == 1 and not self._checkpointer.has_loaded_save:
             self._check_for_several()
             return
         self._checkpointer.node_ranks = self._ranks_of_node()
         self._say(f"{summary(self.settings)}.")
-        self.engine = Engine(self.model, self.settings, self._timeout, self._say, self._checkpointer.node_ranks)
+        self.engine = Engine(self._ddp, self.settings, self._timeout, self._say, self._checkpointer.node_ranks)
         self._is_at_border = self._has_failed = False
         self._let_go()  # of those before, where users have optimizers set up anew
         # Torch's all have hooks; wrappers of other packages may not.
@@ -284,15 +291,13 @@ class SparseDDPStrategy(DDPStrategy):
         self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in hooked]
         if self.settings.replicas_diverge:
             self._surround(trainer)
-        warning = warning_of_meeting(self.model, dist.get_backend(self.model.process_group), os.environ)
+        warning = warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ)
         if warning is not None and self.settings.overlaps_backward:
             rank_zero_warn(warning)
         if isinstance(self.settings.schedule, Auto):
             self._choice = BackendChoice(self.engine, self.root_device, self._say)
-        assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
         target_of, memory = self.engine.target_density, self.engine.memory
-        view = OptimizerView(parameters, self.optimizers, self.settings.feedback, target_of, memory)
+        view = OptimizerView(self._parameters(), self.optimizers, self.settings.feedback, target_of, memory)
         self._optimizer_view = view
         if view.takes_momentum:
             self._say(TAKES_MOMENTUM)
@@ -351,11 +356,8 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _check_for_several(self) -> None:
         """Refuse on one process, where nothing is exchanged, what several would refuse."""
-        assert isinstance(self.model, DistributedDataParallel)
-        assert self.lightning_module is not None
-        self.settings.compressor.begin(layout_of(self.model.module, 0, 1, self.root_device))
-        parameters = dict(self.lightning_module.named_parameters())
-        OptimizerView(parameters, self.optimizers, self.settings.feedback).close()
+        self.settings.compressor.begin(layout_of(self._ddp.module, 0, 1, self.root_device))
+        OptimizerView(self._parameters(), self.optimizers, self.settings.feedback).close()
         self._say(f"one process, so there is nothing to exchange or compress; on several {summary(self.settings)}.")
 
     def _correct_adam(self, trainer: Trainer) -> bool:
@@ -384,10 +386,8 @@ class SparseDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_nothing()  # a search for a learning rate has come to an end of its own
-        assert isinstance(self.model, DistributedDataParallel)
-        note_use(self.model, self._step.put_back(self.optimizers))
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        note_use(self._ddp, self._step.put_back(self.optimizers))
+        trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
         if self._optimizer_view is not None and self.settings.adam is not None:
@@ -447,9 +447,8 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.is_last_batch:
-            leave_end_of_epoch(self.lightning_module.trainer)
+        if self._trainer.is_last_batch:
+            leave_end_of_epoch(self._trainer)
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
         is_plain = self._wants_plain()
         self._step.drop_frozen()
@@ -462,27 +461,21 @@ class SparseDDPStrategy(DDPStrategy):
             self._rewrap(is_plain)
         if self._rounds is not None:
             self._rounds.begin()
-            if self._has_ended_steps and self._fit_loop.batch_idx == 0:
+            if self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0:
                 self._rounds.adopt()
         self._is_at_border = False
         self._be_silent()
         return super().training_step(*args, **kwargs)
 
     @property
-    def _fit_loop(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.fit_loop
-
-    @property
     def _has_ended_steps(self) -> bool:
         """Whether a callback has written averages, and lets an epoch pass without a gradient, for BatchNorm's sake."""
-        return bool(self._fit_loop._skip_backward)
+        return bool(self._trainer.fit_loop._skip_backward)
 
     def _be_silent(self) -> None:
         """Keep DDP from exchanging gradients, in rounds of local steps."""
         if self._rounds is not None:
-            assert isinstance(self.model, DistributedDataParallel)
-            self.model.require_backward_grad_sync = self.model.require_forward_param_sync = False
+            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
 
     @override
     @contextmanager
@@ -497,25 +490,20 @@ class SparseDDPStrategy(DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._be_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self._rounds is None:
-            self._wrapping.check(self.optimizers, self._tolerates_unused)
+            tolerant = ("find_unused_parameters", "static_graph")
+            self._wrapping.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
         if self.engine is None:
             return
-        assert isinstance(self.model, DistributedDataParallel)
-        is_exchanged = self.model.require_backward_grad_sync
-        if self.is_plain and is_exchanged:
+        if self.is_plain and self._ddp.require_backward_grad_sync:
             self.engine.begin_plain_backward()
         if self.settings.local_steps is None:
             assert self._optimizer_view is not None
             coming = self._optimizer_view.coming_step(self.is_plain, self.engine.arrived.state().keys())
             epoch = self.lightning_module.current_epoch
             self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.settled)
-
-    @property
-    def _tolerates_unused(self) -> bool:
-        return any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
 
     @property
     def _scaler(self) -> Optional[Any]:
@@ -553,10 +541,9 @@ class SparseDDPStrategy(DDPStrategy):
             self._is_at_border = True
             self._choice.end_step()
         if self.engine is not None and not (self._rounds is not None and self._has_ended_steps):
-            assert self.lightning_module is not None
             self.engine.arrived.forget(handled(optimizer))
             number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
-            self.engine.end_step(number, self.lightning_module.current_epoch, self._agreed_rates())
+            self.engine.end_step(number, self._trainer.current_epoch, self._agreed_rates())
 
     def _agreed_rates(self) -> list[float]:
         """Return learning rates that ranks could have set differently, by what each has measured."""
@@ -584,8 +571,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        leave_end_of_training(self.lightning_module.trainer)
+        leave_end_of_training(self._trainer)
         if self._rounds is None:
             self._synchronize_replicas()
         else:
@@ -630,8 +616,7 @@ class SparseDDPStrategy(DDPStrategy):
         known = None if self.engine is None or self.is_plain else self.engine.used_parameters
         if known is not None:
             return known
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model.parameters() if self._step.is_begun else ()
+        return self._ddp.parameters() if self._step.is_begun else ()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -660,8 +645,7 @@ class SparseDDPStrategy(DDPStrategy):
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._kept() if "optimizer_states" in checkpoint else None
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        assert self.lightning_module is not None
-        with telling(self.lightning_module.trainer):  # callbacks save after an error, too, which goes another way
+        with telling(self._trainer):  # callbacks save after an error, too, which goes another way
             self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
     def _kept(self) -> Optional[dict[str, Any]]:
@@ -673,11 +657,8 @@ class SparseDDPStrategy(DDPStrategy):
         if engine_state is None:
             return None
         assert self.lightning_module is not None
-        kept: dict[str, Any] = {
-            "engine": engine_state,
-            **self._step.state(self.lightning_module, self.engine),
-        }
-        kept["layouts"] = saved_layouts(dict(self.lightning_module.named_parameters()))
+        kept = {"engine": engine_state, **self._step.state(self.lightning_module, self.engine)}
+        kept["layouts"] = saved_layouts(self._parameters())
         kept["clipping"] = list(self._clipping)
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
@@ -710,12 +691,9 @@ class SparseDDPStrategy(DDPStrategy):
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine, the optimizers and the step what this rank had kept; return what they cannot use."""
         assert self.engine is not None
-        assert isinstance(self.model, DistributedDataParallel)
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
-        self.model.require_backward_grad_sync = True
-        assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
-        layouts, compressor = kept.get("layouts", {}), self.settings.compressor
+        self._ddp.require_backward_grad_sync = True
+        parameters, layouts, compressor = self._parameters(), kept.get("layouts", {}), self.settings.compressor
         unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (
@@ -724,7 +702,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.engine.arrived.restore(arrived)
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._step.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
-        if self.lightning_module.trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
+        if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
             self._clipping = Clipping(*kept.get("clipping", ()))
             self.engine.memory.clip_to(self._clipping)
         if self.settings.replicas_diverge:

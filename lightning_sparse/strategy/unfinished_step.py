@@ -13,14 +13,10 @@ from lightning_sparse.loop.optimizers import handled
 
 
 class UnfinishedStep:
-    """Follow which gradients wait for their optimizer, and put back those that a checkpoint was written with.
-
-    Attributes:
-        is_begun: whether there was a backward since the last step of an optimizer.
-    """
+    """Follow which gradients wait for their optimizer, and put back those that a checkpoint was written with."""
 
     def __init__(self) -> None:
-        self.is_begun = False
+        self.is_begun = False  # there was a backward since the last step of an optimizer
         self._waiting: list[Optimizer] = []
         self._restored: dict[Parameter, Tensor] = {}
         self._used: list[Parameter] = []
@@ -43,13 +39,10 @@ class UnfinishedStep:
         self._restored = {}
 
     def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; empty between two steps.
-
-        Also the gradients that an optimizer has stepped with: where another one's turn comes next, its backward adds to
-        them.
-        """
+        """Return what a checkpoint has to hold; empty between two steps."""
         if not self._waiting:
             return {}
+        # Also those that an optimizer has stepped with: where another one's turn comes next, its backward adds to them.
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         state: dict[str, Any] = {"gradients": gradients, "is_accumulating": self.is_begun}
         if engine is not None:
