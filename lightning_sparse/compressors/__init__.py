@@ -44,11 +44,8 @@ def available_compressors() -> dict[str, str]:
 def register_compressor(name: str, compressor: type[Compressor]) -> None:
     """Give a compressor of your own a name that ``compressor=`` understands, and its strategies theirs.
 
-    ``register_compressor("mine", Mine)`` makes ``Trainer(strategy="sparse_mine")`` work, too, and the same with
-    ``_spawn`` and the other suffixes.
-
     Args:
-        name: new name.
+        name: new name; ``"mine"`` makes ``Trainer(strategy="sparse_mine")`` work, too, also with suffixes.
         compressor: class that is built without arguments.
 
     Raises:

@@ -21,25 +21,22 @@ from lightning_sparse.functional import round_to, shift_by_sign, sign_totals
 class A2SGD(Compressor):
     """Send two numbers a step: the mean of all positive, and of all negative gradient elements of the model.
 
-    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives the means ``M+`` and ``M-`` of
-    these over all ranks, and applies::
+    A rank with gradient ``g`` and means ``mu+`` and ``mu-`` (of magnitudes) receives their means over ranks, ``M+`` and
+    ``M-``, and applies ``g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]``. A gradient that is not finite anywhere
+    makes all that is applied not finite, on all ranks.
 
-        g + (M+ - mu+) * [g > 0] - (M- - mu-) * [g < 0]
+    **Replicas drift apart**: two numbers cannot tell which element has which sign, so every rank moves along its own
+    gradient, its size corrected. As local SGD, that needs parameters averaged: by default every ``param_sync_every``
+    steps, in the literal algorithm never.
 
-    **Replicas drift apart.** Two numbers cannot carry which element has which sign, so every rank moves along its own
-    gradient, its size corrected. That is local SGD, which needs its parameters averaged: by default every
-    ``param_sync_every`` steps, the literal algorithm never.
-
-    Where the paper's abstract does not say, we chose: zeros belong to neither class and stay zero, so that an
-    embedding's untouched rows are not pushed; a class without elements has mean 0; means of ranks count equally,
-    whatever the number of elements behind them; the error that replacing the gradient by its means makes is added again
-    in the same step, so that nothing has to be kept.
-
-    A gradient that is not finite anywhere makes all that is applied not finite, on all ranks.
+    Our choices, where the paper's abstract does not say: zeros belong to neither class and stay zero, so that an
+    embedding's untouched rows are not pushed; a class without elements has mean 0; ranks' means count equally, whatever
+    the number of elements behind them; the error of replacing the gradient by its means is added again in the same
+    step, so that nothing has to be kept.
 
     Args:
-        param_sync_every: steps after which parameters are averaged over ranks, at least 1. Fewer keep replicas
-            closer together, and send more: 4 bytes an element each time. ``None`` never averages.
+        param_sync_every: steps after which parameters are averaged over ranks, at least 1; ``None`` for never. Fewer
+            keep replicas closer together, and send more: 4 bytes an element each time.
 
     Raises:
         ValueError: if ``param_sync_every`` is not a whole number above 0.

@@ -17,31 +17,28 @@ class Compressor(ABC):
     """Choose what is sent of every accumulated gradient.
 
     Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
-    its answer for a tensor does not depend on which others come with it; only one that ``selects_across_group`` is
-    exempt, and its numbers then depend on how parameters are grouped. If an accumulated gradient holds a NaN or an
-    infinity, at least one of them must be selected: that is how all ranks learn of it. State (a threshold, a partition)
-    changes in :meth:`finish_step` only, when the whole step is known.
+    answers for a tensor whatever others come with it (unless it ``selects_across_group``: its numbers then depend on
+    how parameters are grouped). Of an accumulated gradient with a NaN or an infinity it selects at least one: that is
+    how all ranks learn of it. State (a threshold, a partition) changes in :meth:`finish_step` only, when the whole step
+    is known.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
         default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
-        has_density_by_parameter: whether it sends of every parameter just what that parameter's density asks for, so
-            that rules may raise it.
+        has_density_by_parameter: whether each parameter's density is just what is sent, so that rules may raise it.
         wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
-        dense_wire_format: how a parameter travels while its density is 1: whole, without a call of :meth:`select`. A
-            selection without indices travels the same way, so whether there are any must be the same on all ranks.
-            ``None`` for a method that also selects at a density of 1.
-        selects_across_group: whether :meth:`select` is given the parameters of a group laid end to end, as one tensor,
-            so that they compete for the elements that the group sends.
+        dense_wire_format: how a parameter of density 1 travels, whole, without :meth:`select`, and any selection
+            without indices, so that all ranks must agree on whether there are any; ``None`` to select at density 1,
+            too.
+        selects_across_group: whether :meth:`select` is given a group's parameters as one tensor: they compete.
         fills_selection: whether it sends all elements that its message has room for.
         wire: name of the ``wire=`` that it takes unless the user names one of few bits; ``None`` for the user's.
         is_lossless: whether everything is sent, so that only the rounding of the wire can leave a residual.
-        param_sync_every: steps after which parameters are averaged over ranks, for a method that lets replicas drift
-            apart; ``None`` for never.
         replicas_diverge: whether ranks apply different updates.
+        param_sync_every: steps after which such replicas' parameters are averaged over ranks; ``None`` for never.
         feedback: what is asked of the memory.
-        adapts_density: whether a plan may raise the densities of parameters where that costs no time; only for a
-            method that has a ``dense_wire_format`` and takes each density as it comes.
+        adapts_density: whether a plan may raise parameters' densities where that costs no time; only for a method with
+            a ``dense_wire_format`` that takes each density as it comes.
         agreement_nbytes: bytes that :meth:`finish_step` gathers from each rank in an ordinary step.
     """
 
@@ -74,39 +71,30 @@ class Compressor(ABC):
 
     @abstractmethod
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        """Choose what is sent of each tensor of a group.
+        """Choose what is sent of each tensor of a group, as one selection for each.
 
         Args:
             names: parameter names.
-            accumulated: for each, the flat tensor of gradient plus residual; must not be changed. One tensor for all of
-                them together where the method ``selects_across_group``.
+            accumulated: for each, gradient plus residual, flat; must not be changed. One tensor for all of them
+                together where the method ``selects_across_group``.
             counts: for each tensor, the number of elements that the density asks for.
-
-        Returns:
-            one selection for each tensor.
         """
 
     def selection_size(self, numel: int, count: int) -> SelectionSize:
-        """Return the size of an ordinary selection from a tensor, of which the density asks for ``count`` elements.
-
-        Override it where that is another number than the density asks for.
-        """
+        """Return the size of an ordinary selection; override it where the density's ``count`` is not what is sent."""
         return SelectionSize(numel, count)
 
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
-        """Update the method's state once all groups of a step have arrived; runs on every rank.
+        """Update the method's state on every rank, once all groups of a step have arrived; return means to be written.
 
         Args:
             names: parameter names, in the order in which they were exchanged.
-            means: for each what arrived, see :class:`~lightning_sparse.engine.wire.Arrival`.
+            means: what arrived for each, see :class:`~lightning_sparse.engine.wire.Arrival`; returned unless changed.
             finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
-            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, and returns ``[ranks, n]``; to be
-                called equally often on all ranks.
-
-        Returns:
-            what is to be written as the mean gradients; ``means`` unless the method changes them.
+            all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[ranks, n]``; to be called
+                equally often on all ranks.
         """
         return means
 
@@ -117,8 +105,8 @@ class Compressor(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state of the method.
 
-        It may be of other parameters of the same model, because some have been frozen or unfrozen since. What is known
-        by name should then be kept for those that are frozen now.
+        It may be of other parameters of the same model, some of them frozen or unfrozen since: what is known by name
+        should be kept for those that are frozen now.
 
         Raises:
             ValueError: if the state is another method's.
@@ -131,11 +119,7 @@ class Compressor(ABC):
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Pass a density, given for an argument, through.
-
-    Raises:
-        ValueError: if it is no number in ``(0, 1]``.
-    """
+    """Pass through the density given for an argument; raise ``ValueError`` if it is no number in ``(0, 1]``."""
     is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(

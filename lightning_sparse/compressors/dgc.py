@@ -13,20 +13,20 @@ from lightning_sparse.compressors.topk import TopK
 class DGC(TopK):
     """Send the largest velocities of every parameter: momentum is accumulated before selection.
 
-    What the paper approximates by a threshold read off a sample of each layer is exact here, because exact selection
-    costs no more (see :mod:`lightning_sparse.functional.topk`); nothing is cut off in the order of indices. The paper's
-    other parts are as published: momentum correction, momentum factor masking if asked for, clipping of each rank's
-    gradient at ``clip_norm / sqrt(ranks)`` before it is accumulated (the factor that the released code left out), and a
-    density that falls over the first four epochs, with a target of 0.1 % as 25 %, 6.3 %, 1.6 %, 0.4 % to 0.1 %.
-    With Adam and AdamW the optimizer's correction takes the place of the momentum.
+    Selection is exact, where the paper reads a threshold off a sample of each layer: it costs no more (see
+    :mod:`lightning_sparse.functional.topk`), and nothing is cut off in the order of indices. The rest is as published:
+    momentum correction, momentum factor masking if asked for, clipping of each rank's gradient at ``clip_norm /
+    sqrt(ranks)`` before it is accumulated (the released code left out the factor), and a density that falls over four
+    epochs, to 0.1 % as 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %. With Adam and AdamW the optimizer's correction takes the place
+    of the momentum.
 
     Args:
-        momentum: ``"optimizer"`` takes it, and whether it is Nesterov's, over from the SGD optimizer, whose
-            steps are made without; a number is for an optimizer without momentum; ``None`` for no correction.
+        momentum: ``"optimizer"`` takes it, Nesterov's or not, over from the SGD optimizer, whose steps are made
+            without; a number is for an optimizer without momentum; ``None`` for no correction.
         nesterov: whether a ``momentum`` given as a number is Nesterov's.
-        masks_momentum: whether the momentum of an element that was sent starts again from zero (momentum factor
-            masking), as published. Not by default: while the density still falls it takes the momentum away from most
-            elements in every step, and a short training ends below DDP.
+        masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking), as
+            published. Not by default: while the density falls it takes most elements' momentum in every step, and a
+            short training ends below DDP.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip. The whole gradient has to be known first, so
             the exchange no longer overlaps with backward.
 

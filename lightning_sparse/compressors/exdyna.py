@@ -36,19 +36,18 @@ _STEPS_BETWEEN_CUTS = 16
 class ExDyna(Compressor):
     """Send what reaches one threshold, each rank looking in a part of the model that is cut to hold as much as others.
 
-    The model is one flat vector, in the order of its definition, cut into some 1024 blocks; runs of them are the
-    partitions, one for each rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod ranks`` of its accumulated
-    gradient for magnitudes that reach the threshold. Every rank then sends its values at the union of all choices, so
-    that nobody keeps anything there. Partitions do not overlap: the union is as large as the choices together, however
-    many ranks there are. As all ranks know it, each knows what every block held, and cuts as all others do without
-    asking.
+    The model, flat in the order of its definition, is cut into some 1024 blocks; runs of them are the partitions, one a
+    rank. In step ``t`` rank ``r`` searches partition ``(t + r) mod ranks`` of its accumulated gradient for magnitudes
+    that reach the threshold. Every rank then sends its values at the union of all choices, so that nobody keeps
+    anything there. Partitions do not overlap: the union is as large as the choices together, however many ranks there
+    are. All ranks know it, and so what every block held, and cut alike without asking.
 
-    Without a threshold (at the start, and where one has selected twice as much as wanted, or half), each rank takes the
-    largest magnitudes of each tensor in its partition, in proportion, and counts the magnitudes there. The counts of
-    all ranks together (8 KiB from each) give the threshold of the next step.
+    Without a threshold (at the start, and after one that selected twice as much as wanted, or half), each rank takes
+    its partition's largest magnitudes of each tensor, in proportion, and counts magnitudes there; all ranks' counts (8
+    KiB from each) give the threshold of the next step.
 
-    The number of elements wanted follows from the density of the whole model, but is at least the number of ranks. What
-    differs from the paper is a table in ``docs/systems/exdyna.md``.
+    The density is that of the whole model, and at least one element a rank is wanted. What differs from the paper is a
+    table in ``docs/systems/exdyna.md``.
 
     Example::
 
@@ -128,8 +127,7 @@ class ExDyna(Compressor):
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
     ) -> Sequence[Selection]:
         histogram, self._histogram = self._histogram, None
-        # The state is the host's: it decides what the next step looks at. Waiting for this one bool costs little where
-        # the sizes of all messages had to be waited for.
+        # The state is the host's, and waiting for one bool costs little where all messages' sizes were waited for.
         if not bool(finite):
             return means
         positions = torch.cat([_positions(mean) + self._starts[name] for name, mean in zip(names, means)])
@@ -165,11 +163,7 @@ class ExDyna(Compressor):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state; for another number of ranks, or another model, partitions start anew.
-
-        Raises:
-            ValueError: if the state is another method's.
-        """
+        """Replace the state; for another number of ranks, or another model, partitions start anew."""
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(
@@ -187,17 +181,11 @@ class ExDyna(Compressor):
 
 
 class ThresholdState(NamedTuple):
-    """One threshold for the whole model, the same on all ranks: what a step selected changes it for the next.
+    """One threshold for the whole model, the same on all ranks: what a step selected changes it for the next."""
 
-    Attributes:
-        threshold: of the next step; ``None`` to measure it in that step.
-        gain: of the logarithm of the threshold for that of the density over the one wanted.
-        error: the latter in the last step, 0 if the threshold was measured in it.
-    """
-
-    threshold: Optional[float] = None
-    gain: float = _GAIN
-    error: float = 0.0
+    threshold: Optional[float] = None  # of the next step, which measures it where there is none
+    gain: float = _GAIN  # of ln(threshold) for ln(density / wanted)
+    error: float = 0.0  # ln(density / wanted) of the last step; 0 if it measured the threshold
 
     def followed(self, selected: int, wanted: int) -> "ThresholdState":
         """Return that of the next step, after one in which the threshold has selected so many elements."""
@@ -216,22 +204,13 @@ class ThresholdState(NamedTuple):
 
 
 class Partitions(NamedTuple):
-    """Partitions of the flat model, one for each rank.
+    """Partitions of the flat model, one for each rank."""
 
-    Attributes:
-        edges: where each block starts in the flat vector, ascending, and where the last one ends.
-        cuts: for each partition its first block, ascending, and the number of blocks.
-    """
-
-    edges: tuple[int, ...]
-    cuts: tuple[int, ...]
+    edges: tuple[int, ...]  # where each block starts, ascending, and where the last one ends
+    cuts: tuple[int, ...]  # for each partition its first block, ascending, and the number of blocks
 
     def owned(self, rank: int, step: int) -> tuple[int, int]:
-        """Return the first element of a rank's partition in a step, and the one after the last.
-
-        In every step each partition belongs to one rank, and every rank visits every partition in as many steps as
-        there are ranks.
-        """
+        """Return the first element of a rank's partition in a step, and that after the last; ranks take turns."""
         partition = (step + rank) % (len(self.cuts) - 1)
         return self.edges[self.cuts[partition]], self.edges[self.cuts[partition + 1]]
 
@@ -259,8 +238,6 @@ def balanced_cuts(loads: Tensor, ranks: int) -> tuple[int, ...]:
     """Cut blocks into one run for each rank, as equal in load as blocks allow, each of one block at least.
 
     Loads are float64 ``[blocks]``, on CPU, not all zero, and at least as many as ranks.
-
-    Example::
 
         >>> balanced_cuts(torch.tensor([8.0, 1.0, 1.0, 2.0, 2.0, 2.0]), ranks=2)
         (0, 1, 6)

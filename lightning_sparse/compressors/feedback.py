@@ -9,17 +9,15 @@ class ErrorFeedback(NamedTuple):
     """Settings of error feedback: how what is not sent is kept.
 
     Attributes:
-        keeps_residual: whether what was not sent is kept for the next step. Only an unbiased or an exact method can
-            afford to drop it.
-        momentum: accumulated here, before selection, instead of in the optimizer after it (momentum correction of Deep
+        keeps_residual: whether what was not sent is kept; only an unbiased or an exact method can afford to drop it.
+        momentum: accumulated before selection, instead of in the optimizer after it (momentum correction of Deep
             Gradient Compression): a number, ``"optimizer"`` to take over the SGD optimizer's, ``None`` for none.
         nesterov: whether that momentum is Nesterov's; follows the optimizer where ``momentum`` does.
-        masks_momentum: whether the momentum of an element that was sent starts again from zero (momentum factor
-            masking).
-        clip_norm: largest norm of the mean gradient; every rank clips its own gradient, before it is accumulated, to
-            this divided by the square root of the number of ranks. ``None`` not to clip.
-        follows_learning_rate: whether the residual is in units of the update, learning rate times gradient, so that a
-            change of the learning rate does not change what was gathered under the old one.
+        masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking).
+        clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, to this over
+            the square root of the number of ranks. ``None`` not to clip.
+        follows_learning_rate: whether the residual is in units of the update, learning rate times gradient, so that
+            another rate does not change what was gathered under the old one.
         decay: factor of the residual before a gradient is added. Only where a residual is all that is kept.
     """
 
@@ -32,12 +30,7 @@ class ErrorFeedback(NamedTuple):
     decay: float = 1.0
 
     def checked(self) -> "ErrorFeedback":
-        """Pass through if in range.
-
-        Raises:
-            ValueError: for a momentum outside ``[0, 1)`` or an unknown word for it, or a ``clip_norm`` that is not
-                positive.
-        """
+        """Pass through; raise ``ValueError`` for a momentum outside ``[0, 1)`` or a ``clip_norm`` not above 0."""
         is_number = isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1
         if not is_number and self.momentum not in (None, FROM_OPTIMIZER):
             raise ValueError(
@@ -60,8 +53,5 @@ NOT_CLIPPED = Clipping()
 
 
 def same_everywhere(power: float) -> float:
-    """Round off the last digits of a power, which machines with other libraries compute otherwise.
-
-    Of a density they could make two ranks send different numbers of elements.
-    """
+    """Round off a power's last digits, which differ by library: two ranks would send different numbers of elements."""
     return float(f"{power:.12g}")

@@ -1,7 +1,6 @@
-"""The selection of a group: elements of its tensors, as one flat thing.
+"""The selection of a group, as one flat thing: a model's many small tensors cost more in calls than in elements.
 
-A model's many small tensors cost more in calls than in elements. The gradients that DDP hands over together lie beside
-each other in one of its buckets, so a selection of them is read, written and added there at once.
+Gradients that DDP hands over together lie beside each other in a bucket, and are read, written and added at once.
 """
 
 from abc import abstractmethod
@@ -24,8 +23,7 @@ Key = TypeVar("Key", bound=Hashable)
 class GroupSelection(Sequence[Selection]):
     """Elements of a group's tensors that are sent, or have arrived; as a sequence, a selection of each tensor.
 
-    The members are made when somebody asks for one: most steps ask for none. ``numels`` are the elements of each
-    tensor.
+    Members are made when asked for, which most steps do not. ``numels`` are the elements of each tensor.
     """
 
     is_whole: bool
@@ -110,11 +108,9 @@ class WholeSelection(GroupSelection):
 class FlatSelection(GroupSelection):
     """Some elements of each tensor.
 
-    Attributes:
-        values: ``[count]``, or ``[ranks, count]`` where several ranks selected.
-        indices: int64 of the same shape, within the tensors laid end to end; ascending in each row.
-        counts: for each tensor how many of them are its own, in each row.
-        filled: bool ``[count]``, as in :class:`~lightning_sparse.Selection`.
+    ``values`` are ``[count]``, or ``[ranks, count]`` where several ranks selected, ``indices`` int64 of the same shape,
+    within the tensors laid end to end and ascending in each row; ``counts`` are how many of a row are each tensor's,
+    ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
 
     is_whole = False
@@ -207,8 +203,8 @@ def parted(
 ) -> list[tuple[Key, list[int], GroupSelection]]:
     """Part the selections of a group's tensors by how they travel, those with indices before those without.
 
-    ``key_of`` takes the elements of a tensor and how many of them are selected, ``None`` for all. Returns for each part
-    its key, the places of its tensors, and their selection; one that has a single key stays the object that it was.
+    ``key_of`` takes the elements of a tensor and how many are selected, ``None`` for all. Returns each part's key,
+    places and selection; one that has a single key stays the object that it was.
     """
     places: dict[tuple[bool, Key], list[int]] = {}
     for place, (numel, count) in enumerate(_sizes(selections)):
@@ -234,10 +230,7 @@ def grouped(selections: Sequence[Selection]) -> GroupSelection:
 
 
 class _Known(local):
-    """Groups are the same step after step, until a schedule or a density changes.
-
-    Of each thread, and so of each exchange worker: what a device's stream has copied is read by that stream alone.
-    """
+    """Groups are the same step after step; by thread, since what a device's stream has copied it alone reads."""
 
     def __init__(self) -> None:
         self.on_device = lru_cache(maxsize=512)(lambda numbers, device: torch.tensor(numbers).to(device))
@@ -286,10 +279,9 @@ class _Run(NamedTuple):
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory.
+    """Find tensors, flat, contiguous, of one type, none empty, that lie beside each other in memory, in order.
 
-    Yields the place of the first tensor of a run, that after its last, and the run as one flat tensor that shares their
-    memory; in order.
+    Yields the place of a run's first tensor, that after its last, and one flat tensor that shares their memory.
     """
     first = 0
     while first < len(tensors):

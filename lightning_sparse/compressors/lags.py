@@ -19,18 +19,17 @@ from lightning_sparse.registry import one_of
 class LAGS(TopK):
     """Send the largest magnitudes of every layer, each at its own density.
 
-    The paper accumulates learning rate times gradient; every released implementation, the authors' included,
-    accumulates the gradient. The two differ only while the learning rate changes: what waits then acts with the present
-    rate (``"gradient"``) or with the one under which it was gathered (``"update"``). The second is exact for plain SGD.
+    The paper accumulates learning rate times gradient; every released implementation, the authors' included, the
+    gradient. They differ only while the learning rate changes: what waits then acts with the present rate
+    (``"gradient"``) or with the one under which it was gathered (``"update"``, exact for plain SGD).
 
     Args:
         densities: density by parameter name, for those that are not to have the strategy's.
         error_feedback: ``"gradient"`` or ``"update"``.
         adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
             and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
-            hides is measured in the first steps, so two runs no longer give the same bits; off by default for that
-            reason. Needs ``schedule="merged"``. See
-            :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
+            hides is measured in the first steps, so two runs no longer give the same bits: off by default. Needs
+            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
 
     Raises:
         ValueError: for an unknown ``error_feedback``, or a density outside ``(0, 1]``; at the start of training, for a

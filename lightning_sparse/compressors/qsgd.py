@@ -14,12 +14,11 @@ class QSGD(Dense):
 
     Differs from the paper in this:
 
-    * An element is rounded to the nearest level, and what rounding drops waits in the residual. The paper rounds at
-      random, right on average, and keeps nothing. With a residual no randomness is needed, and the error is smaller.
-    * A block of 64 elements shares its largest magnitude as its scale, as in the paper's experiments (with larger
-      buckets); its theorems have the Euclidean norm.
-    * Codes have a fixed width, since ranks have to know the size of a message beforehand; the paper's have a
-      variable one (Elias).
+    * Elements are rounded to the nearest level, and what that drops waits in the residual. The paper rounds at random,
+      right on average, and keeps nothing; with a residual no randomness is needed, and the error is smaller.
+    * A block of 64 elements is scaled by its largest magnitude, as in the paper's experiments (with larger buckets);
+      its theorems have the Euclidean norm.
+    * Codes have a fixed width, since ranks have to know a message's size beforehand; the paper's are variable (Elias).
     * Each rank averages a share of the elements, and sends the means in 4 bits, too: what a rank receives does not grow
       with their number. In the paper every rank receives every other's gradient.
 

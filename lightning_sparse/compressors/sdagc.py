@@ -1,9 +1,9 @@
 """SDAGC, a reconstruction: a threshold of every layer in multiples of its standard deviation.
 
-Chen, Yan, Ren and Wu, "SDAGC: Standard Deviation based Adaptive Gradient Compression", CCGRID 2020. Of the paper only
-the abstract could be had: the standard deviation of each layer's gradients gives a threshold that adapts in the course
-of training, with residual accumulation, local clipping, learning-rate revision and momentum compensation; compression
-of 433x to 2021x. The formulas below are ours, and may differ from the authors'.
+Chen, Yan, Ren and Wu, "SDAGC: Standard Deviation based Adaptive Gradient Compression", CCGRID 2020. Only the abstract
+could be had: each layer's standard deviation gives a threshold that adapts in the course of training, with residual
+accumulation, local clipping, learning-rate revision and momentum compensation; compression of 433x to 2021x. The
+formulas below are ours, and may differ from the authors'.
 """
 
 import math
@@ -49,13 +49,12 @@ class _Proposal(NamedTuple):
 class SDAGC(TopK):
     """Send what exceeds ``alpha`` standard deviations of its layer; ``alpha`` follows the density (reconstruction).
 
-    For every parameter ``v`` (gradient plus residual), ``theta = alpha * std(v)``, and all ``|v| >= theta`` are sent,
-    but at least one and at most ``capacity`` times the wanted number, largest first: a message of a size that every
-    rank knows needs no exchange of counts, and what does not fit waits. Then ``alpha`` of each layer, on each rank,
-    follows the density that came out: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``.
-
-    A fixed ``alpha`` runs away: the deviation of the residual grows with what is held back, so that less and less is
-    sent (see ``tests/compressors/test_sdagc.py``).
+    Of every parameter ``v`` (gradient plus residual) all ``|v| >= alpha * std(v)`` are sent, but at least one and at
+    most ``capacity`` times the wanted number, largest first: a message of a size that every rank knows needs no
+    exchange of counts, and what does not fit waits. Then ``alpha`` of each layer, on each rank, follows the density
+    that came out: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` runs away: the
+    residual's deviation grows with what is held back, so that less and less is sent (see
+    ``tests/compressors/test_sdagc.py``).
 
     Args:
         alpha: where the loop starts; ``None`` for what the density needs if elements are distributed as Laplace's.

@@ -10,8 +10,8 @@ class SelectionSize(NamedTuple):
 
     Attributes:
         numel: number of elements of the tensor selected from.
-        selected: how many of them are, padding included: by each rank where every rank's own are sent, by all ranks
-            together where they send at the union of their choices.
+        selected: how many of them are, padding included: by each rank, or by all ranks together where they send at the
+            union of their choices.
         is_whole: whether every element is sent, without indices.
     """
 
@@ -28,8 +28,7 @@ class Selection(NamedTuple):
         indices: int64 of the same shape, distinct and ascending in each row; ``None`` stands for every element, in
             order; ``values`` may then have any shape, and end in padding.
         numel: number of elements of the tensor selected from.
-        filled: bool ``[count]``: which of these elements are sent. A message of fixed size carries a zero in the place
-            of the others, and they stay here. ``None`` where all are sent.
+        filled: bool ``[count]``: which are sent, ``None`` for all; others stay here, a zero in their place.
     """
 
     values: Tensor

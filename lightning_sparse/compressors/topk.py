@@ -1,9 +1,8 @@
 """Top-k: the largest magnitudes of each parameter.
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv 1704.05021), selected one
-threshold for the whole model; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018 (arXiv
-1809.07599), proved that with error feedback it converges. Here every parameter gets its own count, as in Lin et al.,
-"Deep Gradient Compression" (arXiv 1712.01887), and the count is exact.
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv 1704.05021): one threshold
+for the whole model. Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018 (arXiv 1809.07599): it
+converges with error feedback. Here every parameter has its own, exact count, as in Lin et al. (arXiv 1712.01887).
 """
 
 from collections import defaultdict

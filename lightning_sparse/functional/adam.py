@@ -21,7 +21,7 @@ _FEW = 16  # elements are looked up one by one where there is less than one in s
 
 
 class AdamScalars(NamedTuple):
-    """The numbers of one parameter's step; ``weight``, ``1 - beta2 ** step``, is the bias of the second moment."""
+    """Numbers of one parameter's step; ``weight``, ``1 - beta2 ** step``, is the bias of the second moment."""
 
     beta2: float
     weight: float
@@ -63,12 +63,11 @@ def accumulate_updates(
 ) -> None:
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``. The second moment ``v``, with the bias of its
-    step, is some steps old, and may not have seen what comes now, such as an embedding's rare row. In Adam's own second
-    moment every gradient is already there when it is divided, which bounds its update; so does the second term here,
-    somewhat more, as what is sent for a single outlier is not made good before the element is sent again. Each rank's
-    gradient is taken for ``sqrt(ranks)`` times as long as the mean, as independent ones are. What is not finite stays
-    so.
+    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``; the second moment ``v``, with its step's bias,
+    is some steps old, and may not have seen what comes now, such as an embedding's rare row. Adam's own always has,
+    which bounds an update; so does the second term, somewhat more, as what is sent for a single outlier is not made
+    good before the element is sent again. Each rank's gradient is taken for ``sqrt(ranks)`` times as long as the mean,
+    as independent ones are. What is not finite stays so.
     """
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
@@ -96,8 +95,7 @@ def to_gradients(
 ) -> None:
     """Multiply updates by what Adam divides by, in place: ``u <- u (sqrt(v) + eps)``.
 
-    ``indices`` say for each where it is not zero, int64 of any shape, not necessarily distinct; ``None`` for
-    everywhere.
+    ``indices`` say where each is not zero, int64 of any shape, perhaps twice; ``None`` for everywhere.
     """
     if updates[0].device.type != "cpu":
         torch._foreach_mul_(list(updates), _denominators(list(seconds), scalars))
@@ -137,8 +135,8 @@ def apply_updates(
 ) -> None:
     """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
 
-    ``indices`` say where gradients were written, as in :func:`to_gradients`. Somebody may have written elsewhere since;
-    that is looked for. ``rate`` is negative to maximize, ``shrinkage`` what decoupled weight decay leaves.
+    ``indices`` are as in :func:`to_gradients`; whether somebody has written elsewhere since is looked for. ``rate`` is
+    negative to maximize, ``shrinkage`` what decoupled weight decay leaves.
     """
     if parameters[0].device.type != "cpu":
         if shrinkage != 1:

@@ -1,9 +1,8 @@
 """Values as bins: a code of a few bits for each, and the mean of every bin.
 
-Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv 2508.15706), quantize what top-k has
-selected in this way. Their released code rounds to the nearest of four levels that are not symmetric about the mean;
-here six standard deviations about the mean are cut into equal bins, half of them on either side, which leaves less
-behind of values of two signs that are all large.
+So SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes what top-k has selected. Its released code rounds to the
+nearest of four levels that are not symmetric about the mean; here six standard deviations about the mean are cut into
+equal bins, which leaves less behind of values of two signs that are all large.
 """
 
 from collections.abc import Sequence
@@ -21,10 +20,8 @@ BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all e
 def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
     """Sort the values of each of several tensors, laid end to end, into ``2 ** bits`` bins.
 
-    Returns codes, uint8 ``[sum(counts)]``, and the mean of each bin, bfloat16 ``[tensors * 2 ** bits]``, zero where a
-    bin is empty. A mean of a tensor with a value that is not finite is not finite either.
-
-    Example::
+    Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero where a bin is empty; a
+    mean of a tensor with a value that is not finite is not finite either.
 
         >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 3.0, 5.0]), [4], bits=2)
         >>> codes.tolist(), values_of_bins(codes, means, [4], bits=2).tolist()

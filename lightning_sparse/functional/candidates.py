@@ -1,6 +1,6 @@
-"""The few elements that may be among the largest: found by a floor, and separated by unique keys. On CPU only.
+"""The few elements that may be among the largest: found by a floor, and separated by unique keys.
 
-The host reads how many elements reach a floor, which costs nothing on CPU and would stop a GPU.
+On CPU only: to read how many elements reach a floor would stop a GPU.
 """
 
 import torch
@@ -31,11 +31,10 @@ def reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
 
 
 def largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
-    """Find the ``count`` largest of each row of magnitudes, int64 ``[rows, count]``, ascending.
+    """Find the ``count`` largest of each row of magnitudes, fp32 or narrower; int64 ``[rows, count]``, ascending.
 
-    ``reaches`` is what :func:`reaching` returned for a floor that at least ``count`` elements of each row reach. Of
-    equal magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number. The type of
-    magnitudes is one that fp32 holds exactly.
+    ``reaches`` is of :func:`reaching`, for a floor that at least ``count`` elements of each row reach. Of equal
+    magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number.
     """
     rows, width = magnitudes.shape
     found = flagged(reaches)

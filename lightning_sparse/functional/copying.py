@@ -37,8 +37,6 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
 
     Indices, int64 ``[ranks, count]`` like the values, are distinct in each row.
 
-    Example::
-
         >>> add_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0, 2], [1, 2]]), torch.zeros(3))
         tensor([1., 3., 6.])
     """

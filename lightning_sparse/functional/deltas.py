@@ -7,14 +7,11 @@ from torch import Tensor
 
 
 def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """Compute ``delta`` of the assumption of LAGS-SGD for every layer, fp32 ``[layers]``.
+    """Compute ``delta`` of the assumption of LAGS-SGD (arXiv 1911.08727) for every layer, fp32 ``[layers]``.
 
-    With ``x`` the mean over ranks of what had accumulated, ``r`` what was applied, ``k`` elements sent of ``d``::
-
-        delta = ||x - r||^2 / ((1 - k/d) ||x||^2)
-
-    The denominator is what a random selection would leave over in expectation; the paper (arXiv 1911.08727) draws one
-    instead. The method's convergence proof asks for ``delta <= 1``. It is 0 for a layer that is zero or was sent whole.
+    ``delta = ||x - r||^2 / ((1 - k/d) ||x||^2)``, with ``x`` the mean over ranks of what had accumulated, ``r`` what
+    was applied, ``k`` elements sent of ``d``; 0 for a layer that is zero or was sent whole. The proof asks for <= 1.
+    The denominator is what a random selection leaves over in expectation; the paper draws one instead.
     """
     left = [dense_mean - mean for dense_mean, mean in zip(dense_means, applied)]
     left_out = torch.stack(torch._foreach_norm(left)).float().square()

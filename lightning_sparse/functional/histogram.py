@@ -14,10 +14,7 @@ _DEVICE_CHUNK = 1 << 23  # 32 MiB each: off the CPU the host waits for every chu
 
 
 def magnitude_histogram(tensor: Tensor) -> Tensor:
-    """Count magnitudes by their size, int64 ``[2048]``: eight bins for each power of two, from zero upwards.
-
-    Off the CPU the host waits.
-    """
+    """Count magnitudes, int64 ``[2048]``: eight bins a power of two, from zero up; off the CPU the host waits."""
     histogram = torch.zeros(1 << _BIN_BITS, dtype=torch.int64, device=tensor.device)
     for piece in tensor.split(_CPU_CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK):
         bins = piece.abs().float().view(torch.int32).bitwise_right_shift_(_SHIFT)
@@ -28,10 +25,8 @@ def magnitude_histogram(tensor: Tensor) -> Tensor:
 def magnitude_quantile(histogram: Tensor, count: int) -> float:
     """Read off a sum of histograms, float64, the magnitude that about ``count`` elements reach; 0 for want of them.
 
-    Within a bin the logarithm of the number that reaches a magnitude is taken to be straight in that of the magnitude,
-    which at densities around 0.001 is off by some 2 % of the count for a normal distribution.
-
-    Example::
+    Within a bin the logarithm of the number reaching a magnitude is taken to be straight in that of the magnitude: at
+    densities around 0.001 off by some 2 % of the count for a normal distribution.
 
         >>> counted = magnitude_histogram(torch.linspace(0, 1, 1001)).double()
         >>> round(magnitude_quantile(counted, 100), 2)

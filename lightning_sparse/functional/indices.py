@@ -1,8 +1,8 @@
 """Indices as narrow as is exact: ascending positions written as an offset inside a block, and a count for each block.
 
-A position costs 2 bytes in blocks of 65 536 elements, plus 4 for each block; 1 byte in blocks of 256, plus 2 for each,
-which is less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most blocks hold nothing. Sizes follow
-from ``numel`` and ``count``, so every rank knows them without asking.
+A position costs 2 bytes in blocks of 65 536 elements, plus 4 a block; 1 byte in blocks of 256, plus 2 a block, which is
+less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most blocks hold nothing. Sizes follow from
+``numel`` and ``count``, so every rank knows them without asking.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,7 @@ from lightning_sparse.functional.copying import read_as
 
 
 class IndexCodec(NamedTuple):
-    """A way to write ascending positions as bytes.
-
-    A block holds ``2 ** block_bits`` elements.
-    """
+    """A way to write ascending positions as bytes; a block holds ``2 ** block_bits`` elements."""
 
     block_bits: int
     offset_dtype: torch.dtype

@@ -9,8 +9,8 @@ from torch import Tensor
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``.
 
-    The squares of fp32 overflow where a norm is above 1.8e19, and norms in fp16 above 65504: there it is taken again in
-    float64. On a device that is done always, since the host would have to wait to know.
+    fp32 squares overflow above a norm of 1.8e19, and norms in fp16 above 65504: then it is taken again in float64. On a
+    device always, since the host would have to wait to know.
     """
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
     if norm.device.type == "cpu" and not norm.isinf():

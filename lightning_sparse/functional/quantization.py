@@ -19,11 +19,8 @@ def quantized_nbytes(numel: int, bits: int) -> int:
 def quantize(rows: Tensor, bits: int) -> Tensor:
     """Round values to the nearest of ``2 ** bits - 1`` multiples of their block's scale.
 
-    ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 to 8 bits. The result is uint8
-    ``[rows, quantized_nbytes(numel, bits)]``, scales first. A block with a value that is not finite is read as values
-    that are not finite.
-
-    Example::
+    ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 to 8 bits. Returns uint8
+    ``[rows, quantized_nbytes(numel, bits)]``, scales first; a value that is not finite makes its block so.
 
         >>> values = torch.tensor([[3.0, -7.0, 0.4, *[0.0] * 61]])
         >>> dequantize(quantize(values, bits=4), bits=4)[0, :4]

@@ -14,7 +14,7 @@ _FEW = 1 << 12  # elements below which fewer calls are worth more than fewer loo
 
 
 def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Find where the magnitude of a flat tensor is not below a floor, int64, ascending; a NaN never is.
+    """Find where a flat tensor's magnitude is not below a floor, int64, ascending; a NaN never is.
 
     Off the CPU the host waits for the number.
     """

@@ -13,8 +13,6 @@ def sign_totals(tensor: Tensor) -> Tensor:
 
     A tensor with an element that is not finite has a sum that is not finite.
 
-    Example::
-
         >>> sign_totals(torch.tensor([1.0, 0.0, -2.0, 3.0]))
         tensor([[4., 2.],
                 [2., 1.]], dtype=torch.float64)

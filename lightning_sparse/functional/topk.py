@@ -2,14 +2,12 @@
 
 A cheap vectorised pass first discards nearly all elements, and only the few that remain are compared:
 
-* low densities: the maximum of every block of 64 elements is taken. The ``count`` blocks with the largest maxima are
-  certain to hold a top-``count`` set, because each of them contributes at least one element that no element outside
-  can exceed. The shapes are known in advance, so nothing waits for a GPU;
-* higher densities on CPU: the threshold is read off a strided sample, a little too low on purpose, what reaches it is
-  counted, and where the count shows that the sample misled (or that many elements are equal), ``torch.topk`` decides.
+* low densities: of blocks of 64 elements the ``count`` with the largest maxima hold a top-``count`` set, because each
+  has at least one element that none outside exceeds. Shapes are known in advance, so nothing waits for a GPU;
+* higher densities on CPU: a threshold is read off a strided sample, a little too low on purpose; where the count of
+  what reaches it shows that the sample misled (or many elements are equal), ``torch.topk`` decides.
 
-The answer is a function of the tensor alone. Tensors of equal size share their calls, since a model's many small
-tensors cost more in calls than in elements.
+The answer depends on the tensor alone; tensors of equal size share their calls, which cost more than small tensors.
 """
 
 import math
@@ -39,13 +37,8 @@ _SURPLUS = 2  # candidates for each element kept, beyond which they are too many
 def top_k_indices(tensor: Tensor, count: int) -> Tensor:
     """Find where the ``count`` largest magnitudes of a flat tensor are, int64 ``[count]``, ascending.
 
-    Equal to ``torch.topk(tensor.abs(), count)`` in the magnitudes selected. Which of several equal magnitudes are taken
-    is not specified, but always the same for the same tensor. A NaN counts as larger than any number.
-
-    Raises:
-        ValueError: if ``count`` is outside ``[1, n]``.
-
-    Example::
+    Its magnitudes are those of ``torch.topk(tensor.abs(), count)``; which of equal ones are taken is always the same
+    for the same tensor. A NaN counts as larger than any number. ``ValueError`` for a ``count`` outside ``[1, n]``.
 
         >>> top_k_indices(torch.tensor([0.1, -3.0, 2.0, -0.5]), 2)
         tensor([1, 2])

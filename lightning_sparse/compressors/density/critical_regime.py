@@ -16,10 +16,10 @@ from lightning_sparse.compressors.density.rule import Measurement, Rule, RuleCon
 class CriticalRegime(Rule):
     """Send more of a layer while its gradient's norm changes fast from one epoch to a later one, as Accordion does.
 
-    A layer is in a critical regime if ``|before - now| / before >= threshold``, and until there are two norms to
-    compare. Differs from the paper in this: the norm is the root mean square of those of the ranks' gradients in the
-    steps that were measured, where the paper takes that of the sum of an epoch's gradients; and a fall of the learning
-    rate does not count as critical by itself, because many schedules let it fall all the time.
+    A layer is critical if ``|before - now| / before >= threshold``, and until there are two norms to compare. Differs
+    from the paper in this: the norm is the root mean square over ranks and measured steps, where the paper takes that
+    of the sum of an epoch's gradients; and a fall of the learning rate is not critical by itself, because many
+    schedules let it fall all the time.
 
     Args:
         density: of a layer in a critical regime.

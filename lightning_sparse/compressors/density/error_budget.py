@@ -16,13 +16,12 @@ _FALLING = 0.9  # times what was measured before: a raise is still at work
 class ErrorBudget(Rule):
     """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
 
-    With Adam and AdamW updates wait, not gradients, and the error is the norm of the waiting ones over that of one
-    step's.
+    With Adam and AdamW updates wait, not gradients: the error is the norm of those waiting over that of one step's.
 
-    A closed loop: after each measurement, the density of a layer whose error is above the budget is raised, by as much
-    as the error exceeds it but at most twice, unless the error is falling already; and lowered, more slowly, where the
-    error is below 0.7 of the budget. It takes some ``1 / density`` steps until an error has settled. A layer whose
-    gradient is zero or not finite stays as it is.
+    A closed loop: after each measurement the density of a layer above the budget is raised, by as much as its error
+    exceeds it but at most twice, unless the error is falling already; below 0.7 of the budget it is lowered, more
+    slowly. An error takes some ``1 / density`` steps to settle. A layer whose gradient is zero or not finite stays as
+    it is.
 
     Args:
         budget: largest ratio. ``CompressionMonitor`` shows what it is without a rule: as ``update_error`` with Adam and

@@ -12,11 +12,6 @@ class Densities:
     """The density of each parameter: the user's, or the largest requested minimum above it.
 
     All ranks change it alike, and only between two steps.
-
-    Attributes:
-        sends_all: whether everything is sent, and nothing left over.
-        ceiling: the most that a rule, or a plan made from now on, gets of a parameter.
-        have_changed: whether a plan should take note; to be set back by whoever does.
     """
 
     def __init__(self, compressor: Compressor, density: float) -> None:
@@ -24,9 +19,9 @@ class Densities:
         self._density = density
         self._requested: dict[str, dict[str, float]] = {PLAN: {}, RULES: {}}
         self._noted: dict[str, float] = {}
-        self.sends_all = False
-        self.ceiling = 1.0
-        self.have_changed = False
+        self.sends_all = False  # and nothing is left over
+        self.ceiling = 1.0  # the most that a rule, or a plan made from now on, gets of a parameter
+        self.have_changed = False  # for a plan to note, and to set back
 
     @property
     def density(self) -> float:

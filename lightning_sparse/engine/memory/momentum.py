@@ -1,8 +1,7 @@
 """Momentum correction: momentum is accumulated before selection instead of after it.
 
-Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3. With momentum in the optimizer, an
-element sent after many steps meets a momentum that has forgotten it; with momentum here, the residual is what dense
-training would have applied.
+Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), sections 3.1 and 3.3: in the optimizer, an element sent
+after many steps meets a momentum that has forgotten it; here, the residual is what dense training would have applied.
 """
 
 from collections import defaultdict
@@ -28,14 +27,13 @@ from lightning_sparse.engine.memory.residual import (
 class MomentumMemory(ResidualMemory):
     """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``.
 
-    With Nesterov ``u = m (u + g)``, ``v = v + u + g``. Where an element is sent, its ``u`` starts again from zero
-    (momentum factor masking), so that a stale direction is not followed on; where a parameter is sent whole, it goes
-    on, so that the method becomes dense momentum SGD. Where a step has several exchanges, ``u`` is multiplied by ``m``
-    in the first that counts, and of the others ``v`` is given what they add to ``u`` alone. A change of the learning
-    rate rescales the residual alone: dense momentum SGD never rescales its buffer either.
+    With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's ``u`` starts again from
+    zero (momentum factor masking), so that a stale direction is not followed on; of a parameter sent whole it goes on:
+    that is dense momentum SGD. Where a step's gradient comes in several exchanges, ``u`` is multiplied by ``m`` in the
+    first that counts, and ``v`` is given what the others add to ``u`` alone.
 
-    Takes 12 bytes an element: residual, momentum, and the momentum of the step in flight, which counts only once the
-    step is known to be finite. ``without_optimizer`` are the settings where no optimizer is known.
+    Takes 12 bytes an element: residual, momentum, and that of the step in flight, which counts once the step is finite.
+    ``follows_learning_rate`` rescales the residual alone: dense momentum SGD never rescales its buffer either.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """KEPT: the contract of a memory, and error feedback, in which what was not sent is added to the next gradient.
 
-Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD"
-(arXiv 1901.09847). Rescaling at a change of the learning rate: Zheng, Huang and Kwok, "Communication-Efficient
-Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al.,
-"Deep Gradient Compression" (arXiv 1712.01887), section 3.2.
+Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al. (arXiv 1901.09847). Rescaling at
+a change of the learning rate: Zheng, Huang and Kwok, NeurIPS 2019 (arXiv 1905.10936). Local clipping: Lin et al., "Deep
+Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 2508.15706).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,13 +128,12 @@ class Memory:
 
 
 class ResidualMemory(Memory):
-    """Error feedback: what was not sent is added to the next gradient.
+    """Error feedback: what was not sent is added to the next gradient, first multiplied by ``decay`` as in SparseLoCo.
 
-    The residual of a parameter is allocated when its first gradient arrives, in fp32 (float64 for a float64 gradient),
-    and from then on updated in place: 4 bytes an element. ``decay`` multiplies it before a gradient is added, as in
-    SparseLoCo (arXiv 2508.15706). With ``follows_learning_rate`` it is multiplied by the last learning rate over the
-    present one (within a tenth and ten), so that it acts with that under which it was gathered. ``local_clip_norm`` is
-    the largest norm of this rank's gradient over the whole model: a larger one is scaled down before it is accumulated.
+    A parameter's residual is allocated at its first gradient, in fp32 (float64 for a float64 gradient), and then
+    updated in place: 4 bytes an element. ``local_clip_norm`` is the largest norm of this rank's whole gradient, scaled
+    down to it before it is accumulated. With ``follows_learning_rate`` the residual is multiplied by the last learning
+    rate over the present one (within a tenth and ten), so that it acts with the one under which it was gathered.
     """
 
     def __init__(
@@ -238,10 +236,7 @@ class ResidualMemory(Memory):
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is kept under some names; zeros, from now on kept, under new ones.
-
-    Those that are new together lie side by side in memory, so that one call can serve all of them.
-    """
+    """Return what is kept under some names; under new ones zeros, kept from now on, in one piece of memory."""
     new = {name: like for name, like in zip(names, likes) if name not in kept}
     for dtype in {like.dtype for like in new.values()}:
         some = {name: like for name, like in new.items() if like.dtype is dtype}

@@ -42,21 +42,14 @@ WIRES = {
 
 
 def wire_values(wire: str) -> WireValues:
-    """Return the meaning of a ``wire`` argument.
-
-    Raises:
-        ValueError: if the name is unknown.
-    """
+    """Return the meaning of a ``wire`` argument; raise ``ValueError`` if the name is unknown."""
     if wire not in WIRES:
         raise ValueError(unknown_name("wire", str(wire), WIRES))
     return WIRES[wire]
 
 
 class Exchange(NamedTuple):
-    """How selections with indices travel: gathered where ``owners`` is ``None``.
-
-    With ``chooses`` each tensor takes the format in which it receives the fewest bytes, whole if need be.
-    """
+    """How selections with indices travel: gathered without ``owners``; with ``chooses`` as is fewest bytes."""
 
     owners: Optional[Owners] = None
     chooses: bool = False
@@ -66,11 +59,7 @@ EXCHANGES = {"auto": Exchange(Owners(), chooses=True), "gather": Exchange(), "ow
 
 
 def exchange_of(exchange: Union[str, Owners]) -> Exchange:
-    """Return the meaning of an ``exchange`` argument.
-
-    Raises:
-        ValueError: if the name is unknown.
-    """
+    """Return the meaning of an ``exchange`` argument; raise ``ValueError`` if the name is unknown."""
     if isinstance(exchange, Owners):
         return Exchange(exchange)
     if exchange not in EXCHANGES:
@@ -82,20 +71,14 @@ class Wires(NamedTuple):
     """The wire formats of a group's tensors.
 
     A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a selection; through owners it is
-    some seven times, however many ranks there are; a reduction of the whole tensor takes twice its volume. The format
-    of a tensor depends on itself and the number of ranks alone, not on the others of its group, nor on measured times.
-
-    Attributes:
-        elements: for selections with indices.
-        whole: for selections without indices, which stand for every element; may be the same object.
-        owners: another format for selections with indices; ``None`` where there is none.
-        chooses: whether a tensor leaves ``elements`` only for half the bytes.
+    some seven times, however many ranks; a reduction of the whole tensor takes twice its volume. A tensor's format
+    depends on itself and the number of ranks alone, not on the others of its group, nor on measured times.
     """
 
-    elements: WireFormat
-    whole: WireFormat
-    owners: Optional[OwnersFormat] = None
-    chooses: bool = False
+    elements: WireFormat  # for selections with indices
+    whole: WireFormat  # for selections without, which stand for every element; may be the same object
+    owners: Optional[OwnersFormat] = None  # another for selections with indices
+    chooses: bool = False  # whether a tensor leaves ``elements`` only for half the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:

@@ -27,21 +27,15 @@ class Transfer(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Result of an exchange.
+    """Result of an exchange; ``finite`` and ``used`` are equal on all ranks.
 
-    Attributes:
-        finite: bool ``[]``, equal on all ranks: whether everything that any rank sent is finite.
-        used: bool ``[tensors]``, equal on all ranks: whether any rank used the parameter; ``None`` where that is not
-            tracked.
-        means: for each tensor the received elements, each already divided by the number of ranks (before they are
-            added, so that a sum of large values stays finite, as in DDP); rows add up to the mean over ranks.
-        kept: for each tensor what stays here at the positions that were sent; what was not sent stays whole.
+    Values are divided by the number of ranks before they are added: a sum of large ones stays finite, as in DDP.
     """
 
-    finite: Tensor
-    used: Optional[Tensor]
-    means: GroupSelection
-    kept: GroupSelection
+    finite: Tensor  # bool []: whether everything that any rank sent is
+    used: Optional[Tensor]  # bool [tensors]: whether any rank used the parameter; None where that is not tracked
+    means: GroupSelection  # of each tensor the received elements: rows add up to the mean over ranks
+    kept: GroupSelection  # of each tensor what stays here at the places sent; elsewhere all does
 
 
 _ALIGNMENT = 16  # bytes that NCCL copies at a time, from addresses that are multiples of it; else it is far slower
@@ -63,10 +57,7 @@ Phases = Generator[Payload, Tensor, Arrival]
 
 
 class WireFormat(ABC):
-    """Write selections as payloads, and read what arrives; ``dtype`` is that of the values that travel.
-
-    ``collectives`` are the names of those that it asks for.
-    """
+    """Write selections as payloads of ``collectives``, values as ``dtype``, and read what arrives."""
 
     collectives: tuple[str, ...]
 
@@ -77,12 +68,10 @@ class WireFormat(ABC):
 
     @abstractmethod
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        """Write what is selected of a group; each ``yield`` is one collective and receives its result.
+        """Write what is selected of a group; each ``yield`` is one collective and receives its result. Changes nothing.
 
-        Args:
-            selection: elements of each tensor that are sent; not changed.
-            accumulated: tensors selected from, for a format in which ranks send at each other's choices; not changed.
-            used: uint8 ``[tensors]``, whether this rank used each parameter; ``None`` where that is not tracked.
+        ``accumulated`` is selected from, for formats in which ranks send at each other's choices; ``used`` is uint8
+        ``[tensors]``, whether this rank used each parameter, ``None`` where that is not tracked.
         """
 
     def release(self) -> None:

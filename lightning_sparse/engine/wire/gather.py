@@ -24,17 +24,14 @@ from lightning_sparse.functional import (
 
 
 class GatherFormat(WireFormat):
-    """Values and indices of a whole group in one payload.
+    """Values and indices of a group, its tensors laid end to end so that one codec writes all positions, in a payload.
 
-    The tensors of a group are laid end to end, so that one codec writes all their positions::
+    All sizes follow from the number of elements selected, equal on all ranks::
 
-        values   count x 2 or 4 bytes; or 2 bytes for each bin of each tensor, and some bits for each value
+        values   count x 2 or 4 bytes; with ``bits``, 2 for each bin of each tensor and so many bits for each value
         indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.indices)
         used     1 byte a tensor, only where unused parameters are tracked
         padding  up to a multiple of 16 bytes
-
-    All sizes follow from the number of elements selected, which must be the same on all ranks. With ``bits``, the
-    values of each tensor are written as bins (see lightning_sparse.functional.bins).
     """
 
     collectives: tuple[str, ...] = ("all_gather",)

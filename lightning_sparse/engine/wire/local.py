@@ -13,10 +13,7 @@ from lightning_sparse.engine.wire.base import Arrival, Phases, Transfer, WireFor
 
 
 class LocalFormat(WireFormat):
-    """Hand a group's selections back as they are, for a method whose ranks agree only at the end of a step.
-
-    The means are this rank's own, and everything counts as sent.
-    """
+    """Hand selections back as means, all counting as sent, for a method whose ranks agree only at the end of a step."""
 
     collectives: tuple[str, ...] = ()
 

@@ -33,9 +33,8 @@ _PROPOSED = torch.bfloat16  # what only decides which sums are largest need not 
 class Owners:
     """Exchange through owners: ranks propose elements, their owners choose, and all ranks send at what was chosen.
 
-    Where a gather hands every rank's selection to every rank, here each rank receives the proposals for its own share
-    of the elements, and then what all ranks chose together: some ten bytes for each element that is chosen, however
-    many ranks there are.
+    A gather hands every rank's selection to every rank; here each receives the proposals for its own share, and then
+    what all chose together: some ten bytes for each element that is chosen, however many ranks there are.
 
     Args:
         keep: how many elements a step applies, as a multiple of what one rank selects. Fewer make messages smaller.
@@ -63,23 +62,21 @@ class Owners:
 class OwnersFormat(WireFormat):
     """The mean over all ranks of the elements at which the sum of what ranks selected is largest, in four phases.
 
-    1. Every element has an owner, by a fixed map. Each rank proposes its selection to the owners: values, in 16 bits,
-       and places (all-to-all). A message has room for a little more than an owner's average share of each tensor; the
-       smallest that do not fit are left out.
-    2. The owner adds up the proposals rank by rank, chooses the places of the largest sums of its share of each tensor,
-       and tells everybody (all-gather).
-    3. Everybody's values there, whether proposed or not, are averaged by
-       :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and all-gather).
+    1. Each rank proposes its selection to the elements' owners, by a fixed map: values, in 16 bits, and places
+       (all-to-all). A message has room for a little more than an owner's average share of each tensor; the smallest
+       beyond are left out.
+    2. The owner adds up the proposals rank by rank, and tells everybody the places of the largest sums of its share of
+       each tensor (all-gather).
+    3. Everybody's values there, proposed or not, are averaged by
+       :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and all-gather). So only rounding errors
+       are kept there, as with ExDyna; what was proposed in vain waits.
 
-    So nobody keeps anything at the chosen elements but rounding errors, as with ExDyna; what was proposed in vain stays
-    in the residual.
-
-    The idea of owners is that of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep
-    Learning", PPoPP 2022, arXiv 2201.07598). Differs from it in this: shares are fixed and not balanced anew every 64
-    steps, since a map that looks random is balanced by itself; thresholds are exact, by tensor, and never out of date;
-    sizes follow from the number of elements selected, so that nobody waits for a count; and all ranks send at the
-    chosen elements, not only those that proposed them. Without that, what was sent in vain piles up with the number of
-    ranks (measured: see ``examples/benchmarks/README.md``).
+    Owners are those of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
+    2022, arXiv 2201.07598). Differs in this: shares are fixed, not balanced anew every 64 steps, since a map that looks
+    random is balanced by itself; thresholds are exact, by tensor, and never out of date; sizes follow from the number
+    of elements selected, so that nobody waits for a count; all ranks send at the chosen elements, not only their
+    proposers: else what was sent in vain piles up with the number of ranks (measured: see
+    ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -128,21 +125,16 @@ class OwnersFormat(WireFormat):
 class _Shares(NamedTuple):
     """Shares of a group's tensors among ranks, and the room of its messages.
 
-    Of ``ranks`` elements in a row each has another owner, and which has which looks random: every rank owns one element
-    of each such block. The place of an element is the number of its block, the blocks of all tensors laid end to end.
-
-    Attributes:
-        blocks: of each tensor.
-        rooms: elements of each that a message for one owner has room for.
-        finals: sums of each that an owner sends to everybody.
+    Of each block, ``ranks`` elements in a row, every rank owns one, in an order that looks random. The place of an
+    element is the number of its block, the blocks of all tensors laid end to end.
     """
 
     ranks: int
     numels: tuple[int, ...]
     counts: tuple[int, ...]
     blocks: tuple[int, ...]
-    rooms: tuple[int, ...]
-    finals: tuple[int, ...]
+    rooms: tuple[int, ...]  # elements of each tensor that a message for one owner has room for
+    finals: tuple[int, ...]  # sums of each that an owner sends to everybody
 
     @property
     def extent(self) -> int:

@@ -18,17 +18,13 @@ class ReduceFormat(WireFormat):
     """A dense mean in two phases, of the same volume as a ring all-reduce.
 
     1. Every rank owns one shard of every tensor and is sent everybody's part of it (all-to-all).
-    2. The owner averages the parts rank by rank, in the type of the residual, and the means go to everybody
-       (all-gather).
+    2. The owner averages them rank by rank, in the residual's type, and the means go to everybody (all-gather).
 
-    The order of the sum is fixed, so that the result does not depend on where in a group a tensor lies, and a narrow
-    wire rounds twice instead of at every hop: what the first rounding drops stays with the sender, what the second
-    drops stays with the owner (the "server error" of 1-bit Adam, arXiv 2102.02888).
-
-    With ``bits``, values travel as codes of so many bits, in blocks that share a scale
-    (:mod:`lightning_sparse.functional.quantization`). Shards are then whole blocks.
-
-    Where unused parameters are tracked, one byte a tensor travels in a third, small phase.
+    The sum's fixed order makes the result independent of where in a group a tensor lies. A narrow wire rounds twice
+    instead of at every hop: what the first drops stays with the sender, the second with the owner (the "server error"
+    of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
+    scale (:mod:`lightning_sparse.functional.quantization`), and shards are whole blocks. Where unused parameters are
+    tracked, one byte a tensor travels in a third, small phase.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import (
-    FlatSelection,
-    GroupSelection,
-    on_device,
-    starts_of,
-)
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, on_device, starts_of
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
@@ -25,16 +20,14 @@ _COUNT_BYTES = 8
 class UnionFormat(WireFormat):
     """The mean over all ranks of the elements that any rank selected, in three phases.
 
-    1. How many elements each rank selected of the group, 8 bytes, and whether it used each parameter, 1 byte a tensor,
-       only where that is tracked (all-gather).
+    1. How many elements each rank selected of the group, 8 bytes, and whether it used each parameter, 1 byte a tensor
+       where that is tracked (all-gather). Where nobody selected anything, this is all.
     2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.indices`), padded to the
        largest count with positions beyond the last element (all-gather).
     3. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and
-       all-gather): a small dense tensor, or one of each tensor where the wire rounds, so that nothing depends on where
-       in a group a tensor lies.
+       all-gather): a small dense tensor, or one of each tensor where the wire rounds (its place does not count).
 
-    Where nobody selected anything, the first phase is the last. Ranks may select different numbers of elements, and the
-    same ones.
+    Ranks may select different numbers of elements, and the same ones.
     """
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
