@@ -280,7 +280,7 @@ class VirtualRanks:
     @property
     def wire_bytes(self) -> float:
         """Bytes that have left rank 0 so far."""
-        return self.ranks[0].recorder.total_wire_bytes
+        return self.ranks[0].recorder.totals.wire_bytes
 
     def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:
         """Make a step.

@@ -91,12 +91,7 @@ def _requeue() -> bool:
             " SLURM's configuration into the image, or submit a new job with the checkpoint as ckpt_path"
         )
         return False
-    done = subprocess.run(  # noqa: S603  # SLURM's own, with a number
-        ["scontrol", "requeue", job],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)  # noqa: S603, S607
     if done.returncode:
         rank_zero_warn(f"SLURM does not put job {job} back, which trains on until its end: {done.stderr.strip()}")
     return done.returncode == 0

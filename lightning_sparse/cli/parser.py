@@ -39,13 +39,10 @@ class PublicHelp(DefaultHelpFormatter):
 
 
 class HintingParser(LightningArgumentParser):
-    """Lightning's parser; it shows no usage of hundreds of lines, and what it refuses is told in one sentence.
-
-    Each class of a configuration has a parser of its own: what the innermost says of its arguments is passed on.
-    """
+    """Lightning's parser; it shows no usage of hundreds of lines, and what it refuses is told in one sentence."""
 
     _kind: Optional[type] = None
-    _said = ""
+    _said = ""  # by the parser of the innermost class, which knows its arguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": PublicHelp, **kwargs})

@@ -52,10 +52,7 @@ def wanted_gain(density: float) -> float:
 
 
 def compare(turns: Sequence[Turn], density: float) -> Comparison:
-    """Compare steps that were timed in turns, so that whatever else the machine does hits both.
-
-    Medians are taken, so one disturbed turn in three changes little.
-    """
+    """Compare steps timed in turns, so that what else the machine does hits both; medians forgive one turn in three."""
     ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
     gains = [their - our for our, their in zip(ours, theirs)]
     inside = median(math.hypot(*map(_error_of, turn)) for turn in turns)

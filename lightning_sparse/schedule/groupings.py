@@ -36,10 +36,6 @@ def best_of(seconds: Mapping[Grouping, float]) -> Grouping:
     Grouping(stops=(6,), densities=())
     """
     fastest = min(seconds, key=lambda grouping: seconds[grouping] * (1.0 if grouping.densities else _WORTH))
-    sends_more = bool(fastest.densities)
-    alike = [
-        grouping
-        for grouping in seconds
-        if bool(grouping.densities) == sends_more and seconds[grouping] <= _TIE * seconds[fastest]
-    ]
+    of_kind = [grouping for grouping in seconds if bool(grouping.densities) == bool(fastest.densities)]
+    alike = [grouping for grouping in of_kind if seconds[grouping] <= _TIE * seconds[fastest]]
     return min(alike, key=lambda grouping: (len(grouping.stops), seconds[grouping]))

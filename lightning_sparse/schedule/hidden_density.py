@@ -35,10 +35,9 @@ def hidden_densities(profile: Profile, stops: Sequence[int]) -> list[float]:
 def _largest_count(profile: Profile, start: int, stop: int, room: float) -> int:
     """Bisect: no cost falls with the count."""
     elements = profile.elements[stop] - profile.elements[start]
-    fewest = profile.counts[stop] - profile.counts[start]
     if profile.is_dense(start, stop) or profile.group_seconds(start, stop, elements) <= room:
         return elements
-    lower, upper = fewest, elements
+    lower, upper = profile.counts[stop] - profile.counts[start], elements
     while upper - lower > 1:
         middle = (lower + upper) // 2
         fits = profile.group_seconds(start, stop, middle) <= room

@@ -41,9 +41,7 @@ class StepSample(NamedTuple):
     def with_times(self, times: Iterator[float]) -> "StepSample":
         """Return a copy with other times, taken from an iterator in the order of :meth:`times`."""
         ready = tuple(next(times) for _ in self.ready)
-        groups = tuple(
-            group._replace(select_seconds=next(times), exchange_seconds=next(times)) for group in self.groups
-        )
+        groups = tuple(each._replace(select_seconds=next(times), exchange_seconds=next(times)) for each in self.groups)
         return StepSample(ready, groups, next(times), next(times), next(times))
 
 
@@ -116,10 +114,7 @@ def can_profile(samples: Sequence[StepSample]) -> bool:
 
 
 def profile_of(elements: Sequence[int], counts: Sequence[int], samples: Sequence[StepSample]) -> Profile:
-    """Make a profile of medians of steps that were cut into groups of at least three sizes.
-
-    ``counts`` are the elements of each tensor that the density asks for.
-    """
+    """Make a profile of medians of steps cut into groups of three sizes or more; ``counts`` are of each tensor."""
     groups = _of_one_kind(samples)
     ready = [median(times) for times in zip(*(sample.ready for sample in samples))]
     return Profile(

@@ -53,10 +53,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, patience: Optional[float] = None
     ) -> list[Any]:
-        """Call ``function(rank, *args)`` on every rank and return the results; see :meth:`answers`.
-
-        Where a rank raised, died, or took too long, that is a ``RemoteError``, and the processes are replaced.
-        """
+        """Return each rank's result of ``function(rank, *args)``; failures are one ``RemoteError``, see ``answers``."""
         answers = self.answers(function, *args, timeout=timeout, patience=patience)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure]
         if failures:

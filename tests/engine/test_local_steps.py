@@ -43,7 +43,7 @@ def train(rank: int, steps: int, local: LocalSteps, settings: dict[str, Any], cl
                 seen["shared"].append(flat(ddp.parameters()))
             residuals = engine.memory.state_dict().get("residual", {})
             seen["residual"].append(flat(residuals.get(name, torch.zeros(0)) for name in parameters_of(ddp)))
-            seen["wire_bytes"].append(engine.recorder.total_wire_bytes)
+            seen["wire_bytes"].append(engine.recorder.totals.wire_bytes)
         seen["stats"] = engine.compression_stats()
     return seen
 
@@ -166,7 +166,7 @@ def train_looking(rank: int, local: LocalSteps, looks: bool) -> tuple[list[Tenso
                     flat(ddp.parameters())
             history.append(flat(ddp.parameters()))
         engine.settle()
-        counts.append(engine.recorder.total_wire_bytes)
+        counts.append(engine.recorder.totals.wire_bytes)
     return history, counts
 
 
@@ -417,7 +417,7 @@ def take_up(rank: int, steps: int) -> list[int]:
         for _ in range(4):
             engine.end_step()
             engine.settle()
-            sent.append(engine.recorder.total_wire_bytes)
+            sent.append(engine.recorder.totals.wire_bytes)
     return sent
 
 
@@ -437,7 +437,7 @@ def two_optimizers(rank: int) -> list[int]:
             engine.end_step(0)
             engine.end_step(1)
             engine.settle()
-            sent.append(engine.recorder.total_wire_bytes)
+            sent.append(engine.recorder.totals.wire_bytes)
     return sent
 
 
@@ -463,7 +463,7 @@ def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:
             while len(set(sent)) < 7:  # four rounds that are timed, and two that are not
                 time.sleep(0.002)
                 engine.end_step()
-                sent.append(engine.recorder.total_wire_bytes)
+                sent.append(engine.recorder.totals.wire_bytes)
     return sent, lines
 
 

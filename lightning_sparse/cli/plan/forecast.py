@@ -115,10 +115,9 @@ def predict_systems(
 
 
 def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
-    """Return the first row that is within 5 % of the fastest; ``None`` if that is DDP.
+    """Return the first row within 5 % of the fastest, so the simplest and densest; ``None`` if that is DDP.
 
-    Simpler ways and higher densities, which delay less, come first. Where replicas drift apart, time that is saved may
-    be lost in steps: such rows are passed over.
+    Where replicas drift apart, time that is saved may be lost in steps: such rows are passed over.
     """
     safe = [row for row in rows if not row.replicas_diverge]
     fastest = min(row.step_seconds for row in safe)

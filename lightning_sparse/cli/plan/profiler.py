@@ -46,10 +46,7 @@ class BackwardProfile(NamedTuple):
 
 
 class BackwardProfiler(Callback):
-    """Time the first steps of a ``fit`` in one process, waits for data left out, and end it.
-
-    Several backward passes in a step, as in manual optimization, count one after the other.
-    """
+    """Time the first steps of a ``fit`` in one process, all their backward passes and no waits for data, and end it."""
 
     def __init__(self) -> None:
         self._steps: list[list[_Event]] = []

@@ -102,10 +102,7 @@ def figure_class() -> Any:
 
 
 def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candidate], path: Union[str, Path]) -> None:
-    """Draw the speed-up over DDP against workers (2 to 1024) and against bandwidth (100 Mbit/s to 100 Gbit/s).
-
-    A system is drawn at the density that is fastest over ``network``; backward is the same for any number of workers.
-    """
+    """Draw the speed-up over DDP against workers and bandwidth, each system at its density fastest over ``network``."""
     steps = [row.step_seconds for row in predict_systems(profile, network, candidates)]
     fastest: dict[str, tuple[float, Candidate]] = {}
     for seconds, candidate in zip(steps, candidates):

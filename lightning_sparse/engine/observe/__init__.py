@@ -3,13 +3,12 @@
 from lightning_sparse.engine.observe.facts import StepFacts, compression_ratio, mean_stats
 from lightning_sparse.engine.observe.marks import Clock, GroupMarks, Mark, Span, StepMarks
 from lightning_sparse.engine.observe.recorder import Recorder
-from lightning_sparse.engine.observe.samples import ParameterFacts, ParameterSamples
+from lightning_sparse.engine.observe.samples import ParameterSamples
 
 __all__ = [
     "Clock",
     "GroupMarks",
     "Mark",
-    "ParameterFacts",
     "ParameterSamples",
     "Recorder",
     "Span",

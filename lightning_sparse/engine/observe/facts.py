@@ -122,10 +122,7 @@ class Totals:
         self.steps += 1
 
     def as_stats(self, has_levels: bool, waited_seconds: Optional[float] = None) -> dict[str, float]:
-        """Return the public statistics; on a device this waits for the steps that have not been read yet.
-
-        ``waited_seconds`` is what was exposed in all steps, where their marks do not tell.
-        """
+        """Return the public statistics, with ``waited_seconds`` exposed where given; on a device this may wait."""
         exposed = waited_seconds
         if exposed is None:
             exposed = self._exposed_seconds + sum(marks.exposed_seconds for marks in self._unread)

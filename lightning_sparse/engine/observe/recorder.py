@@ -32,11 +32,6 @@ class Recorder:
         self.last_samples: Optional[ParameterSamples] = None  # of the last step for which they were asked
         self._group: Optional[GroupMarks] = None
 
-    @property
-    def total_wire_bytes(self) -> float:
-        """Bytes that left this rank in all steps that have ended."""
-        return self.totals.wire_bytes
-
     def begin_backward(self) -> None:
         """Record that a backward begins; of several in one step the last one counts."""
         self.current.marks.backward_start = self.clock.mark()
@@ -117,10 +112,7 @@ class Recorder:
         self.totals.add(self.last)
 
     def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
-        """Ask for :attr:`last_samples` of the next step; ranks need not ask alike.
-
-        Norms read every gradient and residual once more, histograms of magnitudes sent and kept some more times.
-        """
+        """Ask for :attr:`last_samples` of the next step, on any ranks; norms read gradients and residuals once more."""
         if self.samples is not None:  # somebody else has asked for the same step
             counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
         self.samples = ParameterSamples(counts, histograms)

@@ -72,15 +72,16 @@ class Network(NamedTuple):
                 f"workers={self.workers!r} must be a whole number of processes, at least 2: one has nobody to exchange"
                 " gradients with"
             )
-        if not isinstance(self.node_ranks, int) or self.node_ranks < 1 or not self._fills_nodes():
+        if (
+            not isinstance(self.node_ranks, int)
+            or self.node_ranks < 1
+            or 0 < self.workers % self.node_ranks < self.workers
+        ):
             raise ValueError(
                 f"node_ranks={self.node_ranks!r} (--ranks-per-node) must be a whole number of workers on each node, of"
                 f" which {self.workers} workers fill some"
             )
         return self
-
-    def _fills_nodes(self) -> bool:
-        return self.workers <= self.node_ranks or not self.workers % self.node_ranks
 
 
 def sent_bytes(collective: str, nbytes: float, ranks: int) -> float:

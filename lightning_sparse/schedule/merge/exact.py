@@ -1,7 +1,7 @@
-"""Which gradients travel together, so that the last of them arrives as early as possible.
+"""Which gradients travel together, so that the last of them arrives as early as possible: the exact answer.
 
-The problem is that of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule (``greedy.py``) is not optimal for it;
-dynamic programming over the prefixes of backpropagation is.
+It is dynamic programming over prefixes for the problem of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule
+(``greedy.py``) is not optimal.
 """
 
 from collections.abc import Callable, Sequence

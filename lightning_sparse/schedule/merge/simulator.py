@@ -88,10 +88,7 @@ def predict(
     exchange_cost: Cost,
     selection: str = "worker",
 ) -> Prediction:
-    """Predict when each group, of positions in their order, is ready, selected from and exchanged.
-
-    The other arguments are those of :func:`~lightning_sparse.schedule.plan_groups`.
-    """
+    """Predict when each group (positions, in order) is ready, selected from and exchanged; else as ``plan_groups``."""
     one_of("selection", selection, SELECTIONS)
     problem = checked_problem(sizes, backward_seconds, select_cost, exchange_cost)
     if [position for group in groups for position in group] != list(range(problem.tensors)) or not all(groups):
