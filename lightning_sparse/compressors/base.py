@@ -18,9 +18,8 @@ class Compressor(ABC):
 
     Only :meth:`select` has to be written. It is pure: it calls no collective, changes no tensor that it is given, and
     answers for a tensor whatever others come with it (unless it ``selects_across_group``: its numbers then depend on
-    how parameters are grouped). Of an accumulated gradient with a NaN or an infinity it selects at least one: that is
-    how all ranks learn of it. State (a threshold, a partition) changes in :meth:`finish_step` only, when the whole step
-    is known.
+    how parameters are grouped). Of an accumulated gradient with a NaN or an infinity it selects at least one, so that
+    all ranks learn of it. State (a threshold, a partition) changes only in :meth:`finish_step`, all being known.
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
@@ -28,8 +27,7 @@ class Compressor(ABC):
         has_density_by_parameter: whether each parameter's density is just what is sent, so that rules may raise it.
         wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: how a parameter of density 1 travels, whole, without :meth:`select`, and any selection
-            without indices, so that all ranks must agree on whether there are any; ``None`` to select at density 1,
-            too.
+            without indices, which all ranks or none must have; ``None`` to select at density 1, too.
         selects_across_group: whether :meth:`select` is given a group's parameters as one tensor: they compete.
         fills_selection: whether it sends all elements that its message has room for.
         wire: name of the ``wire=`` that it takes unless the user names one of few bits; ``None`` for the user's.

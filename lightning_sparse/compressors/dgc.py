@@ -32,11 +32,6 @@ class DGC(TopK):
 
     Raises:
         ValueError: for a momentum outside ``[0, 1)``, or a ``clip_norm`` that is not positive.
-
-    Example::
-
-        >>> DGC(momentum=0.9, clip_norm=0.25).feedback.momentum
-        0.9
     """
 
     default_density: ClassVar[Optional[float]] = 0.01

@@ -1,5 +1,6 @@
 """The model as one flat vector: what everybody may know of it, and equal on all ranks."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,7 @@ class ModelLayout(NamedTuple):
 
     def starts(self) -> dict[str, int]:
         """Return for each name where its elements start when all are laid end to end."""
-        starts, start = {}, 0
-        for name, numel in zip(self.names, self.numels):
-            starts[name] = start
-            start += numel
-        return starts
+        return dict(zip(self.names, accumulate(self.numels, initial=0)))
 
 
 def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:

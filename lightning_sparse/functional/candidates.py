@@ -48,8 +48,7 @@ def _without_surplus(found: Tensor, magnitudes: Tensor, count: int) -> Tensor:
     starts = torch.searchsorted(found, torch.arange(rows + 1) * width)
     row = found // width
     slot = torch.arange(found.numel()).sub_(starts.index_select(0, row))
-    # The bits of a float that is not negative are ordered as it is. With the place below them no two keys are equal,
-    # so that it is the row alone that decides, and not how many candidates its neighbours have.
+    # Bits of magnitudes are ordered as these. With places below them no keys are equal, so that the row alone decides.
     bits = magnitudes.flatten().index_select(0, found).float().view(torch.int32).long()
     keys = (bits << _RANK_BITS).sub_(slot)
     most = int(starts.diff().max())

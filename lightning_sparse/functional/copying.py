@@ -5,8 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-# Elements that put_ adds one after the other, in one call where index_add_ needs three. Of many, some 30 000 in torch
-# 2.13, its threads add all at once, in an order that no two ranks share.
+# put_ adds so few in order, in one call for index_add_'s three; of some 30 000 (torch 2.13) threads add in any order.
 _FEW = 1 << 12
 
 
@@ -44,6 +43,5 @@ def add_rows(values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         if indices.numel() <= _FEW:
             return out.put_(indices, values, accumulate=True)
         return out.index_add_(0, indices.flatten(), values.flatten())
-    # One call, however many ranks there are. It sorts by place, and so adds what is at one place in an order that is
-    # the same on all ranks; index_add_ promises none.
+    # One call for all ranks. It sorts by place, and so adds in an order that all ranks share; index_add_ promises none.
     return out.index_put_((indices.flatten(),), values.flatten(), accumulate=True)

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-# The upper bits of a fp32 number that is not negative are its exponent and the first bits of its mantissa: numbers that
-# share them lie within an eighth of each other, and their order is that of the numbers.
+# The upper bits of fp32 magnitudes, of exponent and mantissa, order them; those that share them lie within an eighth.
 _BIN_BITS = 11
 _SHIFT = 31 - _BIN_BITS
 _CPU_CHUNK = 1 << 17  # elements binned at a time: their copies (half a MiB each) stay in a second-level cache

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-# Temporaries of a piece stay in a CPU's cache, and their memory is used again for the next piece. On a device few
-# launches count more: eight bytes for each code are 64 MiB.
+# A piece's temporaries stay in a CPU's cache. On a device few launches count more: 8 bytes a code are 64 MiB.
 _CPU_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 23
 
 

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-# Temporaries of a piece stay in the cache, and their memory is used again for the next piece. Counts of so few
-# elements are exact in fp32.
-_PIECE = 1 << 18
+_PIECE = 1 << 18  # elements whose temporaries stay in the cache; counts of so few are exact in fp32
 
 
 def sign_totals(tensor: Tensor) -> Tensor:

@@ -64,8 +64,7 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
     if _is_sparse(numel, count):
         return _by_block_maxima(rows, count)
-    # A sampled threshold leaves a count that the host must read. Off the CPU that is a synchronisation, and
-    # torch.topk is a radix selection there.
+    # Its count is for the host to read: off the CPU a synchronisation, and torch.topk is a radix selection there.
     if numel > _SMALL and rows[0].device.type == "cpu":
         return torch.stack([_by_sampled_threshold(row, count) for row in rows])
     return _largest(torch.stack(tuple(rows)).abs_(), count)

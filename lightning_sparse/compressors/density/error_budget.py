@@ -20,8 +20,7 @@ class ErrorBudget(Rule):
 
     A closed loop: after each measurement the density of a layer above the budget is raised, by as much as its error
     exceeds it but at most twice, unless the error is falling already; below 0.7 of the budget it is lowered, more
-    slowly. An error takes some ``1 / density`` steps to settle. A layer whose gradient is zero or not finite stays as
-    it is.
+    slowly. An error settles in some ``1 / density`` steps. A layer with a zero or non-finite gradient stays as it is.
 
     Args:
         budget: largest ratio. ``CompressionMonitor`` shows what it is without a rule: as ``update_error`` with Adam and

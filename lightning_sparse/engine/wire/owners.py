@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import (
-    FlatSelection,
-    GroupSelection,
-    of_each,
-    on_device,
-    starts_of,
-)
+from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, of_each, on_device, starts_of
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire.base import Payload, Phases, Transfer, WireFormat, aligned, message_of
@@ -41,11 +35,6 @@ class Owners:
 
     Raises:
         ValueError: for a ``keep`` below 1.
-
-    Example::
-
-        >>> Owners(keep=1).keep
-        1
     """
 
     keep: float = 4.0

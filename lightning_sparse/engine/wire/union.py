@@ -40,8 +40,7 @@ class UnionFormat(WireFormat):
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         union = selection.flat().indices
         headers = yield Payload("all_gather", _header(union, used))
-        # Nobody knows the sizes of what follows before the counts have travelled. On a GPU the host has to wait for
-        # them here, and for the size of the union below.
+        # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
         counts = _read_counts(headers)
         if max(counts):
             universe = selection.numel + max(counts) - min(counts)
