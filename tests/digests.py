@@ -79,7 +79,6 @@ class Model(LightningModule):
         self.long = nn.Parameter(torch.zeros(LONG_VECTOR))
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct rows that nobody else has, and follow a long vector."""
         seed = 1_000_000 * self.global_rank + 1000 * self.current_epoch + batch_index
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(4, 16, generator=generator)
@@ -90,11 +89,9 @@ class Model(LightningModule):
         return (output - rows).square().mean() + distance
 
     def configure_optimizers(self) -> Any:
-        """Build what was asked for."""
         return self.optimizer(self.parameters())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Count batches; what is in them is made in the step."""
         return DataLoader(range(1000), batch_size=1)  # type: ignore[arg-type]  # anything with a length will do
 
 
@@ -198,7 +195,6 @@ class Saving(Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: Trainer, *batch: Any) -> None:
-        """Write it."""
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 

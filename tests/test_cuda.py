@@ -47,7 +47,6 @@ class Late(TopK):
     """Top-k that keeps its stream busy before it selects, so that whoever does not wait for it reads too early."""
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
-        """Sleep on the device, and select."""
         torch.cuda._sleep(SLEEP_CYCLES)
         return super().select(names, accumulated, counts)
 

@@ -405,7 +405,6 @@ class Evil:
         self.path = path
 
     def __reduce__(self) -> Any:
-        """Leave a trace."""
         return os.mkdir, (self.path,)
 
 

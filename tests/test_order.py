@@ -44,7 +44,6 @@ class Nap:
         self.chance = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
 
     def __call__(self, *args: Any) -> None:
-        """Sleep."""
         if self.chance.random() < 0.3:
             time.sleep(self.longest * self.chance.random() ** 4)
 

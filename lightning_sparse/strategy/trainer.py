@@ -700,6 +700,7 @@ class SparseDDPStrategy(DDPStrategy):
             fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")
         )
         self.engine.arrived.restore(arrived)
+        self.engine.memory.restore_undecayed(kept.get("undecayed", ()))
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._step.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
         if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for

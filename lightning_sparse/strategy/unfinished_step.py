@@ -48,6 +48,7 @@ class UnfinishedStep:
         if engine is not None:
             names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
             state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
+            state["undecayed"] = engine.memory.undecayed()
             if engine.used_parameters is not None:
                 state["used"] = [names[parameter] for parameter in engine.used_parameters]
         return state

@@ -11,6 +11,5 @@ class Adversaries(nn.Module):
         self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, rows: Tensor, number: int) -> Tensor:
-        """Return the loss of one of them."""
         made = self.maker(rows)
         return (self.critic(made) - (1 - number)).square().mean() + number * (self.critic(rows) - 1).square().mean()

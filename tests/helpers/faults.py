@@ -84,7 +84,6 @@ class Struck(Numbered):
         self.arm = arm
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save, arm, or save again."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         if max(self.history) == ARMED:
             self.arm()  # strikes within the batches that follow

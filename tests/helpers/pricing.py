@@ -39,11 +39,9 @@ class Priced(Small):
         self.seconds = 0.0
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 100 batches for two ranks."""
         return DataLoader(Rows(800), batch_size=4)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch, at a price."""
         strategy = self.trainer.strategy
         self.were_plain.append(strategy.is_plain)
         if strategy.model not in [wrapper() for wrapper in self.wrappers]:

@@ -46,19 +46,16 @@ class Numbered(Small):
         return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the rows."""
         rows = self.rows(batch_index)
         return (self.network(rows) - rows).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save where told, and take a note."""
         seen = self.trainer.current_epoch * BATCHES + batch_idx + 1
         if seen == self.save_after:
             self.trainer.save_checkpoint(self.path)
         self.history[seen] = weights(self)
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum and a learning rate that falls step by step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

@@ -65,7 +65,6 @@ class Watching(Callback):
         self._plan: Any = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count plans, ask for new ones, look."""
         strategy, step = trainer.strategy, trainer.global_step
         self.plans += strategy.exchange_plan() is not self._plan
         self._plan = strategy.exchange_plan()
@@ -82,7 +81,6 @@ class Long(Small):
     """A small model with many batches."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return many batches."""
         return DataLoader(Rows(_ROWS), batch_size=4)
 
 

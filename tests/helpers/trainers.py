@@ -73,27 +73,22 @@ class Small(LightningModule):
         self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Reconstruct the batch."""
         loss = (self.network(batch) - batch).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
-        """Log a value reduced over ranks."""
         self.log("val_loss", (self.network(batch) - batch).square().mean(), sync_dist=True)
 
     test_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 16 batches for two ranks."""
         return DataLoader(Rows(128), batch_size=4)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Return two batches for two ranks."""
         return DataLoader(Rows(16), batch_size=4)
 
     test_dataloader = val_dataloader
@@ -108,7 +103,6 @@ class WithSGD(Small):
         self.arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
 
     def configure_optimizers(self) -> Any:
-        """Return SGD, with a schedule that cycles its momentum if asked."""
         optimizer = torch.optim.SGD(self.parameters(), **self.arguments)
         if not self.one_cycle:
             return optimizer
@@ -120,7 +114,6 @@ class WithAdam(Small):
     """A model trained by Adam."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters())
 
 

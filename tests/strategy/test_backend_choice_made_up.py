@@ -21,7 +21,8 @@ class MadeUpEngine:
     """As much of an engine as the choice asks for; a plan takes it some steps."""
 
     def __init__(self, density: float) -> None:
-        self.planner = self
+        self.planner = self.densities = self
+        self.sends_all = False
         self.plan: Any = None
         self._density = density
         self._steps = 0
@@ -34,9 +35,6 @@ class MadeUpEngine:
         self._steps += 1
         if self._steps == _PLANNING_STEPS:
             self.plan = SimpleNamespace()
-
-    def send_all(self, is_asked: bool) -> None:
-        """Send what waits."""
 
     def mean_over_ranks(self, number: float) -> float:
         return number

@@ -17,7 +17,7 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.strategy import strategy as strategy_module
+from lightning_sparse.strategy import trainer as strategy_module
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool

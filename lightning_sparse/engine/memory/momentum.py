@@ -5,7 +5,7 @@ after many steps meets a momentum that has forgotten it; here, the residual is w
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
 import torch
@@ -48,7 +48,8 @@ class MomentumMemory(ResidualMemory):
         self._masks_momentum = masks_momentum
         self._momenta: dict[str, Tensor] = {}
         self._in_flight: dict[str, Tensor] = {}
-        self._decayed: dict[str, Tensor] = {}  # whether in this step, bool
+        self._decayed: dict[str, Tensor] = {}  # whether in this optimizer step, bool
+        self._undecayed: set[str] = set()  # at the save in the midst of a step that training goes on from
         self._masked: dict[str, Tensor] = {}
 
     @override
@@ -70,9 +71,10 @@ class MomentumMemory(ResidualMemory):
         for name, momentum, gradient in zip(names, in_flight, gradients):
             settings = hyperparameters.get(name, self._without_optimizer)
             if settings.continues_step:
-                # What is there has been decayed, and added to the residual: it is left out meanwhile. Where that is not
-                # known, the run has been resumed between two exchanges of one step.
-                before = momentum * self._decayed.setdefault(name, torch.ones_like(gradient[:1], dtype=torch.bool))
+                # What is there has been decayed, and added to the residual: it is left out meanwhile.
+                if name not in self._decayed:
+                    self._decayed[name] = torch.full_like(gradient[:1], name not in self._undecayed, dtype=torch.bool)
+                before = momentum * self._decayed[name]
                 momentum.sub_(before)
                 decayed.append((momentum, before))
             else:
@@ -119,14 +121,21 @@ class MomentumMemory(ResidualMemory):
 
     @override
     def state_dict(self) -> MemoryState:
-        decayed = {name: is_decayed.float().view(1) for name, is_decayed in self._decayed.items()}
-        return {**super().state_dict(), "momentum": dict(self._momenta), "decayed": decayed}
+        return {**super().state_dict(), "momentum": dict(self._momenta)}
 
     @override
     def load_state_dict(self, state: MemoryState) -> None:
         super().load_state_dict(state)
         self._momenta = laid_clones(state.get("momentum", {}))
-        self._decayed = {name: tensor.bool() for name, tensor in state.get("decayed", {}).items()}
+        self._decayed = {}
+
+    @override
+    def undecayed(self) -> list[str]:
+        return [name for name, is_decayed in self._decayed.items() if not is_decayed]
+
+    @override
+    def restore_undecayed(self, names: Iterable[str]) -> None:
+        self._undecayed = set(names)
 
 
 def _accumulate_alike(momenta: list[Tensor], gradients: list[Tensor], factors: list[float], is_nesterov: bool) -> None:

@@ -23,7 +23,6 @@ RATES = "learning_rate"
 # Kinds of what is kept that are a few numbers for each parameter, and how many.
 NUMBERS = {
     RATES: 1,
-    "decayed": 1,
     "learned_since": 1,
     "second_moment_step": 1,
     "squared_norms": 2,
@@ -105,6 +104,13 @@ class Memory:
 
     def leave(self) -> None:
         """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
+
+    def undecayed(self) -> list[str]:
+        """Return the parameters whose momentum has not decayed in the optimizer step in progress, if one is."""
+        return []
+
+    def restore_undecayed(self, names: Iterable[str]) -> None:
+        """Go on from a save in the midst of an optimizer step."""
 
     def statistics(self) -> dict[str, Tensor]:
         """Return what was done to the gradients in the last step, if it was watched, as tensors of one element."""

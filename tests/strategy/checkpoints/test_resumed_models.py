@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, resume_exactly
@@ -227,7 +227,7 @@ def test_it_goes_on_where_other_parameters_are_trained_than_at_the_start(
 
 
 def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools: dict[int, Pool], tmp_path: Path) -> None:
-    build = partial(SparseDDPStrategy, "topk", local_steps=2, synchronous_steps=100, **UNUSED)
+    build = partial(SparseDDPStrategy, "topk", local_steps=LocalSteps(2, synchronous_steps=100), **UNUSED)
     for resumed, found in pools[3].run(resume_exactly, build, str(tmp_path / "three.ckpt"), 7, IN_PAIRS):
         assert resumed == [8, 9, 10, 11, 12]
         assert found == []
