@@ -195,7 +195,8 @@ class Training:
         """Whether DDP trains the same model where everything is sent."""
         # DDP itself has no word for what thaws. A turn that begins without zeros adds to what its optimizer has stepped
         # with, which is zero by then with us.
-        adds_up = "by turns" in self.by_hand and self.accumulates > 1
+        skips_zeros = self.skips is not None and self.skips % self.accumulates == 0
+        adds_up = self.accumulates > 1 and ("by turns" in self.by_hand or skips_zeros)
         if not is_exact(self.subject) or "thawing" in self.parts or adds_up:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
