@@ -17,14 +17,15 @@ rank used a parameter, its residual stays, and DDP leaves its gradient alone.
 
 **Sent whole** are parameters whose density is 1, as a part of their group by themselves: the residual goes with them.
 
-**Momentum correction** puts a velocity in the place of ``g`` (1); where an element was sent, it starts anew (4).
+**Momentum correction** puts a velocity in the place of ``g`` (1); with masking it starts anew where an element was
+sent (4).
 
 **Adam and AdamW** (:mod:`~lightning_sparse.engine.adam`), where they are corrected:
 
 - first steps are whole, and the optimizer acts as ever, until its second moment is known; then the density falls;
 - from then on the memory puts Adam's update ``g / (root of the second moment)`` in the place of ``g`` (1), so that the
-  residual is one of updates; the first moment is emptied into it, and stays zero;
-- now and then, before commit, gradients without residuals are averaged in 16 bits, and the second moment learns (4);
+  residual is one of updates; the first moment is emptied into the residual, and stays zero;
+- now and then commit begins with a mean of gradients without residuals, in 16 bits, of which the second moment learns;
 - the mean update is turned back into a gradient (4), and in the optimizer's place this package applies the update and
   weight decay.
 
