@@ -92,24 +92,7 @@ def sparsify(
     )
     check_settings(settings)
     check_facts(scaler, total_steps)
-    return start(ddp_model, optimizers, settings, scaler, total_steps, timeout, _say)
-
-
-def start(
-    ddp: DistributedDataParallel,
-    optimizers: Sequence[Optimizer],
-    settings: Settings,
-    scaler: Optional[GradScaler],
-    total_steps: Optional[int],
-    timeout: Optional[timedelta],
-    say: Callable[[str], None],
-) -> "Sparsifier":
-    """Check what is to be trained, and have its gradients exchanged; ``settings`` are of this model alone."""
-    _check_model(ddp)
-    _check_optimizers(ddp, optimizers)
-    if can_correct(settings, optimizers):
-        settings.correct_adam()
-    return Sparsifier(ddp, optimizers, settings, scaler, total_steps, timeout, say)
+    return Sparsifier(ddp_model, optimizers, settings, scaler, total_steps, timeout, _say)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -126,7 +109,7 @@ def _say(line: str) -> None:
 class Sparsifier:
     """Exchange the gradients of a wrapped model until closed; what :func:`sparsify` returns.
 
-    As a context manager it closes itself.
+    As a context manager it closes itself. It checks the model and its optimizers; ``settings`` are of this model alone.
 
     Attributes:
         engine: what exchanges gradients; ``None`` on one process, and once closed.
@@ -144,6 +127,10 @@ class Sparsifier:
         timeout: Optional[timedelta],
         say: Callable[[str], None],
     ) -> None:
+        _check_model(ddp)
+        _check_optimizers(ddp, optimizers)
+        if can_correct(settings, optimizers):
+            settings.correct_adam()
         self._ddp = ddp
         self.optimizers = optimizers
         self._settings = settings
@@ -359,7 +346,7 @@ class Sparsifier:
             found += [warning_for(each) for each in learning if not (corrects and is_correctable(each))]
         for warning in filter(None, found):
             if dist.get_rank() == 0:
-                warnings.warn(warning, stacklevel=5)
+                warnings.warn(warning, stacklevel=4)
 
     def _say(self, line: str) -> None:
         if dist.get_rank() == 0:

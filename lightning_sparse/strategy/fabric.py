@@ -23,7 +23,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.wire import Owners
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings, start
+from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
 from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
@@ -206,7 +206,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
             )
         scaler = getattr(self.precision, "scaler", None)
         settings = copy.deepcopy(self.settings)
-        handle = start(ddp, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
+        handle = Sparsifier(ddp, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
         self._waiting.pop(ddp).remove()
