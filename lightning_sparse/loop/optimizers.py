@@ -1,15 +1,17 @@
-"""A view of the optimizers: their settings for each parameter, and the momentum that the memory takes over."""
+"""A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Optional, Union
 
-import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
@@ -44,11 +46,11 @@ class _Taken(NamedTuple):
 class Uncorrected:
     """What stands in the place of :class:`AdamSteps` where no optimizer is corrected."""
 
-    names: Mapping[torch.nn.Parameter, str] = {}
+    names: Mapping[Parameter, str] = {}
     total_steps: Optional[int] = None
     is_dense = False
 
-    def coming(self, is_plain: bool, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
         """Correct nothing."""
         return ComingStep({})
 
@@ -75,7 +77,7 @@ class OptimizerView:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, Parameter],
         optimizers: Sequence[Optimizer],
         feedback: ErrorFeedback,
         target_of: Callable[[str], float] = lambda name: 1.0,
@@ -102,12 +104,12 @@ class OptimizerView:
         """Whether the optimizers' momentum is taken over."""
         return self._feedback.momentum == FROM_OPTIMIZER
 
-    def know(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def know(self, parameters: Mapping[str, Parameter]) -> None:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.adam.names = self._names
 
-    def coming_step(self, is_plain: bool = False, continued: AbstractSet[torch.Tensor] = frozenset()) -> ComingStep:
+    def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
         """Return what the exchange has to know of the coming step, which may be left to plain DDP.
 
         The same on all ranks. For the parameters in ``continued`` the step has had an exchange before.
@@ -115,7 +117,7 @@ class OptimizerView:
         coming = self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
-    def hyperparameters(self, continued: AbstractSet[torch.Tensor] = frozenset()) -> dict[str, Hyperparameters]:
+    def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
         """Return them for the coming step, by parameter name; empty where the memory has no use for them.
 
         A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
@@ -181,6 +183,83 @@ class OptimizerView:
         return Hyperparameters(learning_rate, meant["momentum"], meant["nesterov"])
 
 
+class UnfinishedStep:
+    """Follow which gradients wait for their optimizer, and put back those that a checkpoint was written with."""
+
+    def __init__(self) -> None:
+        self.is_begun = False  # there was a backward since the last step of an optimizer
+        self._waiting: list[Optimizer] = []
+        self._restored: dict[Parameter, Tensor] = {}
+        self._used: list[Parameter] = []
+
+    def add_backward(self, optimizers: Sequence[Optimizer], is_automatic: bool) -> None:
+        """Record a backward that begins, under automatic optimization or manual."""
+        self.is_begun = True
+        self._waiting = list(optimizers)
+        if is_automatic:
+            # With another accumulate_grad_batches than before, Lightning takes this batch for the first of a step.
+            for parameter, gradient in self._restored.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad
+
+    def end(self, optimizer: Optimizer) -> None:
+        """End a step of an optimizer."""
+        self.is_begun = False
+        self._waiting = [each for each in self._waiting if each is not optimizer]
+        # Only now: DDP puts views of its buckets in their place while, on a GPU, a stream that their memory's allocator
+        # has not heard of still reads them. That memory would be given to the gradient of another layer.
+        self._restored = {}
+
+    def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
+        """Return what a checkpoint has to hold; empty between two steps."""
+        if not self._waiting:
+            return {}
+        # Also those that an optimizer has stepped with: where another one's turn comes next, its backward adds to them.
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        state: dict[str, Any] = {"gradients": gradients, "is_accumulating": self.is_begun}
+        if engine is not None:
+            names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+            state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
+            state["undecayed"] = engine.memory.undecayed()
+            if engine.used_parameters is not None:
+                state["used"] = [names[parameter] for parameter in engine.used_parameters]
+        return state
+
+    def restore(self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]) -> None:
+        """Go on from a checkpoint, once :meth:`put_back` is called."""
+        self._restored = dict(gradients)
+        self.is_begun = is_begun
+        self._used = list(used)
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Have a new wrapper not find restored gradients: DDP would divide them otherwise than those of a backward."""
+        gradients = {parameter: parameter.grad for parameter in self._restored}
+        for parameter in gradients:
+            parameter.grad = None
+        yield
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def drop_frozen(self) -> None:
+        """Drop restored gradients of parameters that are not trained any more, once users have frozen them."""
+        for parameter in [each for each in self._restored if not each.requires_grad]:
+            parameter.grad = None
+            del self._restored[parameter]
+
+    def close(self) -> None:
+        """Forget everything, at the end of training."""
+        self._restored, self._used = {}, []
+
+    def put_back(self, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+        """Put restored gradients in their place; Lightning sets all to zero between the two."""
+        for parameter, gradient in self._restored.items():
+            parameter.grad = gradient
+        self._waiting = [each for each in optimizers if not self._restored.keys().isdisjoint(handled(each))]
+        self.is_begun = self.is_begun and bool(self._restored)
+        used, self._used = self._used, []
+        return used
+
+
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
 
@@ -189,7 +268,8 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
     Example::
 
-        >>> weight = [torch.nn.Parameter(torch.zeros(1))]
+        >>> import torch
+        >>> weight = [Parameter(torch.zeros(1))]
         >>> is_adaptive(torch.optim.AdamW(weight)), is_adaptive(SGD(weight, lr=0.1, momentum=0.9))
         (True, False)
     """
@@ -257,7 +337,7 @@ def warning_for(optimizer: Optimizer) -> str:
     )
 
 
-def handled(optimizer: Optimizer) -> list[torch.Tensor]:
+def handled(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer trains."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

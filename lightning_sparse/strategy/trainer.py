@@ -37,6 +37,7 @@ from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
 from lightning_sparse.loop.optimizers import (
     TAKES_MOMENTUM,
     OptimizerView,
+    UnfinishedStep,
     can_correct,
     handled,
     is_adaptive,
@@ -61,7 +62,6 @@ from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.signals import Termination
-from lightning_sparse.strategy.unfinished_step import UnfinishedStep
 from lightning_sparse.strategy.whereabouts import (
     ReportingLauncher,
     ScriptLauncher,
