@@ -6,7 +6,6 @@ from typing import Any, Optional
 
 from typing_extensions import override
 
-from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import (
     StepObserver,
     checked_interval,
@@ -23,6 +22,7 @@ from lightning_sparse.callbacks.tensorboard import log_text, table
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.compressors.density.table import RULES, is_other_density
 from lightning_sparse.engine import Engine
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"

@@ -4,7 +4,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_sparse._lightning import LightningModule, Trainer
 from lightning_sparse.callbacks.base import (
     StepObserver,
     checked_interval,
@@ -14,6 +13,7 @@ from lightning_sparse.callbacks.base import (
     sparse_strategy,
 )
 from lightning_sparse.engine import Engine
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _LIMIT = 1.0

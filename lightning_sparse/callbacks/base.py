@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_sparse._lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.engine import Engine
+from lightning_sparse.strategy.lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

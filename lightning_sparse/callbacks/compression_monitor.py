@@ -7,7 +7,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse._lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.callbacks.base import (
     StepObserver,
     engine_of,
@@ -21,6 +20,7 @@ from lightning_sparse.callbacks.statistics import Throughput, parameters_over_ra
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_magnitudes, log_text, plan_page
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepFacts
+from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _MOST_STEPS = 256  # over which means are taken

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse._lightning import Callback, LightningModule, SLURMEnvironment, Trainer
+from lightning_sparse.strategy.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
 from lightning_sparse.strategy.signals import Signals
 
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from lightning_sparse._lightning import TensorBoardLogger, Trainer
 from lightning_sparse.engine.observe import StepMarks
 from lightning_sparse.schedule import Plan
+from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
 _LOG10_OF_2 = 0.3010299956639812
 _SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples

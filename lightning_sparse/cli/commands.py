@@ -6,11 +6,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_sparse._lightning import ArgsType
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan import plan
 from lightning_sparse.cli.submit import check_step, submit
 from lightning_sparse.registry import unknown_name
+from lightning_sparse.strategy.lightning import ArgsType
 
 _COMMANDS = {"plan": plan, "submit": submit}
 _ASK_ONLY = {"-h", "--help", "--print_config"}

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Optional
 from jsonargparse import Namespace
 from typing_extensions import override
 
-from lightning_sparse._lightning import ArgsType, LightningArgumentParser
 from lightning_sparse.cli.parser import SparseCLI
+from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser
 
 _DESCRIPTION = """\
 Send a fit to SLURM: check that nodes, tasks and devices agree with its configuration, write the job's script, submit.

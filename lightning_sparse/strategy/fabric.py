@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse._lightning import CURE, CheckpointIO, FabricDDPStrategy
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
@@ -36,6 +35,7 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
+from lightning_sparse.strategy.lightning import CURE, CheckpointIO, FabricDDPStrategy
 
 _PARTS = ("memory", "compressor", "plan")  # of an engine's state
 

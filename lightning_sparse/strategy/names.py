@@ -124,7 +124,7 @@ class _Row(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
-        ours = import_module("lightning_sparse._lightning")
+        ours = import_module("lightning_sparse.strategy.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
             _, module, kind = TABLES[self._lightning]
             self[key] = getattr(import_module(module), kind)

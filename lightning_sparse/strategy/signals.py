@@ -9,8 +9,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from lightning_sparse._lightning import SIGTERMException, Strategy, Trainer
 from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.strategy.lightning import SIGTERMException, Strategy, Trainer
 
 
 class Signals(Uncopied):

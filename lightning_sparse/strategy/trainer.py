@@ -14,15 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse._lightning import (
-    CURE,
-    AsyncCheckpointIO,
-    CheckpointIO,
-    DDPStrategy,
-    GradClipAlgorithmType,
-    MisconfigurationException,
-    Trainer,
-)
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping, ErrorFeedback
 from lightning_sparse.compressors.layout import layout_of
@@ -61,6 +52,15 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
+from lightning_sparse.strategy.lightning import (
+    CURE,
+    AsyncCheckpointIO,
+    CheckpointIO,
+    DDPStrategy,
+    GradClipAlgorithmType,
+    MisconfigurationException,
+    Trainer,
+)
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.whereabouts import (
     ReportingLauncher,

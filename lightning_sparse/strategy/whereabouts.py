@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from typing_extensions import override
 
-from lightning_sparse._lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
 from lightning_sparse.schedule import Plan
+from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 if TYPE_CHECKING:
     from lightning_sparse.strategy.trainer import SparseDDPStrategy

@@ -6,9 +6,9 @@ from typing import Any, Optional
 
 from typing_extensions import override
 
-from lightning_sparse._lightning import LightningArgumentParser, LightningEnvironment, Trainer
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.cli.plan.profiler import BackwardProfile, BackwardProfiler
+from lightning_sparse.strategy.lightning import LightningArgumentParser, LightningEnvironment, Trainer
 
 _KEPT_TRAINER_ARGUMENTS = (  # those that change what one process computes
     *("accelerator", "benchmark", "default_root_dir", "deterministic"),

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 from typing_extensions import override
 
-from lightning_sparse._lightning import Callback, LightningModule, Trainer
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
+from lightning_sparse.strategy.lightning import Callback, LightningModule, Trainer
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
 _LEAST_STEPS = 3

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sparse._lightning import AsyncCheckpointIO, DDPStrategy, FabricDDPStrategy
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (
@@ -22,6 +21,7 @@ from lightning_sparse.strategy.checkpoints.shards import (
     read_header,
     read_state,
 )
+from lightning_sparse.strategy.lightning import AsyncCheckpointIO, DDPStrategy, FabricDDPStrategy
 
 
 class Checkpointer:

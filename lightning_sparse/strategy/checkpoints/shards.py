@@ -9,10 +9,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lightning_sparse._lightning import CheckpointIO
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
+from lightning_sparse.strategy.lightning import CheckpointIO
 
 KEY = "lightning_sparse"
 _VERSION = 4
