@@ -3,19 +3,17 @@
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning import LightningModule
-from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
@@ -26,13 +24,12 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.devices import DEVICE
-from tests.helpers.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
-from tests.helpers.trainers import Rows, Small, make_trainer, weights
+from tests.helpers.fits import NotingLogger, Tensors, assert_goes_on, fits, one_model, refusals
+from tests.helpers.resuming import Numbered
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
 CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
-Tensors = dict[str, Tensor]
 
 
 def corrected_steps(
@@ -138,26 +135,38 @@ def reference(
     return history
 
 
-CASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}),
-    "AdamW, slow betas": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.999)}),
-    "Adam": (torch.optim.Adam, {}),
-    "decay in the gradient": (torch.optim.Adam, {"weight_decay": 0.1}),
-    "maximized": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}),
-    "amsgrad": (torch.optim.AdamW, {"amsgrad": True, "betas": (0.9, 0.5)}),
-    "one by one": (torch.optim.AdamW, {"foreach": False}),
-    "all at once": (torch.optim.AdamW, {"foreach": True}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
+CASES: dict[str, tuple[type, dict[str, Any], float]] = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}, 0.05),
+    "AdamW, dense": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}, 0.3),
+    "AdamW, slow betas": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.999)}, 0.3),
+    "Adam": (torch.optim.Adam, {}, 0.05),
+    "decay in the gradient": (torch.optim.Adam, {"weight_decay": 0.1}, 0.05),
+    "maximized": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}, 0.05),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True, "betas": (0.9, 0.5)}, 0.05),
+    "amsgrad, dense": (torch.optim.AdamW, {"amsgrad": True, "betas": (0.9, 0.5)}, 0.3),
+    "one by one": (torch.optim.AdamW, {"foreach": False}, 0.05),
+    "all at once": (torch.optim.AdamW, {"foreach": True}, 0.05),
+    "fused": (torch.optim.AdamW, {"fused": True}, 0.05),
 }
+ON_LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
 
 
-@pytest.mark.parametrize("density", [0.05, 0.3])
-@pytest.mark.parametrize(("kind", "arguments"), CASES.values(), ids=CASES)
-def test_against_a_slow_reference(pair: Pool, kind: type, arguments: dict[str, Any], density: float) -> None:
-    outcomes = pair.run(train, kind, {"density": density}, arguments, STEPS)
-    told = {"decoupled_weight_decay": kind is torch.optim.AdamW, **arguments}
-    told.setdefault("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
-    expected = reference(outcomes[0][2], [seen for _, seen, _ in outcomes], density, told)
+@pytest.mark.parametrize(
+    ("name", "node_ranks"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
+)
+def test_against_a_slow_reference(pools: dict[int, Pool], name: str, node_ranks: int) -> None:
+    kind, arguments, density = CASES[name]
+    settings = {"density": density} if node_ranks == 1 else {"density": 0.1, "node_ranks": node_ranks}
+    outcomes = pools[2 * node_ranks].run(train, kind, settings, arguments, STEPS)
+    is_decoupled = kind is torch.optim.AdamW
+    told = {"decoupled_weight_decay": is_decoupled, "weight_decay": 0.01 if is_decoupled else 0.0, **arguments}
+    seen = [gradients for _, gradients, _ in outcomes]
+    if node_ranks == 2:  # nodes are the ranks of the reference
+        pairs = (zip(*seen[first : first + 2]) for first in (0, 2))
+        seen = [[{each: (one[each] + other[each]) / 2 for each in one} for one, other in steps] for steps in pairs]
+        for history, _, _ in outcomes:
+            assert_same(history, outcomes[0][0])
+    expected = reference(outcomes[0][2], seen, settings["density"], told, shares=node_ranks)
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 
@@ -175,36 +184,9 @@ def assert_close_to(expected: list[Tensors], histories: list[list[Tensors]]) -> 
                 assert differ <= 2 + mine.numel() // 500, f"{differ} elements of {name} after step {step + 1}"
 
 
-LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
-
-
-@pytest.mark.parametrize(("kind", "arguments"), [CASES[name] for name in LEVELS], ids=LEVELS)
-def test_two_levels_make_the_same_steps_for_nodes(
-    pools: dict[int, Pool], kind: type, arguments: dict[str, Any]
-) -> None:
-    outcomes = pools[4].run(train, kind, {"density": 0.1, "node_ranks": 2}, arguments, STEPS)
-    told = {"decoupled_weight_decay": kind is torch.optim.AdamW, **arguments}
-    told.setdefault("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
-    seen = [[each for _, each, _ in outcomes[first : first + 2]] for first in (0, 2)]
-    nodes = [[{name: (one[name] + other[name]) / 2 for name in one} for one, other in zip(*pair)] for pair in seen]
-    assert_close_to(
-        reference(outcomes[0][2], nodes, 0.1, told, shares=2), histories := [history for history, _, _ in outcomes]
-    )
-    for history in histories:
-        assert_same(history, histories[0])
-
-
-def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:
-    plain = pair.run(train_changing, False)
-    as_tensors = pair.run(train_changing, True)
-    for one, other in zip(plain, as_tensors):
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
-
-
 def train_changing(rank: int, as_tensors: bool) -> Tensors:
     """Change the numbers of one group and not of the other in the course of training; return what comes of it."""
-    arguments: dict[str, Any] = {"lr": torch.tensor(RATE), "foreach": False} if as_tensors else {"foreach": False}
+    arguments: dict[str, Any] = {"lr": torch.tensor(RATE) if as_tensors else RATE, "foreach": False}
     training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
     ddp, _, optimizer, _ = next(training)
     group = optimizer.param_groups[0]
@@ -216,6 +198,10 @@ def train_changing(rank: int, as_tensors: bool) -> Tensors:
     return parameters_of(ddp)
 
 
+def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:
+    torch.testing.assert_close(pair.run(train_changing, True), pair.run(train_changing, False), rtol=1e-4, atol=1e-6)
+
+
 def watched_steps(rank: int, compressor: str, wire: str, steps: int) -> list[dict[str, Any]]:
     """Train; return parameters, gradients and what waits of every step."""
     book = []
@@ -223,23 +209,21 @@ def watched_steps(rank: int, compressor: str, wire: str, steps: int) -> list[dic
     for ddp, engine, optimizer, gradients in corrected_steps(
         rank, torch.optim.AdamW, settings, {"weight_decay": 0.0}, steps
     ):
+        names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         book.append(
             {
                 "parameters": parameters_of(ddp),
                 "gradients": {name: gradient.clone() for name, gradient in gradients.items()},
                 "memory": copy.deepcopy(engine.memory.state_dict()),
-                "seconds": {
-                    name: optimizer.state[parameter]["exp_avg_sq"].clone()
-                    for name, parameter in ddp.module.named_parameters()
-                    if optimizer.state
-                },
+                "seconds": {names[each]: state["exp_avg_sq"].clone() for each, state in optimizer.state.items()},
             }
         )
     return book
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-@pytest.mark.parametrize("compressor", CORRECTED)
+@pytest.mark.parametrize(
+    ("compressor", "wire"), [*((name, "bfloat16") for name in CORRECTED), ("topk", "float32"), ("exdyna", "float32")]
+)
 def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire: str) -> None:
     one, other = pair.run(watched_steps, compressor, wire, 9)
     for ours, theirs in zip(one, other):
@@ -257,27 +241,21 @@ def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire:
                 owed -= book[step]["memory"]["update"][name].view_as(before).double()
             applied = (before.double() - one[step]["parameters"][name].double()) / RATE
             # A parameter is rounded to 24 bits when an update is taken from it.
-            torch.testing.assert_close(
-                applied, owed / 2, rtol=1e-3, atol=1e-3 + 3e-7 * before.abs().max().item() / RATE
-            )
-
-
-def train_under(rank: int, compressor: str, schedule: str) -> Tensors:
-    """Return the parameters at the end, under a schedule."""
-    settings = {"compressor": compressor, "density": 0.1, "schedule": schedule}
-    training = corrected_steps(rank, torch.optim.AdamW, settings, {}, 9)
-    ddp = next(training)[0]
-    for _ in training:
-        pass
-    return parameters_of(ddp)
+            atol = 1e-3 + 3e-7 * before.abs().max().item() / RATE
+            torch.testing.assert_close(applied, owed / 2, rtol=1e-3, atol=atol)
 
 
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
 def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
-    expected, _ = pair.run(train_under, compressor, "single")
-    for schedule in ("layerwise", "merged"):
-        for found in pair.run(train_under, compressor, schedule):
-            assert_same(found, expected)
+    (expected, _, _), *others = (
+        history
+        for schedule in ("single", "layerwise", "merged")
+        for history in pair.run(
+            train, torch.optim.AdamW, {"compressor": compressor, "density": 0.1, "schedule": schedule}, {}, 9
+        )
+    )
+    for history, _, _ in others:
+        assert_same(history, expected)
 
 
 def first_planned_step(rank: int, dense_steps: int) -> int:
@@ -297,12 +275,8 @@ def test_a_plan_is_not_made_of_steps_that_send_everything(pair: Pool) -> None:
     assert early < 100 < late
 
 
-def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tuple[Tensors, Tensors]:
-    """Train a model behind the engine and its twin behind plain DDP, both with AdamW."""
-    training = corrected_steps(rank, torch.optim.AdamW, {"compressor": compressor, "density": density}, {}, steps)
-    ddp = next(training)[0]
-    for _ in training:
-        pass
+def train_twin(rank: int, steps: int) -> Tensors:
+    """Train the same model behind plain DDP."""
     torch.manual_seed(0)
     twin = DistributedDataParallel(Edges().to(DEVICE))
     optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
@@ -310,21 +284,18 @@ def train_as_ddp(rank: int, compressor: str, density: float, steps: int) -> tupl
         optimizer.zero_grad()
         twin(batch(rank, step)).backward()
         optimizer.step()
-    return parameters_of(ddp), parameters_of(twin)
+    return parameters_of(twin)
 
 
-@pytest.mark.parametrize("compressor", CORRECTED)
-def test_while_all_is_sent_it_is_ddp(pair: Pool, compressor: str) -> None:
-    for ours, twin in pair.run(train_as_ddp, compressor, 0.05, DENSE):
-        for name in twin:
-            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("compressor", ["topk", "lags", "omgs"])
-def test_density_one_is_ddp_for_good(pair: Pool, compressor: str) -> None:
-    for ours, twin in pair.run(train_as_ddp, compressor, 1.0, STEPS):
-        for name in twin:
-            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ("compressor", "density", "steps"),
+    [*((name, 0.05, DENSE) for name in CORRECTED), *((name, 1.0, STEPS) for name in ("topk", "lags", "omgs"))],
+)
+def test_while_all_is_sent_it_is_ddp(pair: Pool, compressor: str, density: float, steps: int) -> None:
+    settings = {"compressor": compressor, "density": density}
+    answers = pair.run(train, torch.optim.AdamW, settings, {}, steps)
+    for (history, _, _), twin in zip(answers, pair.run(train_twin, steps)):
+        torch.testing.assert_close(history[-1], twin, rtol=1e-5, atol=1e-5)
 
 
 def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
@@ -344,229 +315,7 @@ def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
 def test_what_is_not_finite_moves_nothing_that_is_kept(pair: Pool, compressor: str, poisoned: int) -> None:
     for before, after, is_noticed in pair.run(poison, compressor, poisoned):
         assert is_noticed
-        assert_same(before[0], after[0])
-        assert_same(before[1], after[1])
-
-
-def build(density: float = 0.05, **arguments: Any) -> SparseDDPStrategy:
-    """Build a strategy that soon sends little."""
-    correction = AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2)
-    return SparseDDPStrategy(
-        **{"compressor": "topk", "density": density, "optimizer_correction": correction, **arguments}
-    )
-
-
-class NumberedAdam(Numbered):
-    """The same, with AdamW."""
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW with a learning rate that falls step by step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def resume(rank: int, path: str, save_after: int, strategy: dict[str, Any], trainer: dict[str, Any]) -> Any:
-    """Save and go on."""
-    return resume_exactly(rank, lambda: build(**strategy), path, save_after, trainer, NumberedAdam)
-
-
-@pytest.mark.parametrize("save_after", [1, 2, 3, 4, 6, 7])
-@pytest.mark.parametrize("compressor", ["topk", "exdyna"])
-def test_resumed_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, compressor: str, save_after: int) -> None:
-    settings = {"compressor": compressor, "wire": "bfloat16"}
-    for seen, found in pair.run(resume, str(tmp_path / "adam.ckpt"), save_after, settings, {}):
-        assert seen[0] <= save_after + 1
-        assert found == []
-
-
-def test_resumed_with_clipping_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path) -> None:
-    for _, found in pair.run(resume, str(tmp_path / "adam.ckpt"), 7, {}, {"gradient_clip_val": 0.01}):
-        assert found == []
-
-
-class ClippedByHand(NumberedAdam):
-    """A model whose user clips and steps."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_index))
-        self.clip_gradients(optimizer, 0.01, "norm")
-        optimizer.step()
-
-
-def resume_by_hand(rank: int, path: str) -> Any:
-    """Save and go on."""
-    return resume_exactly(rank, build, path, 7, {}, ClippedByHand)
-
-
-def test_resumed_with_clipping_by_hand_the_first_step_is_clipped_too(pair: Pool, tmp_path: Path) -> None:
-    for _, found in pair.run(resume_by_hand, str(tmp_path / "by_hand.ckpt")):
-        assert found == []
-
-
-def fit_and_save(rank: int, path: str, strategy: Any, save_after: int) -> Tensors:
-    """Fit two epochs, saving in between; return the parameters at the end."""
-    model = NumberedAdam(save_after, path)
-    fit_numbered(rank, strategy, model)
-    return weights(model)
-
-
-def go_on(rank: int, path: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str], list[float]]:
-    """Go on from a checkpoint; return parameters, what is kept, what was said, and the density of the last step."""
-    model = NumberedAdam()
-    with heard() as lines:
-        trainer = fit_numbered(rank, strategy, model, ckpt_path=path)
-    is_ours = isinstance(strategy, SparseDDPStrategy)
-    stats = [trainer.strategy.compression_stats()["density"]] if is_ours else []
-    return weights(model), kept_at_end(trainer) if is_ours else {}, lines, stats
-
-
-def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pair: Pool, tmp_path: Path) -> None:
-    ours, theirs = str(tmp_path / "ours.ckpt"), str(tmp_path / "theirs.ckpt")
-    sparse = pair.run(fit_and_save, ours, build(), 8)
-    dense = pair.run(fit_and_save, theirs, DDPStrategy(), 8)
-    for (plain, _, _, _), (started, kept, _, densities), stayed, expected in zip(
-        pair.run(go_on, ours, DDPStrategy()), pair.run(go_on, theirs, build()), sparse, dense
-    ):
-        # Each has four steps of at most 0.01 left.
-        assert all((plain[name] - stayed[name]).abs().max() < 0.05 for name in plain)
-        assert all((started[name] - expected[name]).abs().max() < 0.05 for name in plain)
-        assert densities[0] == pytest.approx(0.05, abs=0.01)  # its second moment is there, so that nothing is warmed up
-        assert kept["memory"]["update"].keys() == started.keys()
-
-
-def test_other_ranks_go_on_with_the_mean_of_what_waited(pools: dict[int, Pool], tmp_path: Path) -> None:
-    path = str(tmp_path / "adam.ckpt")
-    pools[2].run(fit_and_save, path, build(), 8)
-    for _, kept, lines, _ in pools[3].run(go_on, path, build()):
-        assert "mean of what those kept" in lines[0]
-        assert "not used" not in " ".join(lines)
-        assert kept["memory"]["update"]
-
-
-class Unfreezing(NumberedAdam):
-    """A layer that joins the optimizer in the fifth batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network[0].requires_grad_(False)
-        self.densities: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.network[2].parameters(), lr=0.01)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.current_epoch == 0 and batch_idx == 4:
-            self.network[0].requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.densities.append(self.trainer.strategy.compression_stats()["density"])
-
-
-def fit_unfreezing(rank: int) -> tuple[Tensors, list[float]]:
-    """Fit."""
-    model = Unfreezing()
-    fit_numbered(rank, build(), model)
-    return weights(model), model.densities
-
-
-def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
-    (one, densities), (other, _) = pair.run(fit_unfreezing)
-    assert_same(one, other)
-    assert densities[3] < 0.3  # the last layer alone, corrected
-    assert densities[4] > 0.4  # half of the elements join
-    assert densities[5] > 0.4
-    assert densities[-1] < 0.1
-
-
-class Noting(Small):
-    """AdamW at a high rate, noting norms of gradients and of what clipping left of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[tuple[float, float]] = []
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named_clipping: Any) -> None:
-        before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
-        super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
-        self.norms.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(128), batch_size=4)
-
-
-def fit_noting(
-    rank: int, strategy: Any, clip: Optional[float], algorithm: str
-) -> tuple[list[tuple[float, float]], Tensors]:
-    """Fit."""
-    model = Noting()
-    make_trainer(rank, strategy, gradient_clip_val=clip, gradient_clip_algorithm=algorithm).fit(model)
-    return model.norms, weights(model)
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Pool, algorithm: str) -> None:
-    clip = 0.05 if algorithm == "norm" else 1e-3
-    clipped, unclipped = (pair.run(fit_noting, build(), each, algorithm) for each in (clip, None))
-    for (norms, ours), (_, free) in zip(clipped, unclipped):
-        assert all(after < before for before, after in norms[:2])  # sent whole: as with DDP
-        assert all(after == before for before, after in norms[2:])  # an update must not be taken for a gradient
-        assert any(not torch.equal(ours[name], free[name]) for name in ours)
-    assert_same(clipped[0][1], clipped[1][1])
-
-
-def fit_scaled(rank: int, strategy: Any, fused: bool) -> Tensors:
-    """Fit with a real gradient scaler."""
-
-    class Scaled(Small):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=fused)
-
-    model = Scaled()
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
-    make_trainer(rank, strategy, plugins=[MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]).fit(model)
-    return weights(model)
-
-
-def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
-    apart, fused = (pair.run(fit_scaled, build(), is_fused) for is_fused in (False, True))
-    for one, other in zip(apart, fused):
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
-    assert_same(fused[0], fused[1])
-
-
-def fit_precisely(rank: int, precision: str) -> Tensors:
-    """Fit with AdamW in some precision; every fifth batch the parameters move to other memory."""
-
-    class Moving(NumberedAdam):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            for parameter in self.parameters() if batch_idx == 4 else ():
-                parameter.data = parameter.data.clone()
-
-    model = Moving()
-    fit_numbered(rank, build(), model, precision=precision)
-    assert all(torch.equal(found, model.history[12][name]) for name, found in weights(model).items())
-    before, after = model.history[10], model.history[12]  # with parameters that have moved
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-    return weights(model)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_replicas_agree_in_every_precision(pair: Pool, precision: str) -> None:
-    one, other = pair.run(fit_precisely, precision)
-    assert_same(one, other)
-    assert all(parameter.isfinite().all() for parameter in one.values())
+        assert_same(before, after)
 
 
 def step_twice(rank: int) -> tuple[float, Tensors]:
@@ -584,6 +333,169 @@ def test_a_gradient_may_be_stepped_with_twice(pair: Pool) -> None:
     assert_same(one, other)
 
 
+# In a Trainer -----------------------------------------------------------------------------------------------------
+
+SOON = {
+    "compressor": "topk",
+    "density": 0.05,
+    "optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2),
+}
+
+
+class NumberedAdam(Numbered):
+    """The same, with AdamW."""
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "", rate: float = 0.01, **arguments: Any) -> None:
+        super().__init__(save_after, path)
+        self.arguments = {"lr": rate, "betas": (0.9, 0.95), **arguments}
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with a learning rate that falls step by step."""
+        optimizer = torch.optim.AdamW(self.parameters(), **self.arguments)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ByHand(NumberedAdam):
+    """A model whose user goes backward, clips and steps."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.go_backward(self.rows(batch_index), batch_index)
+        optimizer.step()
+
+    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+        self.manual_backward((self.network(rows) - rows).square().mean())
+        self.clip_gradients(self.optimizers(), 0.01, "norm")
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "arguments", "save_after"),
+    [
+        *((NumberedAdam, {"wire": "bfloat16"}, {}, after) for after in (1, 2, 3, 4, 6, 7)),
+        *((NumberedAdam, {"compressor": "exdyna", "wire": "bfloat16"}, {}, after) for after in (2, 4, 7)),
+        (NumberedAdam, {}, {"gradient_clip_val": 0.01}, 7),
+        (ByHand, {}, {}, 7),
+    ],
+)
+def test_resumed_it_goes_on_to_the_bit(
+    pair: Pool, tmp_path: Path, module: Any, settings: dict[str, Any], arguments: dict[str, Any], save_after: int
+) -> None:
+    assert_goes_on(pair, tmp_path, {**SOON, **settings}, module, save_after, **arguments)
+
+
+def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools: dict[int, Pool], tmp_path: Path) -> None:
+    paths = {name: str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs")}
+    saved = {"ours": SOON, "theirs": None}
+    ended = {name: fits(pools[2], partial(NumberedAdam, 8, path), saved[name])[0].end for name, path in paths.items()}
+    plain, *_ = fits(pools[2], NumberedAdam, None, paths["ours"])
+    started, *_ = fits(pools[2], NumberedAdam, SOON, paths["theirs"])
+    for name in started.kept["memory"]["update"]:
+        # Each has four steps of at most 0.01 left.
+        assert (plain.end[name] - ended["ours"][name]).abs().max() < 0.05
+        assert (started.end[name] - ended["theirs"][name]).abs().max() < 0.05
+    assert started.kept["memory"]["update"].keys() == started.end.keys()
+    # The second moment is there, so that nothing is warmed up.
+    assert started.total["density"] == pytest.approx(0.05, abs=0.01)
+    first, *others = fits(pools[3], NumberedAdam, SOON, paths["ours"])
+    assert any("mean of what those kept" in line for line in first.said)
+    assert not any("not used" in line for line in first.said)
+    assert all(each.kept["memory"]["update"] for each in (first, *others))
+
+
+class Unfreezing(NumberedAdam):
+    """A layer that joins the optimizer in the fifth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.network[2].parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 0 and batch_idx == 4:
+            self.network[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
+
+
+def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
+    densities = [stats["density"] for stats in one_model(fits(pair, Unfreezing, SOON)).stats]
+    assert densities[3] < 0.3  # the last layer alone, corrected
+    assert densities[4] > 0.4  # half of the elements join
+    assert densities[5] > 0.4
+    assert densities[-1] < 0.1
+
+
+class Clipped(NumberedAdam):
+    """It notes norms of gradients, and of what clipping left of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[float, float]] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named_clipping: Any) -> None:
+        before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
+        super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
+        self.notes.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
+
+
+@pytest.mark.parametrize(("algorithm", "clip"), [("norm", 0.05), ("value", 1e-3)])
+def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Pool, algorithm: str, clip: float) -> None:
+    clipped = fits(pair, Clipped, SOON, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
+    free = one_model(fits(pair, Clipped, SOON))
+    assert not torch.equal(one_model(clipped).end["network.0.weight"], free.end["network.0.weight"])
+    for each in clipped:
+        assert all(after < before for before, after in each.notes[:2])  # sent whole: as with DDP
+        assert all(after == before for before, after in each.notes[2:])  # an update must not be taken for a gradient
+
+
+def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
+    ends = []
+    for is_fused in (False, True):
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
+        plugins = [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)]
+        module = partial(NumberedAdam, fused=is_fused, betas=(0.9, 0.999))
+        ends.append(one_model(fits(pair, module, SOON, plugins=plugins)).end)
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
+
+
+class Moving(NumberedAdam):
+    """Parameters get other memory in some batches, before the forward or before the optimizer's step."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def move(self, when: str) -> None:
+        for parameter in self.parameters() if when == self.when and self.global_step in (4, 5, 10) else ():
+            parameter.data = parameter.data.clone()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.move("forward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.move("step")
+
+
+@pytest.mark.parametrize(
+    ("precision", "when"),
+    [("32-true", "forward"), ("32-true", "step"), ("bf16-mixed", "forward"), ("bf16-true", "forward")],
+)
+def test_parameters_may_get_other_memory_in_every_precision(pair: Pool, precision: str, when: str) -> None:
+    moved, stayed = (
+        one_model(fits(pair, partial(Moving, each), SOON, precision=precision)) for each in (when, "never")
+    )
+    assert_same(moved.batches, stayed.batches)
+    assert_same(moved.end, moved.batches[-1])
+    assert any(not torch.equal(moved.batches[9][name], moved.end[name]) for name in moved.end)  # trained when moved
+
+
 class Stepless(torch.optim.Adam):
     """An Adam with a step of its own."""
 
@@ -591,7 +503,7 @@ class Stepless(torch.optim.Adam):
         return None if closure is None else closure()
 
 
-class WithOptimizer(Small):
+class WithOptimizer(Numbered):
     """A model trained by any optimizer."""
 
     def __init__(self, kind: type) -> None:
@@ -602,32 +514,18 @@ class WithOptimizer(Small):
         return self.kind(self.parameters(), lr=0.01)
 
 
-def refused(rank: int, model: Any) -> str:
-    """Fit what must be refused; return the message."""
-    try:
-        make_trainer(rank, build()).fit(model)
-    except ValueError as error:
-        return str(error)
-    return "was not refused"
-
-
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.NAdam, Stepless])
 def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair: Pool, kind: type) -> None:
-    for answer in pair.run(refused, WithOptimizer(kind)):
-        assert f"but {kind.__name__} cannot be corrected: choose torch.optim.AdamW or torch.optim.Adam" in answer
+    for answer in refusals(pair, partial(WithOptimizer, kind), SOON):
+        assert re.match(rf"ValueError.*AdamCorrection.*{kind.__name__}", answer)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"compressor": "qsgd"}, "QSGD sends everything"),
-        ({"compressor": "a2sgd"}, "A2SGD lets replicas drift apart"),
-        ({"compressor": "dense"}, "Dense sends everything"),
-    ],
-)
-def test_a_method_that_cannot_be_corrected_says_why(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SparseDDPStrategy(optimizer_correction=AdamCorrection(), **arguments)
+@pytest.mark.parametrize("compressor", ["qsgd", "a2sgd", "dense"])
+def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor: str) -> None:
+    with pytest.raises(ValueError, match="AdamCorrection"):
+        SparseDDPStrategy(compressor, optimizer_correction=AdamCorrection())
+    with pytest.raises(ValueError, match="optimizer_correction="):
+        SparseDDPStrategy(optimizer_correction="adam")
 
 
 @pytest.mark.parametrize("given", [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}])
@@ -636,56 +534,28 @@ def test_numbers_out_of_range_are_refused(given: dict[str, Any]) -> None:
         AdamCorrection(**given)
 
 
-def test_an_unknown_correction_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_correction='adam' must be 'auto'"):
-        SparseDDPStrategy(optimizer_correction="adam")
+class Logged(NumberedAdam):
+    """It returns what was logged of the exchange."""
+
+    @property
+    def notes(self) -> list[dict[str, float]]:
+        return [told for told in self.trainer.logger.told if "sparse/wire_bytes" in told]
 
 
-class Logging(NumberedAdam):
-    """AdamW, with notes of what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Leave out the notes of the class above."""
-
-
-class NotingLogger(CSVLogger):
-    """A logger that keeps what it is told."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.told: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: Optional[int] = None) -> None:  # type: ignore[override]
-        self.told.append(dict(metrics))
-
-
-def fit_logging(rank: int, folder: str) -> list[dict[str, float]]:
-    """Fit with a monitor; return what was logged."""
-    logger = NotingLogger(folder)
-    model = Logging()
-    fit_numbered(
-        rank, build(), model, logger=logger, callbacks=[CompressionMonitor(by_parameter=True)], log_every_n_steps=1
-    )
-    return [told for told in logger.told if "sparse/wire_bytes" in told]
-
-
-def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool, tmp_path: Path) -> None:
-    told, _ = pair.run(fit_logging, str(tmp_path))
+def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool) -> None:
+    more = {"logger": NotingLogger(), "callbacks": [CompressionMonitor(by_parameter=True)], "log_every_n_steps": 1}
+    told = fits(pair, Logged, SOON, **more)[0].notes
     assert len(told) == 12
     told = told[2:]  # the first two steps are DDP's
     assert all(0 < each["sparse/update_error"] < 100 for each in told[2:])
-    by_parameter = [{tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)} for each in told]
-    names = [name for name, _ in Logging().named_parameters()]
-    for each, tags in zip(told[2:], by_parameter[2:]):
+    names = [name for name, _ in NumberedAdam().named_parameters()]
+    for each in told[2:]:
+        tags = {tag for tag in each if re.search("/(update_error|residual_to_gradient)/", tag)}
         assert tags == {f"sparse_parameters/update_error/{name}" for name in names}
         # Of a mean over ranks and parameters.
         assert min(each[tag] for tag in tags) < 1.1 * each["sparse/update_error"]
         assert max(each[tag] for tag in tags) > 0.9 * each["sparse/update_error"]
-    assert [each["sparse/second_moment_age"] for each in told] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert [each["sparse/second_moment_age"] for each in told] == [1, 0] * 5
     bytes_sent = [each["sparse/wire_bytes"] for each in told]
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[3::2], bytes_sent[4::2])), bytes_sent
 
@@ -702,44 +572,24 @@ def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
     assert (gradients["weight"].nbytes, numels) == (2 * 1000, [1000])
 
 
-class InHalves(LightningModule):
-    """A model whose loss is backpropagated at once, or in halves of the parameter, before AdamW or Adam steps."""
+class InHalves(ByHand):
+    """A weight whose loss is backpropagated at once, or in halves of it, before AdamW or Adam steps."""
 
-    def __init__(self, kind: type, is_halved: bool, **arguments: Any) -> None:
+    def __init__(self, is_halved: bool, kind: type, **arguments: Any) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.kind, self.is_halved, self.arguments = kind, is_halved, arguments
+        self.is_halved, self.kind, self.arguments = is_halved, kind, arguments
+        self.network = nn.Sequential()
         self.weight = nn.Parameter(torch.linspace(1e-3, 2e-3, 100))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         """Build the optimizer; with so small a rate, gradients do not depend on what was selected before."""
-        optimizer: torch.optim.Optimizer = self.kind(self.parameters(), lr=1e-7, **self.arguments)
-        return optimizer
+        return self.kind(self.parameters(), lr=1e-7, **self.arguments)
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(36), batch_size=2)
-
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        """Backpropagate, and step once; gradients differ from rank to rank and from step to step."""
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        losses = self.weight * torch.linspace(1, 3, 100, device=self.device) * (1 + batch.mean())
+    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+        losses = self.weight * torch.linspace(1, 3, 100, device=self.device) * (1 + rows.mean())
         shared = losses.sum() * 0.1 if self.is_halved else 0.0
         for loss in (losses[:50].sum() + shared, losses[50:].sum() - shared) if self.is_halved else (losses.sum(),):
             self.manual_backward(loss, retain_graph=self.is_halved)
-        optimizer.step()
-
-
-def fit_in_halves(rank: int, is_halved: bool, kind: type, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit; return how far the weight has come, with what is owed to it, in learning rates; and the second moment."""
-    model = InHalves(kind, is_halved, **arguments)
-    start = model.weight.detach().clone()
-    strategy = SparseDDPStrategy("topk", 0.1, warmup_epochs=0, optimizer_correction=CORRECTION)
-    trainer = make_trainer(rank, strategy, max_epochs=1)
-    trainer.fit(model)
-    owed = trainer.strategy._final_state["memory"]["update"]["weight"]
-    (state,) = trainer.optimizers[0].state.values()
-    return (start - model.weight.detach().cpu()) / 1e-7, owed.cpu(), state["exp_avg_sq"].cpu()
 
 
 @pytest.mark.parametrize(
@@ -748,140 +598,84 @@ def fit_in_halves(rank: int, is_halved: bool, kind: type, arguments: dict[str, A
 def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(
     pair: Pool, kind: type, arguments: dict[str, Any]
 ) -> None:
-    (moved, owed, second), (_, others, _) = pair.run(fit_in_halves, False, kind, arguments)
-    (halved_moved, halved_owed, halved_second), (_, halved_others, _) = pair.run(fit_in_halves, True, kind, arguments)
-    torch.testing.assert_close(halved_second, second, rtol=1e-3, atol=1e-6)
-    expected, seen = moved + (owed + others) / 2, halved_moved + (halved_owed + halved_others) / 2
-    torch.testing.assert_close(seen, expected, rtol=1e-2, atol=2e-2)
+    settings = {"compressor": "topk", "density": 0.1, "optimizer_correction": CORRECTION}
+    came, seconds = [], []
+    for is_halved in (False, True):
+        answers = fits(pair, partial(InHalves, is_halved, kind, **arguments), settings, limit_train_batches=9)
+        owed = sum(each.kept["memory"]["update"]["weight"] for each in answers) / 2
+        moved = (answers[0].start["weight"] - answers[0].end["weight"]) / 1e-7  # in learning rates
+        came.append(moved + owed)
+        seconds.append(answers[0].optimizers[0][0]["exp_avg_sq"])
+    torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(*came, rtol=1e-2, atol=2e-2)
 
 
-class Turns(LightningModule):
+class Turns(NumberedAdam):
     """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not."""
 
     def __init__(self, toggles: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.automatic_optimization = False
         self.toggles = toggles
-        self.networks = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.network = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.9)) for network in self.networks]
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(128), batch_size=4)
+        return [torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.9)) for network in self.network]
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        for optimizer, network in zip(self.optimizers(), self.networks):
-            if self.toggles:
-                self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            # Gradients grow, so that a second moment that is not learned any more is far too small.
-            self.manual_backward((network(batch) - batch).square().mean() * (1 + batch_index) ** 2)
-            optimizer.step()
-            if self.toggles:
-                self.untoggle_optimizer(optimizer)
-
-
-def fit_in_turns(rank: int, toggles: bool) -> tuple[Tensors, list[Tensor]]:
-    """Fit; return parameters and second moments."""
-    model = Turns(toggles)
-    strategy = build(find_unused_parameters=True)
-    trainer = make_trainer(rank, strategy)
-    trainer.fit(model)
-    seconds = [state["exp_avg_sq"] for each in trainer.optimizers for state in each.state.values()]
-    return weights(model), [second.clone() for second in seconds]
+        rows = self.rows(batch_index)
+        for optimizer, network in zip(self.optimizers(), self.network):  # type: ignore[arg-type]
+            with optimizer.toggle_model() if self.toggles else nullcontext():
+                optimizer.zero_grad()
+                # Gradients grow, so that a second moment that is not learned any more is far too small.
+                self.manual_backward((network(rows) - rows).square().mean() * (1 + batch_index) ** 2)
+                optimizer.step()
 
 
 def test_optimizers_that_toggle_learn_their_second_moments(pair: Pool) -> None:
-    (one, seconds), (other, _) = pair.run(fit_in_turns, True)
-    (expected, untoggled), _ = pair.run(fit_in_turns, False)
-    assert_same(one, other)
-    assert_same(one, expected)
-    assert_same(seconds, untoggled)
+    settings = {**SOON, "find_unused_parameters": True}
+    toggled, untoggled = (one_model(fits(pair, partial(Turns, toggles), settings)) for toggles in (True, False))
+    assert_same(toggled.batches, untoggled.batches)
+    assert_same(toggled.optimizers, untoggled.optimizers)
 
 
-class Pieces(Small):
+class Pieces(ByHand):
     """A model whose step is the sum of several backwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, betas=(0.9, 0.9))
-
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        for row in batch:
+    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+        for row in rows:
             self.manual_backward((self.network(row) - row).square().mean())
-        optimizer.step()
-
-
-def fit_in_pieces(rank: int, schedule: str) -> tuple[Tensors, list[Tensor]]:
-    """Fit; return parameters and second moments."""
-    model = Pieces()
-    trainer = make_trainer(rank, build(schedule=schedule))
-    trainer.fit(model)
-    return weights(model), [state["exp_avg_sq"].clone() for state in trainer.optimizers[0].state.values()]
 
 
 def test_pieces_of_a_step_teach_the_same_in_every_schedule(pair: Pool) -> None:
-    expected = pair.run(fit_in_pieces, "single")
-    assert_same(expected[0], expected[1])
-    assert_same(pair.run(fit_in_pieces, "layerwise"), expected)
+    module = partial(Pieces, rate=1e-4, betas=(0.9, 0.9))
+    one, other = (one_model(fits(pair, module, {**SOON, "schedule": each})) for each in ("single", "layerwise"))
+    assert_same(one.batches, other.batches)
+    assert_same(one.optimizers, other.optimizers)
 
 
-def fit_moving(rank: int, moves: bool) -> Tensors:
-    """Fit; parameters may get other memory between backward and the optimizer's step."""
+class Silent(NumberedAdam):
+    """Some ranks have no gradient in a few steps; it notes the factors of clipping."""
 
-    class Moving(Small):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+    def __init__(self, *ranks: int) -> None:
+        super().__init__()
+        self.silent = ranks
+        self.notes: list[float] = []
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if moves and self.trainer.global_step in (5, 6):
-                for parameter in self.parameters():
-                    parameter.data = parameter.data.clone()
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        return loss * 0 if 2 <= self.global_step <= 4 and self.global_rank in self.silent else loss
 
-    model = Moving()
-    make_trainer(rank, build()).fit(model)
-    return weights(model)
-
-
-def test_parameters_may_get_other_memory_before_the_step(pair: Pool) -> None:
-    assert_same(pair.run(fit_moving, True), pair.run(fit_moving, False))
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        factor = self.trainer.strategy.engine.memory.statistics().get("local_clip_factor")
+        self.notes.append(1.0 if factor is None else float(factor))
 
 
-def fit_with_silence(rank: int, silent: str) -> tuple[list[float], Tensors]:
-    """Fit with clipping; rank 1, or every rank, has no gradient in a few steps. Return the factors of clipping."""
-    factors = []
-
-    class Silent(NumberedAdam):
-        def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-            loss = super().training_step(batch, batch_index)
-            is_silent = 2 <= self.trainer.global_step <= 4 and (
-                silent == "all" or (silent == "one" and self.global_rank == 1)
-            )
-            return loss * 0 if is_silent else loss
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            factor = self.trainer.strategy.engine.memory.statistics().get("local_clip_factor")
-            factors.append(1.0 if factor is None else float(factor))
-
-    model = Silent()
-    fit_numbered(rank, build(), model, gradient_clip_val=0.05)
-    return factors, weights(model)
-
-
-@pytest.mark.parametrize("silent", ["one", "all"])
-def test_a_gradient_of_zero_silences_no_rank(pair: Pool, silent: str) -> None:
-    (one, parameters), (other, others) = pair.run(fit_with_silence, silent)
-    (usual, _), _ = pair.run(fit_with_silence, "nobody")
-    assert_same(parameters, others)
-    assert all(parameter.isfinite().all() for parameter in parameters.values())
-    # Soon both count alike again, as much as if nothing had been.
-    for mine, theirs, expected in zip(one[9:], other[9:], usual[9:]):
-        assert mine == pytest.approx(expected, rel=0.3)
-        assert theirs == pytest.approx(expected, rel=0.3)
+def test_a_gradient_of_zero_silences_no_rank(pair: Pool) -> None:
+    usual, one, both = (
+        fits(pair, partial(Silent, *ranks), SOON, gradient_clip_val=0.05) for ranks in ((), (1,), (0, 1))
+    )
+    for answers in (one, both):
+        one_model(answers)
+        for each in answers:  # soon they count alike again, as much as if nothing had been
+            assert each.notes[9:] == pytest.approx(usual[0].notes[9:], rel=0.3)

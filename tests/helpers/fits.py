@@ -1,0 +1,165 @@
+"""A fit on each rank, and all that came of it."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_exactly
+from tests.helpers.trainers import weights
+
+Tensors = dict[str, Tensor]
+Settings = Optional[Union[str, Mapping[str, Any]]]  # arguments of the strategy, or its name; None for plain DDP
+Module = Callable[..., LightningModule]
+REFUSED = (ValueError, TypeError, RuntimeError)
+
+
+class Fitted(NamedTuple):
+    """What came of a fit, on one rank."""
+
+    batches: list[Tensors]  # weights after each of them
+    start: Tensors
+    end: Tensors  # buffers, too
+    stats: list[dict[str, float]]  # after each batch
+    total: dict[str, float]  # statistics at the end
+    kept: dict[str, Any]  # by the strategy
+    optimizers: list[Any]  # what they keep
+    said: list[str]  # by the strategy
+    notes: Any  # the model's own
+
+
+class Watch(Callback):
+    """Copy weights and statistics after every batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[Tensors] = []
+        self.stats: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        self.batches.append(weights(pl_module))
+        if isinstance(trainer.strategy, SparseDDPStrategy):
+            self.stats.append(trainer.strategy.compression_stats())
+
+
+class NotingLogger(DummyLogger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, float]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # whatever a DummyLogger is asked for does nothing
+
+    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.told.append(dict(metrics))
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Return a list that fills with what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_sparse")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def strategy_of(settings: Settings) -> Any:
+    """Build a strategy, with a compressor of its own."""
+    if settings is None or isinstance(settings, str):
+        return DDPStrategy() if settings is None else settings
+    arguments = copy.deepcopy(dict(settings))
+    return DDPStrategy(**arguments.pop("ddp")) if "ddp" in arguments else SparseDDPStrategy(**arguments)
+
+
+def fit(rank: int, module: Module, settings: Settings, source: Optional[str], arguments: Mapping[str, Any]) -> Fitted:
+    """Fit, two epochs of six batches if nothing else is said."""
+    model, watch = module(), Watch()
+    start = weights(model)
+    more = {"limit_val_batches": 0, **arguments, "callbacks": [*arguments.get("callbacks", ()), watch]}
+    with listening() as lines:
+        trainer = fit_numbered(rank, strategy_of(settings), model, source, **more)
+    strategy: Any = trainer.strategy
+    is_ours = isinstance(strategy, SparseDDPStrategy)
+    return Fitted(
+        watch.batches,
+        start,
+        {name: each.detach().clone() for name, each in model.state_dict().items()},
+        watch.stats,
+        strategy.compression_stats() if is_ours else {},
+        kept_at_end(trainer) if is_ours and strategy._final_state is not None else {},
+        [copy.deepcopy(each.state_dict()["state"]) for each in trainer.optimizers],
+        [line for line in lines if line.startswith("SparseDDPStrategy")],
+        getattr(model, "notes", None),
+    )
+
+
+def fits(
+    pool: Pool, module: Module, settings: Settings = None, source: Optional[str] = None, **arguments: Any
+) -> list[Fitted]:
+    """Fit on every rank; ``arguments`` are the Trainer's."""
+    answers: list[Fitted] = pool.run(fit, module, settings, source, arguments)
+    return answers
+
+
+def one_model(answers: Sequence[Fitted]) -> Fitted:
+    """Return what came of a fit, which is the same after every batch on all ranks."""
+    first, *others = answers
+    for other in others:
+        assert_same(other.batches, first.batches)
+    assert all(tensor.isfinite().all() for tensor in first.end.values())
+    return first
+
+
+def refuse(rank: int, module: Module, settings: Settings, arguments: Mapping[str, Any]) -> str:
+    """Fit what must be refused; return kind and message of the error."""
+    try:
+        fit(rank, module, settings, None, arguments)
+    except REFUSED as error:
+        return f"{type(error).__name__}: {error}"
+    return "was not refused"
+
+
+def refusals(pool: Pool, module: Module, settings: Settings, **arguments: Any) -> list[str]:
+    """Return, by rank, with which error a fit is refused."""
+    answers: list[str] = pool.run(refuse, module, settings, arguments)
+    return answers
+
+
+def resume(
+    rank: int, module: Callable[..., Numbered], settings: Settings, path: str, save_after: int, arguments: Any
+) -> tuple[list[int], list[str]]:
+    """Save in the midst of a fit, and go on from there."""
+    return resume_exactly(rank, lambda: strategy_of(settings), path, save_after, arguments, module)
+
+
+def assert_goes_on(
+    pool: Pool,
+    folder: Path,
+    settings: Settings,
+    module: Callable[..., Numbered] = Numbered,
+    save_after: int = 8,
+    **arguments: Any,
+) -> None:
+    """Ask for the same bits from a fit that was saved after a batch and resumed as from one that never stopped."""
+    last = 6 * arguments.get("max_epochs", 2)
+    for seen, found in pool.run(resume, module, settings, str(folder / "mid.ckpt"), save_after, arguments):
+        assert found == []
+        assert seen == list(range(save_after + 1, last + 1))
