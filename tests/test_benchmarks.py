@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,8 @@ def _load(name: str) -> Any:
 
 MODULES = ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "training"]
 shape, network, launch, results, rows, worker, memory, selection, plot, step, training = map(_load, MODULES)
+paced = _load("paced")
+BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
 RECEIVE = """
@@ -53,6 +56,12 @@ def test_rates_and_delays_are_read_and_bursts_grow_with_fast_links_only() -> Non
     assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
     assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]
     assert [shape.burst_bytes(bits) >> 10 for bits in (10**7, 10**9, 10**10)] == [32, 128, 1280]
+
+
+def test_a_slower_network_is_written_as_it_is_read() -> None:
+    assert [shape.slower_rate(rate, 8) for rate in ("1gbit", "20mbit")] == ["125mbit", "2.5mbit"]
+    assert shape.slower_rate("100kbit", 16) == "0.00625mbit"
+    assert [shape.slower_delay(delay, 8) for delay in ("100us", "0", "10ms")] == ["800us", "0us", "80000us"]
 
 
 @pytest.mark.parametrize("text", ["1", "gbit", "1gbps", "0mbit", "-1gbit", "1 gbit", "ms", "-1ms", "1min"])
@@ -132,6 +141,56 @@ def test_bytes_follow_from_shapes() -> None:
     assert rows.dense_bytes(shapes) == 4 * 5101
     assert rows.power_sgd_bytes(shapes, rank=1) == 4 * (100 + 50 + 100 + 1)
     assert rows.power_sgd_bytes(shapes, rank=20) == rows.dense_bytes(shapes)
+
+
+def test_a_paced_resnet50_is_the_published_one() -> None:
+    with BACKPROP.open() as published:
+        elements, seconds = zip(
+            *((int(row["elements"]), float(row["backward_seconds"])) for row in csv.DictReader(published))
+        )
+    model = paced.PACED["resnet50"]
+    assert [torch.Size(shape).numel() for shape in reversed(model.shapes())] == list(elements)
+    assert model.ready_seconds() == pytest.approx(list(accumulate(seconds)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "tensors"), [("vgg16", 14.7, 41), ("lstm_ptb", 66.0, 11), ("gpt2", 124.4, 148)]
+)
+def test_paced_models_have_the_published_sizes(name: str, millions: float, tensors: int) -> None:
+    shapes = paced.PACED[name].shapes()
+    assert (len(shapes), round(sum(torch.Size(each).numel() for each in shapes) / 1e6, 1)) == (tensors, millions)
+
+
+def test_a_paced_model_hands_each_gradient_over_when_it_is_due() -> None:
+    layers = [paced.Layer((3, 2), 1.0), paced.Layer((5,), 2.0), paced.Layer((), 1.0)]
+    model = paced.Paced(paced.PacedModel(0.02, 0.04, layers), slower=2.0)
+    arrived = []
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(
+            lambda weight: arrived.append((tuple(weight.shape), time.perf_counter()))
+        )
+    begin = time.perf_counter()
+    outputs = model(torch.zeros(1))
+    forward_seconds = time.perf_counter() - begin
+    outputs.backward()
+    assert forward_seconds >= 0.04
+    assert [shape for shape, _ in arrived] == [(5,), (3, 2)]
+    # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
+    assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
+    assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
+
+
+def test_a_free_selection_sends_what_the_density_asks_for() -> None:
+    gradients = [torch.arange(10.0), torch.arange(4.0)]
+    first, second = paced.FreeSelection().select(["a", "b"], gradients, [3, 1])
+    assert (first.indices.tolist(), second.indices.tolist()) == ([0, 3, 6], [0])
+    assert first.values.tolist() == [0.0, 3.0, 6.0]
+
+
+def test_only_models_that_wait_can_be_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step.main(["--slower", "8", "--workloads", "lstm"])
+    assert "--slower" in capsys.readouterr().err
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize
+from paced import PACED, Paced, PacedModel, PacedSGD
 
 VOCABULARY = 10_000
 
@@ -71,11 +72,13 @@ class Workload(NamedTuple):
         network: builds the model.
         batch: makes one batch of inputs and targets.
         loss: of outputs and targets.
+        optimizer: of its parameters; SGD without momentum unless a row says otherwise.
     """
 
     network: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01)
 
 
 def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -97,17 +100,31 @@ WORKLOADS = {
 }
 
 
+def workload(name: str, slower: float) -> Workload:
+    """Return a workload by its name; one of :data:`~paced.PACED` computes more slowly by a factor."""
+    return WORKLOADS[name] if name in WORKLOADS else _paced(PACED[name], slower)
+
+
+def _paced(model: PacedModel, slower: float) -> Workload:
+    return Workload(
+        lambda: Paced(model, slower),
+        lambda: (torch.zeros(1), torch.zeros(1)),
+        lambda outputs, targets: outputs,
+        partial(PacedSGD, lr=0.01),
+    )
+
+
 class BenchmarkModule(LightningModule):
     """Train a workload on the same few random batches.
 
     Attributes:
-        build_optimizer: of its parameters; SGD without momentum unless somebody says otherwise.
+        build_optimizer: of its parameters; the workload's unless somebody says otherwise.
     """
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.workload = workload
-        self.build_optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01)
+        self.build_optimizer = workload.optimizer
         self.network = workload.network()
 
     def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
+from paced import FreeSelection
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
@@ -16,7 +17,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
-from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.callbacks import CompressionMonitor, OverlapTimeline
+from lightning_sparse.compressors import LAGS
 from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
@@ -124,10 +126,25 @@ def _top_k(density: float, **arguments: Any) -> Row:
     return _sparsifier("topk", density, **arguments)
 
 
-def _sparsifier(compressor: str, density: float, **arguments: Any) -> Row:
+def _sparsifier(compressor: Any, density: float, **arguments: Any) -> Row:
     # A benchmark has one short epoch, which a warm-up of the density would fill.
     settings = {"compressor": compressor, "density": density, "wire": "bfloat16", "warmup_epochs": 0}
     return _sparse(**{**settings, **arguments})
+
+
+def _scheduled(name: str, compressor: Any, density: float, sizes: Sequence[int] = ()) -> dict[str, Row]:
+    """Return a sparsifier under every schedule, by name; without one, it is ``merged``."""
+    return {
+        f"{name} {density}": _sparsifier(compressor, density),
+        **{
+            f"{name} {density} {schedule}": _sparsifier(compressor, density, schedule=schedule)
+            for schedule in ("single", "layerwise", "greedy")
+        },
+        **{
+            f"{name} {density} size {size}k": _sparsifier(compressor, density, schedule=FixedSize(size << 10))
+            for size in sizes
+        },
+    }
 
 
 def _rounds(local_steps: LocalSteps, **arguments: Any) -> Row:
@@ -144,6 +161,12 @@ def _monitored(row: Row) -> Row:
     return row._replace(arguments=arguments, callbacks=lambda: [CompressionMonitor()])
 
 
+def _traced(row: Row, name: str) -> Row:
+    """Write one of the last steps down, for a picture."""
+    timeline = partial(OverlapTimeline, steps=[row.trial_steps + 6], path=f".benchmarks/overlap/{name}.json")
+    return row._replace(callbacks=lambda: [timeline()])
+
+
 def _adamw(row: Row) -> Row:
     return row._replace(optimizer=partial(torch.optim.AdamW, lr=1e-3))
 
@@ -153,6 +176,7 @@ _CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
 AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
 _DILOCO = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
 _LOCO = LocalSteps(30, residual_decay=0.95)
+SIZES = tuple(64 << place for place in range(10))  # of the fixed groupings, in units of 1024 elements
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
@@ -172,7 +196,6 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.01, gather": _top_k(0.01, exchange="gather"),
     "sparse_topk 0.01, owners": _top_k(0.01, exchange="owners"),
     "sparse_topk 0.001": _top_k(0.001),
-    "sparse_lags 0.001": _sparsifier("lags", 0.001),
     "sparse_lags 0.001, every step logged": _monitored(_sparsifier("lags", 0.001)),
     "sparse_exdyna 0.001": _sparsifier("exdyna", 0.001),
     "sparse_micro 0.001": _sparsifier("micro", 0.001),
@@ -212,12 +235,17 @@ ROWS: dict[str, Row] = {
     "sparse_topk 0.001 single": _top_k(0.001, schedule="single"),
     "sparse_auto 0.001": _sparsifier("lags", 0.001, schedule="auto"),
     "sparse_auto 0.001 float32": _sparsifier("lags", 0.001, schedule="auto", wire="float32"),
+    "sparse_auto 0.01": _sparsifier("lags", 0.01, schedule="auto"),
     "sparse_omgs 0.001": _sparsifier("omgs", 0.001),
-    "sparse_topk 0.001 greedy": _top_k(0.001, schedule="greedy"),
-    **{
-        f"sparse_topk 0.001 size {size}k": _top_k(0.001, schedule=FixedSize(min_elements=size << 10))
-        for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    },
+    "sparse_omgs 0.01": _sparsifier("omgs", 0.01),
+    "sparse_exdyna 0.01": _sparsifier("exdyna", 0.01),
+    "sparse_lags 0.001, adaptive": _sparsifier(LAGS(adapts_density=True), 0.001),
+    **_scheduled("sparse_lags", "lags", 0.001, SIZES),
+    **_scheduled("sparse_lags", "lags", 0.01, SIZES),
+    "sparse_lags 0.01, traced": _traced(_sparsifier("lags", 0.01), "merged"),
+    "sparse_lags 0.01 single, traced": _traced(_sparsifier("lags", 0.01, schedule="single"), "single"),
+    **_scheduled("free selection", FreeSelection(), 0.001),
+    **_scheduled("free selection", FreeSelection(), 0.01),
 }
 DEFAULT_ROWS = [
     NO_COMMUNICATION,

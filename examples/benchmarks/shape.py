@@ -31,6 +31,28 @@ def parse_delay(delay: str) -> int:
     return round(parse_latency(delay, "delay") * 1e6)
 
 
+def slower_rate(rate: str, slower: float) -> str:
+    """Return a rate divided by a factor.
+
+    Example::
+
+        >>> slower_rate("1gbit", 8)
+        '125mbit'
+    """
+    return f"{parse_rate(rate) / slower / 1e6:g}mbit"
+
+
+def slower_delay(delay: str, slower: float) -> str:
+    """Return a delay times a factor.
+
+    Example::
+
+        >>> slower_delay("100us", 8)
+        '800us'
+    """
+    return f"{parse_delay(delay) * slower:g}us"
+
+
 def burst_bytes(bits_per_second: int) -> int:
     """Return how much may pass at once after a pause: 128 KiB for each Gbit/s, 32 KiB on links below 1 Gbit/s."""
     return (128 << 10) * bits_per_second // 10**9 if bits_per_second >= 10**9 else 32 << 10

@@ -7,6 +7,11 @@ All hosts are network namespaces on this machine, so this needs Linux, root and 
     sudo python examples/benchmarks/step.py --workloads deep_narrow --rounds 1 --steps 8   # to see that it works
 
 Rows take turns, round after round, in the same processes, so that whatever else the machine does hits all alike.
+
+The workloads of ``paced.py`` wait as long as a GPU computes. With ``--slower 8`` they and the network are eight times
+as slow, so that what hosts that share a processor select and copy weighs an eighth; times are printed divided by 8::
+
+    sudo python examples/benchmarks/step.py --workloads resnet50 --slower 8 --rows ddp "sparse_lags 0.01"
 """
 
 import argparse
@@ -24,10 +29,11 @@ import torch
 from launch import WorkerError, run_on_all_hosts
 from models import WORKLOADS
 from network import NetworkRefusedError, ShapedNetwork
+from paced import PACED
 from plot import draw
 from results import Line, Measurement, as_csv, as_text, summarise
 from rows import DDP, DEFAULT_ROWS, NO_COMMUNICATION, ROWS
-from shape import parse_delay, parse_rate
+from shape import parse_delay, parse_rate, slower_delay, slower_rate
 
 _WORKER = Path(__file__).with_name("worker.py")
 _NOTES = [
@@ -40,7 +46,10 @@ _NOTES = [
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Measure what the command line asks for; print the table, and write it and its picture."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.slower != 1 and not PACED.keys() >= set(options.workloads):
+        parser.error(f"--slower is for workloads that wait: {', '.join(PACED)}")
     try:
         _measure_all(options)
     except (NetworkRefusedError, WorkerError) as error:
@@ -54,11 +63,13 @@ def _measure_all(options: argparse.Namespace) -> None:
     print("\n".join(facts))
     lines: list[Line] = []
     for workload in options.workloads:
-        with ShapedNetwork(options.hosts, options.rate, options.delay) as network:
-            print(f"\n{workload}: {network.description}", flush=True)
+        rate, delay = slower_rate(options.rate, options.slower), slower_delay(options.delay, options.slower)
+        with ShapedNetwork(options.hosts, rate, delay) as network:
+            print(f"\n{workload}, {options.slower:g} times as slow: {network.description}", flush=True)
             measurements = _measure(network, workload, options, deadline)
         newest = summarise(workload, measurements, DDP, NO_COMMUNICATION)
         print(as_text(newest), flush=True)
+        _compare_ddp(workload, newest, options)
         lines += newest
         # After every workload, so that a later one that fails takes nothing with it.
         (options.output / "step.csv").write_text(as_csv(lines, [*facts, network.description, *_NOTES]))
@@ -72,7 +83,7 @@ def _measure(
     logs = options.output / "logs" / workload
     logs.mkdir(parents=True, exist_ok=True)
     command = [str(_WORKER), "--workload", workload, "--hosts", str(options.hosts), "--rounds", str(options.rounds)]
-    command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up)]
+    command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--slower", str(options.slower)]
     command += ["--output", str(logs / "rank{rank}.json"), "--rows", *options.rows]
     run_on_all_hosts(network, command, logs, deadline, show="round ")
     pooled: dict[str, list[Measurement]] = {row: [] for row in options.rows}
@@ -80,6 +91,17 @@ def _measure(
         for row, seen in json.loads((logs / f"rank{rank}.json").read_text()).items():
             pooled[row] += [Measurement(*fields) for fields in seen]
     return pooled
+
+
+def _compare_ddp(workload: str, lines: Sequence[Line], options: argparse.Namespace) -> None:
+    for line in lines:
+        if line.row == DDP and workload in PACED:
+            least_ms = 1e3 * PACED[workload].least_ddp_seconds(options.hosts, parse_rate(options.rate))
+            print(
+                f"{DDP}: {line.median_ms / least_ms:.2f} times the {least_ms:.0f} ms that its forward and its bytes,"
+                " 2 (n - 1) / n of all, take at this rate",
+                flush=True,
+            )
 
 
 def _draw(lines: Sequence[Line], title: str, output: Path) -> None:
@@ -102,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=_readable_by(parse_rate), default="1gbit", help="of each host's egress")
     parser.add_argument("--delay", type=_readable_by(parse_delay), default="100us", help="one way, or 0")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["lstm", "deep_narrow", "transformer"])
+    workloads = [*WORKLOADS, *PACED]
+    parser.add_argument("--workloads", nargs="+", choices=workloads, default=["lstm", "deep_narrow", "transformer"])
+    parser.add_argument("--slower", type=float, default=1.0, help=f"factor of time, of {', '.join(PACED)} only")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW", help=f"{list(ROWS)}")
     parser.add_argument("--rounds", type=int, default=2, help="times that each row takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="measured in a turn")

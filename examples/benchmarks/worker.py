@@ -11,7 +11,8 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from models import WORKLOADS, BenchmarkModule
+from models import WORKLOADS, BenchmarkModule, workload
+from paced import PACED
 from pytorch_lightning import Callback, LightningModule, Trainer
 from results import Measurement, milliseconds
 from rows import ROWS, Row
@@ -101,17 +102,23 @@ def transmitted_bytes() -> int:
     return 0
 
 
-def measure(row: Row, workload: str, hosts: int, steps: int, warm_up: int) -> Measurement:
-    """Train for some steps and return what this rank saw."""
+def measure(row: Row, name: str, hosts: int, steps: int, warm_up: int, slower: float) -> Measurement:
+    """Train a workload for some steps and return what this rank saw, as if it had not been slower by a factor."""
     torch.manual_seed(0)
-    module = BenchmarkModule(WORKLOADS[workload])
+    module = BenchmarkModule(workload(name, slower))
     batches = row.batches_per_step * row.local_steps
     watch, plan_watch = StepWatch(warm_up + row.trial_steps, batches), PlanWatch(steps)
     trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch, plan_watch])
     seconds = watch.seconds()
     sent_bytes = _sent_bytes(row, trainer, module) / batches
     predicted = plan_watch.predicted_seconds(median(seconds))
-    return Measurement(seconds, sent_bytes, watch.link_bytes(), predicted, watch.longest())
+    return Measurement(
+        [second / slower for second in seconds],
+        sent_bytes,
+        watch.link_bytes(),
+        None if predicted is None else predicted / slower,
+        watch.longest(),
+    )
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
@@ -125,7 +132,8 @@ def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
 def main() -> None:
     """Measure the rows asked for, in turn, and write what this rank saw."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=[*WORKLOADS, *PACED], required=True)
+    parser.add_argument("--slower", type=float, required=True)
     parser.add_argument("--rows", nargs="+", choices=ROWS, required=True)
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
@@ -139,7 +147,8 @@ def main() -> None:
     for round_number in range(1, options.rounds + 1):
         for name in options.rows:
             dist.barrier()
-            seen = measure(ROWS[name], options.workload, options.hosts, options.steps, options.warm_up)
+            arguments = (options.workload, options.hosts, options.steps, options.warm_up, options.slower)
+            seen = measure(ROWS[name], *arguments)
             measurements[name].append(seen)
             print(f"round {round_number}/{options.rounds}  {name:32s}{milliseconds(seen.seconds)}", flush=True)
     options.output.write_text(json.dumps(measurements))
