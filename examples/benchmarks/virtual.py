@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.density.table import Densities
+from lightning_sparse.compressors.base import Densities
 from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine.adam.steps import is_correctable

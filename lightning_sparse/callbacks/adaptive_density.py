@@ -19,8 +19,8 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.callbacks.tensorboard import log_text, table
+from lightning_sparse.compressors.base import RULES, is_other_density
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
-from lightning_sparse.compressors.density.table import RULES, is_other_density
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy

@@ -272,6 +272,11 @@ def _filled(selection: Selection) -> Tensor:
     return torch.ones_like(selection.values, dtype=torch.bool) if selection.filled is None else selection.filled
 
 
+def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
+    """Return how many elements a rank sends, without asking the device for it."""
+    return selection.values.numel() if selection.filled is None else selection.filled.sum()
+
+
 class _Run(NamedTuple):
     flat: Tensor
     indices: Tensor

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Optional
 
 import torch
@@ -75,9 +76,14 @@ class Collectives(Uncopied):
         received: Tensor = getattr(self, name)(tensor, out)
         return received
 
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """How often a rank sends what it hands in, by collective."""
+        return {name: sent_bytes(name, 1, self.ranks) for name in _PROBE_SHAPES}
+
     def sent_bytes(self, name: str, tensor: Tensor) -> float:
         """Return the bytes that leave this rank when every rank hands in a tensor like this one."""
-        return sent_bytes(name, tensor.numel() * tensor.element_size(), self.ranks)
+        return self._shares[name] * (tensor.numel() * tensor.element_size())
 
     @contextmanager
     def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:

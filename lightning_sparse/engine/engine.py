@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.compressors.density.table import Densities
+from lightning_sparse.compressors.base import Densities
 from lightning_sparse.compressors.layout import ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds

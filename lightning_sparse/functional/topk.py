@@ -12,13 +12,11 @@ The answer depends on the tensor alone; tensors of equal size share their calls,
 
 import math
 from collections.abc import Sequence
-from typing import Optional
+from itertools import accumulate
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
-
-from lightning_sparse.functional.candidates import largest_reaching, reaching
-from lightning_sparse.functional.reaching import CPU_CHUNK, indices_reaching
 
 _BLOCK = 64  # 256 bytes: whole cache lines, and wide enough for a vectorised maximum along the row
 _BLOCK_MARGIN = 4  # blocks looked at per block kept; below it the blocks discard too little to pay
@@ -31,6 +29,10 @@ _MOST_CANDIDATES = 4  # for each element kept; a floor that leaves more, as zero
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
+_CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
+_FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
+_WORD = 8  # boolean flags read as one int64
+_RANK_BITS = 32
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
 
 
@@ -104,15 +106,15 @@ def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Ten
         return _select(examined.unbind(), count)
     floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
     magnitudes = examined.abs_()
-    reaches = reaching(magnitudes, floors)
+    reaches = _reaching(magnitudes, floors)
     candidates = reaches[: magnitudes.numel()].view(magnitudes.shape).sum(dim=1, dtype=torch.int32)
     is_crowded = (candidates > _MOST_CANDIDATES * count).tolist()
     if not any(is_crowded):
-        return largest_reaching(magnitudes, reaches, count)
+        return _largest_reaching(magnitudes, reaches, count)
     # Each row by itself, so that no row's choice between equal magnitudes depends on its neighbours.
     return torch.cat(
         [
-            _select([row], count) if crowded else largest_reaching(row[None], reaching(row[None], floor[None]), count)
+            _select([row], count) if crowded else _largest_reaching(row[None], _reaching(row[None], floor[None]), count)
             for row, floor, crowded in zip(magnitudes, floors, is_crowded)
         ]
     )
@@ -120,7 +122,7 @@ def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Ten
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
     body = rows[0].numel() // _BLOCK * _BLOCK
-    chunk = CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
+    chunk = _CPU_CHUNK if rows[0].device.type == "cpu" else _DEVICE_CHUNK
     maxima = rows[0].new_empty(len(rows), body // _BLOCK)
     bodies = rows if body == rows[0].numel() else [row[:body] for row in rows]
     if body > chunk:
@@ -167,3 +169,84 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
     rank = min(sample.numel(), math.ceil(expected + _SAMPLE_SIGMAS * math.sqrt(expected)))
     threshold = torch.topk(sample, rank, sorted=False).values.min()
     return threshold if (sample >= threshold).sum() <= _SURPLUS * rank else None
+
+
+def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
+    """Find where a flat tensor's magnitude is not below a floor, int64, ascending; a NaN never is.
+
+    Off the CPU the host waits for the number.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
+        return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
+    chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)
+    magnitudes = tensor.new_empty(chunk)
+    mask = torch.zeros(chunk, dtype=torch.bool)
+    found = []
+    for start in range(0, tensor.numel(), chunk):
+        piece = tensor[start : start + chunk]
+        numel = piece.numel()
+        torch.lt(torch.abs(piece, out=magnitudes[:numel]), floor, out=mask[:numel]).logical_not_()
+        mask[numel:] = False
+        found.append(_flagged(mask).add_(start))
+    return torch.cat(found)
+
+
+def indices_reaching_each(tensors: Sequence[Tensor], floor: Union[Tensor, float]) -> list[Tensor]:
+    """Find the same in each of some tensors, of one type and device, all of them at once: the host waits twice."""
+    several = [tensor for tensor in tensors if tensor.numel()]
+    if len(several) < 2:
+        nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].device)
+        return [indices_reaching(tensor, floor) if tensor.numel() else nothing for tensor in tensors]
+    bounds = [0, *accumulate(tensor.numel() for tensor in tensors)]
+    found = indices_reaching(torch.cat(several), floor)
+    edges = torch.tensor(bounds).to(found.device, non_blocking=True)
+    places: list[int] = torch.searchsorted(found, edges).tolist()
+    return [found[first:last] - start for start, first, last in zip(bounds, places, places[1:])]
+
+
+def _flagged(mask: Tensor) -> Tensor:
+    """Find the true elements of a flat mask, ascending; their number is a multiple of ``_WORD``."""
+    # Eight flags are one word: most words hold none and are passed over at an eighth of the cost.
+    words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
+    row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
+    return words.index_select(0, row).mul_(_WORD).add_(flag)
+
+
+def _reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
+    """Find which of ``[rows, width]`` magnitudes are not below their row's floor, ``[rows]``; a NaN never is.
+
+    The result is a bool mask, the rows laid end to end, and false up to the next multiple of ``_WORD``.
+    """
+    numel = magnitudes.numel()
+    mask = torch.empty(-(-numel // _WORD) * _WORD, dtype=torch.bool)
+    torch.lt(magnitudes, floors.unsqueeze(1), out=mask[:numel].view(magnitudes.shape)).logical_not_()
+    mask[numel:] = False
+    return mask
+
+
+def _largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
+    """Find the ``count`` largest of each row of magnitudes, fp32 or narrower; int64 ``[rows, count]``, ascending.
+
+    ``reaches`` is of :func:`_reaching`, for a floor that at least ``count`` elements of each row reach. Of equal
+    magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number.
+    """
+    rows, width = magnitudes.shape
+    found = _flagged(reaches)
+    if found.numel() > rows * count:
+        found = _without_surplus(found, magnitudes, count)
+    return found.view(rows, count) % width
+
+
+def _without_surplus(found: Tensor, magnitudes: Tensor, count: int) -> Tensor:
+    rows, width = magnitudes.shape
+    starts = torch.searchsorted(found, torch.arange(rows + 1) * width)
+    row = found // width
+    slot = torch.arange(found.numel()).sub_(starts.index_select(0, row))
+    # Bits of magnitudes are ordered as these. With places below them no keys are equal, so that the row alone decides.
+    bits = magnitudes.flatten().index_select(0, found).float().view(torch.int32).long()
+    keys = (bits << _RANK_BITS).sub_(slot)
+    most = int(starts.diff().max())
+    table = torch.full((rows, most), torch.iinfo(torch.int64).min)
+    table.view(-1).index_copy_(0, slot.add_(row * most), keys)
+    least = torch.topk(table, count, sorted=False).values.amin(dim=1)
+    return found[keys >= least.index_select(0, row)]

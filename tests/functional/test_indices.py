@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse.functional import index_codec
-from lightning_sparse.functional.indices import _CODECS
+from lightning_sparse.functional.elements import _CODECS
 from tests.helpers.devices import devices
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.group_selection import sent_count
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.observe.facts import sent_count
 from lightning_sparse.functional import magnitude_histogram
 
 _BINS_OF_A_POWER = 8

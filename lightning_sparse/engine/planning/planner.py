@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.density.table import PLAN, Densities
+from lightning_sparse.compressors.base import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder, StepMarks
 from lightning_sparse.engine.planning.samples import averaged

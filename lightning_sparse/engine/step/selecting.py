@@ -60,8 +60,9 @@ class GroupSelector:
             )
         self._compressor = compressor
         self._wires = wires
-        self._used: dict[WireFormat, None] = {}  # in this step
-        self._used_before: dict[WireFormat, None] = {}
+        self._holding = [wire for wire in wires.formats if type(wire).release is not WireFormat.release]
+        self._used: set[WireFormat] = set()  # in this step
+        self._used_before: set[WireFormat] = set()
         self._format_for = cache(wires.format_for)
         self._workspace = Workspace()
 
@@ -87,7 +88,7 @@ class GroupSelector:
             tensors = [accumulated[position] for position in rest]
             counts: list[float] = [tensor.numel() for tensor in tensors]
             parts.append(Part(rest, tensors, WholeSelection.of(tensors), counts, self._wires.whole))
-        self._used.update(dict.fromkeys(part.wire for part in parts))
+        self._used.update(part.wire for part in parts)
         return parts
 
     def _is_sent_whole(self, numel: int, density: float) -> bool:
@@ -100,9 +101,10 @@ class GroupSelector:
     def release(self) -> None:
         """End the step: take working memory back, and have wires that it did not use give back theirs."""
         self._workspace.release()
-        for wire in {**self._used_before, **self._used}:
-            wire.release()
-        self._used, self._used_before = {}, self._used
+        for wire in self._holding:
+            if wire in self._used or wire in self._used_before:
+                wire.release()
+        self._used, self._used_before = set(), self._used
 
     def _ask(
         self,

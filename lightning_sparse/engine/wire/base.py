@@ -38,21 +38,6 @@ class Arrival(NamedTuple):
     kept: GroupSelection  # of each tensor what stays here at the places sent; elsewhere all does
 
 
-_ALIGNMENT = 16  # bytes that NCCL copies at a time, from addresses that are multiples of it; else it is far slower
-
-
-def aligned(nbytes: int) -> int:
-    """Return the size of a message of so many bytes, so that what comes behind it starts aligned."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def message_of(sections: Sequence[Tensor]) -> Tensor:
-    """Lay sections, uint8 ``[..., nbytes]``, end to end, up to an aligned size."""
-    nbytes = sum(section.shape[-1] for section in sections)
-    padding = sections[0].new_zeros(*sections[0].shape[:-1], aligned(nbytes) - nbytes)
-    return torch.cat([*sections, padding], dim=-1)
-
-
 Phases = Generator[Payload, Tensor, Arrival]
 
 

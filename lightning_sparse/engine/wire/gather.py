@@ -9,11 +9,13 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.compressors.selection import SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional import (
     BIN_MEANS,
+    aligned,
     bin_values,
     index_codec,
+    message_of,
     pack_codes,
     packed_nbytes,
     read_as,
@@ -29,7 +31,7 @@ class GatherFormat(WireFormat):
     All sizes follow from the number of elements selected, equal on all ranks::
 
         values   count x 2 or 4 bytes; with ``bits``, 2 for each bin of each tensor and so many bits for each value
-        indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.indices)
+        indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.elements)
         used     1 byte a tensor, only where unused parameters are tracked
         padding  up to a multiple of 16 bytes
     """

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat, aligned, message_of
-from lightning_sparse.functional import BLOCK, dequantize, quantize, quantized_nbytes, round_to
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.functional import BLOCK, aligned, dequantize, message_of, quantize, quantized_nbytes, round_to
 
 
 class ReduceFormat(WireFormat):
@@ -23,7 +23,7 @@ class ReduceFormat(WireFormat):
     The sum's fixed order makes the result independent of where in a group a tensor lies. A narrow wire rounds twice
     instead of at every hop: what the first drops stays with the sender, the second with the owner (the "server error"
     of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
-    scale (:mod:`lightning_sparse.functional.quantization`), and shards are whole blocks. Where unused parameters are
+    scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Where unused parameters are
     tracked, one byte a tensor travels in a third, small phase.
     """
 

@@ -22,7 +22,7 @@ class UnionFormat(WireFormat):
 
     1. How many elements each rank selected of the group, 8 bytes, and whether it used each parameter, 1 byte a tensor
        where that is tracked (all-gather). Where nobody selected anything, this is all.
-    2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.indices`), padded to the
+    2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.elements`), padded to the
        largest count with positions beyond the last element (all-gather).
     3. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and
        all-gather): a small dense tensor, or one of each tensor where the wire rounds (its place does not count).

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe.facts import StepFacts, Totals, mean_stats
+from lightning_sparse.engine.observe.record import StepFacts, Totals, mean_stats
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, Edges, backpropagate, batch, sparse_ddp
 
@@ -101,7 +101,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent() -> None:
 
 def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 12.0, 15.0, 100.0, 102.0])
-    monkeypatch.setattr("lightning_sparse.engine.observe.facts.perf_counter", lambda: next(now))
+    monkeypatch.setattr("lightning_sparse.engine.observe.record.perf_counter", lambda: next(now))
     totals = Totals()
     assert math.isnan({"exposed_share": math.nan, **totals.as_stats(has_levels=False)}["exposed_share"])
     totals.resume()

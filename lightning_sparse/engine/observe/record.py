@@ -1,0 +1,369 @@
+"""What was done in a step, and when: gathered on the threads where it happens, read later, so that no step waits."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from statistics import fmean
+from time import perf_counter
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from lightning_sparse.compressors.group_selection import GroupSelection, sent_count
+from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.engine.observe.samples import ParameterSamples
+from lightning_sparse.schedule.cost.network import dense_bytes
+
+Mark = Any  # a host time in seconds (float), or an event of the device
+_dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
+
+
+class Clock:
+    """Mark points in time: on the host's clock for CPU, as events on the current stream elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_host = device.type == "cpu"  # marks are host times, which cost next to nothing
+
+    def mark(self) -> Mark:
+        """Return the present; on a device, the moment at which the work queued so far has been done."""
+        if self.is_host:
+            return perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reference(self) -> tuple[Mark, float]:
+        """Return a mark and the host's time (``time.perf_counter``) at which it passed; on a device this waits."""
+        mark = self.mark()
+        if not self.is_host:
+            mark.synchronize()
+        return mark, mark if self.is_host else perf_counter()
+
+    @staticmethod
+    def has_passed(mark: Mark) -> bool:
+        """Tell whether a device has come to a mark, without waiting for it."""
+        return isinstance(mark, float) or bool(mark.query())
+
+    @staticmethod
+    def seconds(start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks; on a device this waits until both have passed."""
+        if isinstance(start, float):
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+class Span(NamedTuple):
+    """A stretch of one stage: ``"select"``, ``"encode"``, ``"exchange"`` or ``"commit"``."""
+
+    stage: str
+    start: Mark
+    end: Mark
+
+
+class GroupMarks:
+    """The life of one group."""
+
+    def __init__(self, names: tuple[str, ...], ready: Optional[Mark] = None) -> None:
+        self.names = names
+        self.elements = 0
+        self.counts = 0  # elements that the density asked for, of parameters that are not sent whole
+        self.dense_elements = 0  # of parameters that are sent whole
+        self.wire_bytes = 0.0
+        self.ready = ready  # the last gradient; none if nobody marked it
+        self.spans: list[Span] = []  # in their order; exchanges are at the same time on all ranks
+
+    def seconds(self, *stages: str) -> float:
+        """Return the time spent in stages; on a device this waits for them."""
+        return _seconds(self.spans, stages)
+
+
+class StepMarks:
+    """The life of one step; all seconds wait for a device."""
+
+    def __init__(self) -> None:
+        self.is_typical = True  # sends as much as most steps: none of a warm-up, and learns no mean gradient
+        self.backward_start: Optional[Mark] = None  # if anybody said so
+        self.ready: dict[str, Optional[Mark]] = {}  # by parameter, in this order; on a device none unless watched
+        self.groups: list[GroupMarks] = []  # in the order of exchange
+        self.spans: list[Span] = []  # stages that belong to no group
+        self.backward_end: Optional[Mark] = None  # the last gradient was ready
+        self.end: Optional[Mark] = None  # the last exchange had been written back
+
+    def all_spans(self) -> Iterator[Span]:
+        """Yield the stages of all groups, then those of the step as a whole."""
+        for group in self.groups:
+            yield from group.spans
+        yield from self.spans
+
+    def seconds(self, *stages: str) -> float:
+        """Return the time spent in stages."""
+        return _seconds(self.all_spans(), stages)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds from the start of backward to the last gradient."""
+        known = self.backward_start is not None and self.backward_end is not None
+        return Clock.seconds(self.backward_start, self.backward_end) if known else 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds from the last gradient until all means had been written."""
+        known = self.backward_end is not None and self.end is not None
+        return max(0.0, Clock.seconds(self.backward_end, self.end)) if known else 0.0
+
+    @property
+    def have_passed(self) -> bool:
+        """Whether the step is over on the device, too; nobody waits for it."""
+        return all(mark is None or Clock.has_passed(mark) for mark in (self.backward_end, self.end))
+
+
+def _seconds(spans: Iterable[Span], stages: Container[str]) -> float:
+    return sum(Clock.seconds(span.start, span.end) for span in spans if span.stage in stages)
+
+
+class StepFacts:
+    """Facts of one step, without a tensor of what arrived, so that many steps can be kept."""
+
+    def __init__(self, ranks: int, node_ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._node_ranks = node_ranks
+        self.elements = 0.0  # of gradients to be exchanged; with two levels those of this rank's shares
+        self.wire_bytes = 0.0  # by ``sent_bytes``, indices, counts, flags and padding included
+        self.node_bytes = 0.0  # those of them for ranks of the same node, with two levels
+        self.covered_steps = 1  # optimizer steps that the exchange is about, more than one in rounds of local steps
+        self.is_plain = False  # plain DDP made the exchange, whose times are not known
+        self.marks = StepMarks()
+        self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
+        self._sent: list[Union[float, Tensor]] = []  # tensors are counts that the device has not been asked for
+
+    @classmethod
+    def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepFacts":
+        """Return those of an all-reduce of all gradients, whose ring leaves each node once."""
+        facts = cls(ranks, node_ranks)
+        facts.is_plain, facts.elements = True, numel / node_ranks
+        facts._sent.append(facts.elements)
+        facts.wire_bytes = facts.dense_bytes
+        facts.node_bytes = facts.wire_bytes * (node_ranks - 1) / node_ranks
+        return facts
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
+        return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
+
+    @property
+    def sent(self) -> Union[float, Tensor]:
+        """How many elements this rank sent, without asking the device for it."""
+        return sum(self._sent)
+
+    def add_selection(self, selection: GroupSelection) -> None:
+        """Record what this rank sends of a group."""
+        self.elements += selection.numel
+        self._sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
+
+
+def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]:
+    """Return the public statistics of one step or more, of times and bytes their means; this waits for a device.
+
+    Times are those of the steps that plain DDP did not make, NaN if it made all.
+    """
+    wire_bytes = fmean(step.wire_bytes for step in steps)
+    dense = fmean(step.dense_bytes for step in steps)
+    marks = [step.marks for step in steps if not step.is_plain]
+
+    def mean(seconds: Callable[[StepMarks], float]) -> float:
+        return fmean(map(seconds, marks)) if marks else math.nan
+
+    return {
+        "density": float(sum(step.sent for step in steps)) / max(1, sum(step.elements for step in steps)),
+        "wire_bytes": wire_bytes,
+        **({"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)} if has_levels else {}),
+        "dense_bytes": dense,
+        "compression_ratio": compression_ratio(dense, wire_bytes),
+        "select_seconds": mean(lambda each: each.seconds("select", "encode")),
+        "exchange_seconds": mean(lambda each: each.seconds("exchange")),
+        "exposed_seconds": mean(lambda each: each.exposed_seconds),
+    }
+
+
+def compression_ratio(dense: float, sent: float) -> float:
+    """Return how many times fewer bytes were sent than DDP would have sent; 1 where nothing travels."""
+    return dense / sent if sent else 1.0
+
+
+class Totals:
+    """Add up what the steps of a training sent, and how long they took, without a wait for a device."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # of optimizers, those left to plain DDP included
+        self.wire_bytes = self.node_bytes = self.dense_bytes = 0.0
+        self._exposed_seconds = 0.0
+        self._unread: deque[StepMarks] = deque()  # of steps that a device may not have come to the end of
+        self._is_plain = False
+        self._seconds = 0.0
+        self._border = perf_counter()
+
+    def add(self, facts: StepFacts) -> None:
+        """Add a step whose exchange has ended, as far as the host knows."""
+        self.wire_bytes += facts.wire_bytes
+        self.node_bytes += facts.node_bytes
+        self.dense_bytes += facts.dense_bytes
+        if facts.is_plain:
+            self._is_plain = True
+            return
+        self._unread.append(facts.marks)
+        while self._unread and self._unread[0].have_passed:
+            self._exposed_seconds += self._unread.popleft().exposed_seconds
+
+    def resume(self) -> None:
+        """Count time from here on: what went before, such as validation, is no part of a step."""
+        self._border = perf_counter()
+
+    def end_step(self) -> None:
+        """Count a step of an optimizer."""
+        border, self._border = self._border, perf_counter()
+        if not self._is_plain:  # of which nobody knows what was exposed
+            self._seconds += self._border - border
+        self._is_plain = False
+        self.steps += 1
+
+    def as_stats(self, has_levels: bool, waited_seconds: Optional[float] = None) -> dict[str, float]:
+        """Return the public statistics, with ``waited_seconds`` exposed where given; on a device this may wait."""
+        exposed = waited_seconds
+        if exposed is None:
+            exposed = self._exposed_seconds + sum(marks.exposed_seconds for marks in self._unread)
+        stats = {
+            "total_wire_bytes": self.wire_bytes,
+            "total_dense_bytes": self.dense_bytes,
+            "total_compression_ratio": compression_ratio(self.dense_bytes, self.wire_bytes),
+        }
+        if has_levels:
+            stats["total_link_bytes"] = self.wire_bytes - self.node_bytes
+        if self.steps:
+            stats["total_steps"] = float(self.steps)
+            stats["exposed_share"] = exposed / self._seconds if self._seconds else math.nan
+        return stats
+
+
+class Recorder:
+    """Gather the facts of the step in progress, and keep those of the last one that ended."""
+
+    def __init__(self, device: torch.device, ranks: int, node_ranks: int = 1) -> None:
+        self.clock = Clock(device)
+        self.totals = Totals()
+        self._ranks = (ranks, node_ranks)
+        self.has_levels = node_ranks > 1  # some ranks share a gradient
+        self.current = StepFacts(*self._ranks)  # changes only between two backwards
+        self.last: Optional[StepFacts] = None  # that ended, with the engine or with plain DDP
+        self.watches_gradients = False  # mark each, also where that costs an event of the device; the planner's
+        self.is_watched = False  # the same, for whoever looks on from outside the engine
+        self.samples_deltas = False  # of the next step, on all ranks: costs a dense all-reduce
+        self.samples: Optional[ParameterSamples] = None  # of the step in progress, if somebody asked
+        self.last_samples: Optional[ParameterSamples] = None  # of the last step for which they were asked
+        self._group: Optional[GroupMarks] = None
+
+    def begin_backward(self) -> None:
+        """Record that a backward begins; of several in one step the last one counts."""
+        self.current.marks.backward_start = self.clock.mark()
+
+    def end_backward(self) -> None:
+        """Record that the last gradient is ready."""
+        self.current.marks.backward_end = self.clock.mark()
+
+    def add_ready(self, names: Sequence[str]) -> None:
+        """Record that gradients are ready, those of a bucket at once."""
+        is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
+        self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
+
+    @contextmanager
+    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[None]:
+        """Count what is recorded inside as that of one group."""
+        self._group = GroupMarks(tuple(names), ready)
+        self.current.marks.groups.append(self._group)
+        try:
+            yield
+        finally:
+            self._group = None
+
+    def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
+        """Look at the group's fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
+        if self.samples is not None and self._group is not None:
+            self.samples.add_gradients(self._group.names, gradients, loss_scale)
+
+    def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
+        """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
+        self.current.add_selection(selection)
+        if self._group is not None:
+            self._group.elements += selection.numel
+            if selection.is_whole:
+                self._group.dense_elements += selection.numel
+            else:
+                self._group.counts += round(sum(counts))
+
+    def see_sent(self, names: Sequence[str], sent: Callable[[], Sequence[Selection]]) -> None:
+        """Look at what is sent of each parameter, for which the host may wait."""
+        if self.samples is not None:
+            self.samples.add_sent(names, sent())
+
+    def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
+        """Record that bytes leave this rank, maybe for others of its node."""
+        self.current.wire_bytes += count
+        self.current.node_bytes += count * is_inside_node
+        if self._group is not None:
+            self._group.wire_bytes += count
+
+    def add_to_last(self, count: float) -> None:
+        """Record that bytes have left this rank that belong to the last step."""
+        if self.last is not None:
+            self.last.wire_bytes += count
+            self.totals.wire_bytes += count
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[None]:
+        """Time what is done inside, as part of a stage; to a profiler of torch that is on it is ``sparse.<stage>``."""
+        is_profiled = profiler._is_profiler_enabled
+        with profiler.record_function(f"sparse.{stage}") if is_profiled else nullcontext():
+            start = self.clock.mark()
+            yield
+        marks = self.current.marks if self._group is None else self._group
+        marks.spans.append(Span(stage, start, self.clock.mark()))
+
+    def end_step(self) -> StepFacts:
+        """Close the facts of this step, open the next, and return the former."""
+        self.current.marks.end = self.clock.mark()
+        self.totals.add(self.current)
+        self.last, self.current = self.current, StepFacts(*self._ranks)
+        return self.last
+
+    def add_plain_step(self, numel: int) -> None:
+        """Record a step whose gradients, of so many elements, plain DDP exchanges."""
+        self.last = StepFacts.of_plain_ddp(numel, *self._ranks)
+        self.samples = self.last_samples = None
+        self.totals.add(self.last)
+
+    def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
+        """Ask for :attr:`last_samples` of the next step, on any ranks; norms read gradients and residuals once more."""
+        if self.samples is not None:  # somebody else has asked for the same step
+            counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
+        self.samples = ParameterSamples(counts, histograms)
+
+    def close_samples(
+        self,
+        kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]],
+        update_norms: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        """Close the samples of a step, if asked for, with what the memory keeps after it.
+
+        ``update_norms`` returns the norms of the updates that the step added to it, where gradients do not wait.
+        """
+        if self.samples is None:
+            return
+        kept = kept_after()
+        self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, update_norms())
+        self.last_samples, self.samples = self.samples, None

@@ -1,0 +1,144 @@
+"""Values in few bits, as codes packed side by side: in blocks that share a scale, or in bins that have a mean.
+
+SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes in bins what top-k has selected. Its released code rounds to the
+nearest of four levels that are not symmetric about the mean; here six standard deviations about the mean are cut into
+equal bins, which leaves less behind of values of two signs that are all large.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.functional.elements import add_rows, read_as, round_to
+
+BLOCK = 64  # elements that share a scale, which adds a quarter of a bit to each
+_SCALE = torch.bfloat16  # it has the range of fp32; a value above the rounded scale is written as the scale
+_RANGE = 6.0  # standard deviations that the bins cover; what lies beyond is in the outermost
+BIN_MEANS = torch.bfloat16  # what it rounds off stays with the sender, as all else that the code does not say
+# A piece's temporaries stay in a CPU's cache. On a device few launches count more: 8 bytes a code are 64 MiB.
+_CPU_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 23
+
+
+def packed_nbytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` codes of ``bits`` bits take: ``bits`` for every eight codes begun."""
+    return -(-count // 8) * bits
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Write codes, uint8 ``[count]``, each below ``2 ** bits``, side by side; bits that no code fills are zero."""
+    codes_each, bytes_each = _word_sizes(bits)
+    packed = codes.new_empty(packed_nbytes(codes.numel(), bits))
+    size = _piece(codes)
+    for piece, out in zip(codes.split(size), packed.split(packed_nbytes(size, bits))):
+        padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
+        _write_parts(_words(padded.view(-1, codes_each), bits, bytes_each), out.view(-1, bytes_each), 8)
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Read what :func:`pack_codes` wrote, uint8 ``[count]``."""
+    codes_each, bytes_each = _word_sizes(bits)
+    codes = packed.new_empty(packed_nbytes(count, 8))
+    size = _piece(packed)
+    for piece, out in zip(packed.split(packed_nbytes(size, bits)), codes.split(size)):
+        _write_parts(_words(piece.view(-1, bytes_each), 8, bytes_each), out.view(-1, codes_each), bits)
+    return codes[:count]
+
+
+def _piece(tensor: Tensor) -> int:
+    return _CPU_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
+
+
+def _word_sizes(bits: int) -> tuple[int, int]:
+    """Return the fewest codes that fill whole bytes, and these bytes."""
+    shared = math.gcd(bits, 8)
+    return 8 // shared, bits // shared
+
+
+def _words(parts: Tensor, width: int, nbytes: int) -> Tensor:
+    # Shifts, and not a view of the word as bytes: that would depend on the order of bytes in the machine.
+    dtype = torch.uint8 if nbytes == 1 else torch.int64
+    word = parts[:, 0].to(dtype)
+    for position in range(1, parts.shape[1]):
+        word = word | parts[:, position].to(dtype) << (width * position)
+    return word
+
+
+def _write_parts(words: Tensor, out: Tensor, width: int) -> None:
+    for position in range(out.shape[1]):
+        out[:, position] = (words >> (width * position)) & ((1 << width) - 1)
+
+
+def quantized_nbytes(numel: int, bits: int) -> int:
+    """Return the bytes that whole blocks of so many elements take."""
+    return numel * bits // 8 + numel // BLOCK * _SCALE.itemsize
+
+
+def quantize(rows: Tensor, bits: int) -> Tensor:
+    """Round values to the nearest of ``2 ** bits - 1`` multiples of their block's scale.
+
+    ``rows`` is floating point ``[rows, numel]``, a multiple of ``BLOCK``; a code has 2 to 8 bits. Returns uint8
+    ``[rows, quantized_nbytes(numel, bits)]``, scales first; a value that is not finite makes its block so.
+
+        >>> values = torch.tensor([[3.0, -7.0, 0.4, *[0.0] * 61]])
+        >>> dequantize(quantize(values, bits=4), bits=4)[0, :4]
+        tensor([ 3., -7.,  0.,  0.])
+    """
+    levels = (1 << bits - 1) - 1
+    blocks = rows.view(-1, BLOCK)
+    scales = round_to(blocks.abs().amax(dim=1), _SCALE)
+    divisors = scales.to(rows.dtype).masked_fill_(scales == 0, 1.0).unsqueeze(1)
+    codes = (blocks / divisors).mul_(levels).round_().nan_to_num_(nan=0.0).clamp_(-levels, levels).add_(levels)
+    packed = pack_codes(codes.to(torch.uint8).flatten(), bits)
+    return torch.cat([scales.view(len(rows), -1).view(torch.uint8), packed.view(len(rows), -1)], dim=1)
+
+
+def dequantize(written: Tensor, bits: int) -> Tensor:
+    """Read what :func:`quantize` wrote on one rank or on several, as fp32 ``[rows, numel]``."""
+    levels = (1 << bits - 1) - 1
+    blocks = written.shape[1] // quantized_nbytes(BLOCK, bits)
+    scale_bytes = blocks * _SCALE.itemsize
+    scales = read_as(written[:, :scale_bytes], _SCALE).float()
+    codes = unpack_codes(written[:, scale_bytes:].reshape(-1), bits, len(written) * blocks * BLOCK)
+    values = codes.float().sub_(levels).view(len(written), blocks, BLOCK)
+    return values.mul_(scales.div_(levels).unsqueeze(2)).view(len(written), -1)
+
+
+def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
+    """Sort the values of each of several tensors, laid end to end, into ``2 ** bits`` bins.
+
+    Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero where a bin is empty; a
+    mean of a tensor with a value that is not finite is not finite either.
+
+        >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 3.0, 5.0]), [4], bits=2)
+        >>> codes.tolist(), values_of_bins(codes, means, [4], bits=2).tolist()
+        ([1, 1, 2, 2], [-3.5, -3.5, 4.0, 4.0])
+    """
+    bins = 1 << bits
+    wide, tensor = values.double(), _tensor_of_each(counts, values.device)
+    sizes = _sums(torch.ones_like(wide), tensor, len(counts))
+    centred = wide - (_sums(wide, tensor, len(counts)) / sizes)[tensor]
+    width = (_sums(centred.square(), tensor, len(counts)) / sizes).sqrt_().mul_(_RANGE / bins)
+    codes = centred.div_(width[tensor]).add_(bins / 2).floor_().nan_to_num_(nan=0.0).clamp_(0, bins - 1)
+    place = tensor.mul_(bins).add_(codes.long())
+    sizes = _sums(torch.ones_like(wide), place, len(counts) * bins)
+    means = _sums(wide, place, len(counts) * bins) / sizes.clamp_(min=1.0)
+    return codes.to(torch.uint8), round_to(means, BIN_MEANS)
+
+
+def values_of_bins(codes: Tensor, means: Tensor, counts: Sequence[int], bits: int) -> Tensor:
+    """Read what :func:`bin_values` wrote, on one rank or on several, as fp32 of the shape of ``codes``."""
+    places = codes.long().add_(_tensor_of_each(counts, codes.device), alpha=1 << bits)
+    return means.float().gather(-1, places)
+
+
+def _tensor_of_each(counts: Sequence[int], device: torch.device) -> Tensor:
+    numbers = torch.arange(len(counts), device=device)
+    # The size is known: a GPU need not be asked for it.
+    return numbers.repeat_interleave(torch.tensor(counts).to(device, non_blocking=True), output_size=sum(counts))
+
+
+def _sums(values: Tensor, places: Tensor, number: int) -> Tensor:
+    return add_rows(values[None], places[None], values.new_zeros(number))
