@@ -22,12 +22,8 @@ from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.commands import Interpreter
 from tests.helpers.kit import run_kit
+from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/benchmarks/README.md")] + sorted(
-    DOCS.rglob("*.md")
-)
 SYSTEMS = DOCS / "systems"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
@@ -35,41 +31,6 @@ CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect
 OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, DDPStrategy.__init__, DistributedDataParallel.__init__]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """Return the code of a page."""
-    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return found
-
-
-def prose(page: Path) -> str:
-    """Return a page without its blocks of code."""
-    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def spans(page: Path) -> list[str]:
-    """Return what a page writes as code within a line."""
-    return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
-
-
-def anchors(page: Path) -> set[str]:
-    """Return what links into a page may end with."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def section(page: Path, heading: str) -> str:
-    """Return what follows a heading, up to the next of the second level."""
-    _, _, after = page.read_text().partition(f"\n{heading}\n")
-    return after.partition("\n## ")[0]
-
-
-def rows(page: Path, heading: str) -> list[list[str]]:
-    """Return the cells, row by row, of the table that follows a heading."""
-    table = re.search(r"(?:^\|.*\n)+", section(page, heading), re.MULTILINE)
-    assert table is not None, f"{page} has no table after {heading!r}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
 
 
 def arguments_of(function: Any) -> set[str]:

@@ -41,7 +41,8 @@ class BackendChoice(Uncopied):
         self._say = say
         self._is_comparing = False
         self._departure = _DEPARTURE
-        self._density = 1.0  # that of the steps timed last
+        self._density = 1.0  # that of the compressed steps timed last
+        self._exposed = 0.0  # seconds of their exchange
         self._border = perf_counter()
         self.chosen: Optional[bool] = None  # whether plain DDP was the faster one, once that is known
         self.verdict = "training ended before compression and plain DDP were compared"
@@ -132,11 +133,14 @@ class BackendChoice(Uncopied):
         for _ in range(_SETTLING_STEPS):
             yield
         seen: list[float] = []
+        exposed: list[float] = []
         while len(seen) < _TIMED_STEPS and (not seen or median(seen) < hopeless):
             seen.append(self._engine.mean_over_ranks((yield)))
+            exposed.append(0.0 if is_plain else self._engine.compression_stats()["exposed_seconds"])
         self._is_comparing = False
         if not is_plain:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
+            self._exposed = self._engine.mean_over_ranks(median(exposed))
         return seen
 
     def _settle(self, is_plain: bool) -> Steps:
@@ -184,4 +188,7 @@ class BackendChoice(Uncopied):
             unsure = "" if comparison.is_clear else ", and the difference is within the error"
             choice = f"plain DDP, as compression saves {gain:.1%}: {worth}{unsure}"
         self.verdict = f"chosen: {choice}"
-        self._say(f"{comparison}, in {turns} turns of each; {self.verdict}.")
+        # All of DDP's exchange that backward does not hide, over a step of ours less what it does not hide of ours.
+        alone = comparison.ours - self._exposed
+        r = f"; r = {max(0.0, comparison.theirs / alone - 1):.2g} as measured" if alone > 0 else ""
+        self._say(f"{comparison}, in {turns} turns of each{r}; {self.verdict}.")

@@ -20,11 +20,11 @@ Cost = Callable[[int], float]
 class MadeUpEngine:
     """As much of an engine as the choice asks for; a plan takes it some steps."""
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float, exposed: float) -> None:
         self.planner = self.densities = self
         self.sends_all = False
         self.plan: Any = None
-        self._density = density
+        self._density, self._exposed = density, exposed
         self._steps = 0
 
     def start_anew(self) -> None:
@@ -40,12 +40,14 @@ class MadeUpEngine:
         return number
 
     def compression_stats(self) -> dict[str, float]:
-        return {"density": self._density}
+        return {"density": self._density, "exposed_seconds": self._exposed}
 
 
-def live(theirs: Cost, ours: Cost, steps: int, density: float = 0.01) -> tuple[list[bool], list[str]]:
+def live(
+    theirs: Cost, ours: Cost, steps: int, density: float = 0.01, exposed: float = 0.0
+) -> tuple[list[bool], list[str]]:
     """Live through steps that take so many seconds; return which were plain, and what was said."""
-    engine, said, were_plain = MadeUpEngine(density), list[str](), list[bool]()
+    engine, said, were_plain = MadeUpEngine(density, exposed), list[str](), list[bool]()
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
         choice = BackendChoice(engine, torch.device("cpu"), said.append)  # type: ignore[arg-type]
         for step in range(steps):
@@ -64,11 +66,11 @@ def noisy(seconds: float, noise: float, seed: int) -> Cost:
 
 
 def test_it_says_what_it_does_and_what_came_of_it() -> None:
-    were_plain, (begins, chosen) = live(lambda step: 0.1, lambda step: 0.04, 200)
+    were_plain, (begins, chosen) = live(lambda step: 0.1, lambda step: 0.04, 200, exposed=0.015)
     assert begins.startswith("times 6 steps with compression and 6 of plain DDP, in 2 to 6 turns")
     assert chosen == (
         "a step takes 100.0 ms with DDP and 40.0 ms with compression (the difference may be wrong by 0.0 ms), in 2"
-        " turns of each; chosen: compression, which saves 60.0%."
+        " turns of each; r = 3 as measured; chosen: compression, which saves 60.0%."
     )
     # Hopeless: a step of each turn is enough, after two that settle.
     assert sum(were_plain) == 6
@@ -85,7 +87,7 @@ def test_it_says_what_it_does_and_what_came_of_it() -> None:
 def test_what_is_not_worth_the_delay_is_left_to_ddp(ours: float, density: float, why: str) -> None:
     were_plain, said = live(lambda step: 0.1, lambda step: ours, 300, density)
     assert all(were_plain[-100:])
-    assert said[-1].endswith(f"in 2 turns of each; chosen: plain DDP, {why}")
+    assert said[-1].endswith(f"as measured; chosen: plain DDP, {why}")
 
 
 def test_turns_are_repeated_while_they_do_not_tell() -> None:

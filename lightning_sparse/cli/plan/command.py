@@ -4,7 +4,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Optional
 
+from lightning_sparse.cli.plan.advice import Ratio, parse_compute, parse_parameters
 from lightning_sparse.cli.plan.forecast import DENSITIES, measure_candidates, predict_systems
 from lightning_sparse.cli.plan.model import profile_model
 from lightning_sparse.cli.plan.rehearsal import SettingsOf
@@ -12,15 +14,19 @@ from lightning_sparse.cli.plan.report import as_json, as_table, draw, figure_cla
 from lightning_sparse.schedule.cost.network import Network, parse_bandwidth, parse_latency
 
 _DESCRIPTION = """\
-Predict the step time of every strategy, for a model and a network, and mark the simplest of the fastest.
+Say r, the seconds of DDP's exchange over those of a step without it, and what to take at that r; then predict the step
+time of every strategy, and mark the simplest of the fastest.
 
 The model's backward is profiled here, in one process, in a few training steps on the first batches of its train
-dataloader."""
+dataloader. With --parameters and --compute nothing is run, and r alone is said."""
 _EPILOG = """\
 --model, --data, --trainer, --config and all else of "lightning-sparse fit" say what to train; of the trainer's
-arguments, accelerator, precision, gradient clipping, benchmark and deterministic count. Example:
+arguments, accelerator, precision, gradient clipping, benchmark and deterministic count. Examples:
 
+  lightning-sparse plan --parameters 124M --compute 100ms --bandwidth 10gbit --latency 100us --workers 4
   lightning-sparse plan --config fit.yaml --bandwidth 1gbit --latency 100us --workers 16 --picture plan.png"""
+
+_FP32_BYTES = 4
 
 
 def plan(args: Sequence[str]) -> None:
@@ -36,7 +42,7 @@ def plan(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sparse plan",
-        usage="%(prog)s --bandwidth B --latency L --workers N [OPTION ...] --config FILE ...",
+        usage="%(prog)s --bandwidth B --latency L --workers N [OPTION ...] (--config F | --parameters P --compute S)",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -50,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--node-bandwidth", default="100gbit", help="of each worker inside its node, 100gbit if left out")
     add("--node-latency", default="10us", help="of a message inside a node, 10us if left out")
     add("--densities", type=float, nargs="+", default=DENSITIES, help="fractions to try, 0.1 0.01 0.001 if left out")
+    add("--parameters", help="of a model with fp32 gradients that is not here, such as 124M, 1.5B; with --compute")
+    add("--compute", help="of a step without communication, such as 120ms; measured here if left out")
     add("--json", metavar="FILE", help="write the predictions there; - for standard output, instead of the table")
     add("--picture", metavar="FILE", help="draw speed-up against workers and bandwidth there, such as plan.png")
     return parser
@@ -68,12 +76,37 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
         parse_bandwidth(options.node_bandwidth, "node-bandwidth"),
         parse_latency(options.node_latency, "node-latency"),
     ).checked()
+    compute = None if options.compute is None else parse_compute(options.compute)
+    if options.parameters is not None:
+        _answer(options, compute, network, model_args)
+        return
     profile = profile_model(model_args)
+    origin = f"measured here, on {profile.device}" if compute is None else "given"
+    if compute is not None:
+        profile = profile.lasting(compute)
+    ratio = Ratio(profile.element_bytes * profile.elements, network, profile.alone_seconds, origin)
     candidates = measure_candidates(profile, options.densities)
     rows = predict_systems(profile, network, candidates)
-    text = json.dumps(as_json(profile, network, rows), indent=1)
-    print(text if options.json == "-" else as_table(profile, network, rows))
-    if options.json and options.json != "-":
-        Path(options.json).write_text(text + "\n")
+    _give(options, f"{ratio}\n\n{as_table(profile, network, rows)}", as_json(profile, network, rows), ratio)
     if options.picture:
         draw(profile, network, candidates, options.picture)
+
+
+def _answer(options: argparse.Namespace, compute: Optional[float], network: Network, model_args: Sequence[str]) -> None:
+    """Say what r alone tells, of a model that is not here."""
+    parameters = parse_parameters(options.parameters)
+    if compute is None or model_args or options.picture:
+        unfit = [*model_args, *(["--picture"] if options.picture else [])]
+        raise ValueError(
+            f"--parameters {options.parameters} needs --compute beside it, and a model or a picture cannot go with it"
+            + (f": leave out {' '.join(unfit)}" if unfit else "")
+        )
+    ratio = Ratio(_FP32_BYTES * parameters, network, compute)
+    _give(options, str(ratio), {}, ratio)
+
+
+def _give(options: argparse.Namespace, text: str, numbers: dict[str, Any], ratio: Ratio) -> None:
+    written = json.dumps({"ratio": ratio.as_json(), **numbers}, indent=1)
+    print(written if options.json == "-" else text)
+    if options.json and options.json != "-":
+        Path(options.json).write_text(written + "\n")

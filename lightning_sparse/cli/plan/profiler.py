@@ -44,6 +44,12 @@ class BackwardProfile(NamedTuple):
         """Seconds of a step that exchanges nothing."""
         return sum(self.backward_seconds) + self.other_seconds
 
+    def lasting(self, seconds: float) -> "BackwardProfile":
+        """Return the same step on a machine that takes so many seconds for it without communication."""
+        times = seconds / self.alone_seconds
+        backward_seconds = tuple(times * each for each in self.backward_seconds)
+        return self._replace(backward_seconds=backward_seconds, other_seconds=times * self.other_seconds)
+
 
 class BackwardProfiler(Callback):
     """Time the first steps of a ``fit`` in one process, all their backward passes and no waits for data, and end it."""

@@ -1,0 +1,45 @@
+"""What the pages say, in parts."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/benchmarks/README.md")] + sorted(
+    DOCS.rglob("*.md")
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code of a page."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return found
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(page: Path) -> list[str]:
+    """Return what a page writes as code within a line."""
+    return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links into a page may end with."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section(page: Path, heading: str) -> str:
+    """Return what follows a heading, up to the next of the second level."""
+    _, _, after = page.read_text().partition(f"\n{heading}\n")
+    return after.partition("\n## ")[0]
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Return the cells, row by row, of the table that follows a heading."""
+    table = re.search(r"(?:^\|.*\n)+", section(page, heading), re.MULTILINE)
+    assert table is not None, f"{page} has no table after {heading!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
