@@ -9,12 +9,7 @@ _MAX_LISTED = 20  # a model may have thousands of parameter names
 
 
 def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choice: Union[str, Item]) -> Item:
-    """Build the object that a name stands for; pass an object through.
-
-    Raises:
-        ValueError: if the name is unknown.
-        TypeError: if the object is no instance of ``base``.
-    """
+    """Build the object that a name stands for; pass an instance of ``base`` through, and refuse all else."""
     if isinstance(choice, str):
         return table[one_of(noun, choice, sorted(table))]()
     if not isinstance(choice, base):
@@ -26,11 +21,7 @@ def resolve(noun: str, base: type, table: Mapping[str, Callable[[], Item]], choi
 
 
 def one_of(noun: str, name: str, known: Sequence[str]) -> str:
-    """Pass a name through.
-
-    Raises:
-        ValueError: if it is not among those known.
-    """
+    """Pass a name through; raise ``ValueError`` if it is not among those known."""
     if name not in known:
         raise ValueError(unknown_name(noun, name, known))
     return name

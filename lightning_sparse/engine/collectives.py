@@ -48,11 +48,10 @@ class Uncopied:
 
 
 class Collectives(Uncopied):
-    """The collectives that wire formats name, over one process group of ``ranks`` (global numbers).
+    """The collectives that wire formats name, over a process group of ``ranks`` (global numbers) of their own.
 
-    Exchanges run on a thread of their own, while users' collectives (``sync_dist``, SyncBatchNorm) run on others. On a
-    shared process group their order would differ between ranks, so this one is never shared. ``parts`` divide all
-    ranks, the same on all of them, into those that exchange among themselves; ``None`` where all exchange with all.
+    On a shared one, the order of exchanges and of users' collectives, on several threads, would differ between ranks.
+    ``parts`` divide all ranks into those that exchange among themselves; ``None`` where all exchange with all.
     """
 
     def __init__(
@@ -87,11 +86,7 @@ class Collectives(Uncopied):
 
     @contextmanager
     def telling_of(self, subject: str, name: str = "all_gather") -> Iterator[None]:
-        """Raise :class:`ExchangeError`, which names the subject of the collective inside, for a backend's error.
-
-        What this rank's own device raises (out of memory, a failed assertion in a kernel, which surfaces at whatever
-        call comes next) stays what it is.
-        """
+        """Raise :class:`ExchangeError` about a subject for a backend's error inside, not for this device's."""
         try:
             yield
         except RuntimeError as error:
@@ -100,12 +95,9 @@ class Collectives(Uncopied):
             raise ExchangeError.of(error, f"{name} of {subject}") from error
 
     def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``.
-
-        gloo's own goes around a ring, ``ranks - 1`` hops. A short tensor is handed to every rank at once instead: the
-        same bytes, in one round trip.
-        """
+        """Gather a flat tensor of equal size from every rank into ``[ranks, numel]``."""
         gathered = tensor.new_empty(self.ranks, tensor.numel()) if out is None else out
+        # gloo's own goes around a ring; a short tensor goes to every rank at once: the same bytes in one round trip.
         if self._goes_around and 0 < gathered.nbytes <= DIRECT_BYTES:
             return self.all_to_all(tensor.expand(self.ranks, -1).contiguous(), gathered)
         _all_gather_into(gathered.view(-1), tensor, group=self.group)
@@ -119,11 +111,8 @@ class Collectives(Uncopied):
         return received
 
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``).
-
-        gloo's own goes around a ring twice. A short tensor goes as parts to their owners and back as sums instead: the
-        same bytes, in two round trips.
-        """
+        """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``)."""
+        # gloo's own goes around a ring twice; parts go to their owners and back as sums in two round trips.
         is_short = tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
         if not (self._goes_around and is_short):
             dist.all_reduce(tensor, group=self.group)
@@ -145,12 +134,8 @@ class Collectives(Uncopied):
         return [mean for part in parts for mean in self.gather_numbers(part).mean(dim=0).tolist()]
 
     def check(self, names: Iterable[str]) -> None:
-        """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device.
-
-        gloo and NCCL have all of them: there the all-gather alone is tried, which finds a device that does not go with
-        the backend. NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes that most trainings
-        never need.
-        """
+        """Try collectives once, on a few bytes, and refuse a backend that cannot run one of them on this device."""
+        # NCCL's first all-to-all connects all pairs of ranks, which takes gigabytes that most trainings never need.
         knows_all = dist.get_backend(self.group) in ("gloo", "nccl")
         for name in names:
             if knows_all and name != "all_gather":
@@ -165,12 +150,9 @@ class Collectives(Uncopied):
                 ) from error
 
     def close(self, has_failed: bool = False) -> None:
-        """Give the process group back; safe to call twice.
-
-        Where this rank ``has_failed``, others may still wait for it. gloo tells them by the end of the group. NCCL
-        would have this rank wait for them first, with an error that nobody has seen: there the group stays until the
-        process ends.
-        """
+        """Give the process group back, unless others wait for this rank, which ``has_failed``; safe to call twice."""
+        # gloo tells those that wait by the end of the group. NCCL would have this rank wait for them first, with an
+        # error that nobody has seen: there the group stays until the process ends.
         is_there = self.group is not None and dist.is_initialized()
         if is_there and not (has_failed and dist.get_backend(self.group) != "gloo"):
             dist.destroy_process_group(self.group)
@@ -193,9 +175,7 @@ def sum_together(tensor: Tensor) -> Tensor:
 def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
     """Gather a line of every rank in the store by which the ranks have found each other, within the timeout.
 
-    A rank may have noticed what others have not, and these go on with their step: on a process group in use its message
-    would be taken for one of that step. A gloo group of its own would need more than NCCL does: names of hosts that do
-    not lead to loopback.
+    Ranks that have noticed nothing go on with their step: on a process group in use they would take it for one of that.
     """
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
@@ -238,8 +218,7 @@ def words() -> dict[int, str]:
 def waited_in_vain(error: BaseException) -> Optional[ExchangeError]:
     """Return the meaning of an error that may come from any call: ``None`` unless a backend has waited for other ranks.
 
-    gloo's errors have no type: those are taken that begin with a line of its source. Where ranks differ in what they
-    exchange, gloo begins with a failed check instead, and nobody is to look for the dead.
+    gloo's errors have no type: those are taken that begin with a line of its source, not those of a failed check.
     """
     if isinstance(error, ExchangeError):
         return error

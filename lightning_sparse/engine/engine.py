@@ -36,10 +36,8 @@ _RESIDUAL_BYTES = 4
 class Engine(Uncopied):
     """Exchange the gradients of one wrapped model, until closed; its communication hook is registered here.
 
-    Of a node, ``node_ranks``, one after the other, average their gradients first; 1 for one level. ``begin`` is called
-    on the thread of backward before a step's first gradients are taken, where nobody calls :meth:`begin_backward`
-    before. A backend that lacks a collective of the compressor is refused. Between two steps ``densities`` may be
-    raised, alike on all ranks.
+    ``node_ranks`` of a node average their gradients first. ``begin`` is called before a step's first gradients are
+    taken, on the thread of backward. Between two steps ``densities`` may be raised, alike on all ranks.
     """
 
     def __init__(
@@ -151,10 +149,7 @@ class Engine(Uncopied):
         self._stream.close()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Exchange the gradients of a new wrapper of the same model from now on, whichever are trained now.
-
-        What is kept of a parameter waits until it is trained again.
-        """
+        """Exchange the gradients of a new wrapper of the same model, whichever are trained now."""
         layout = layout_of(ddp.module, *self._layout[2:5])
         if layout != self._layout:
             self._worker.run(lambda: self._train_others(layout))
@@ -218,8 +213,7 @@ class Engine(Uncopied):
     ) -> None:
         """Begin a step: its backward comes next.
 
-        ``loss_scale`` is of one element, on the gradients' device; ``whole`` are names sent whole, as on all ranks;
-        ``settled`` is how much of the warm-up of corrected optimizers lies behind, from 0 to 1.
+        ``loss_scale`` is of one element; ``whole`` are names sent whole; ``settled`` is the part of a warm-up made.
         """
         self._learned = None
         self.recorder.begin_backward()
@@ -237,10 +231,7 @@ class Engine(Uncopied):
         self.recorder.add_plain_step(self._layout.numel)
 
     def end_step(self, optimizer: int = 0, epoch: int = 0, agreed: Sequence[float] = ()) -> None:
-        """End a step after the optimizer's; average the replicas, or exchange what has changed, where that is due.
-
-        ``agreed`` are numbers that have to be the same on all ranks where a round ends.
-        """
+        """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
         self.recorder.totals.end_step()
         self._epoch = epoch
         if self.rounds is None:  # which sample when they exchange
@@ -305,8 +296,7 @@ class Engine(Uncopied):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker and give the process group back; safe to call twice.
 
-        ``has_failed`` says that this rank ends by an error, for which others may wait. Return whether what is kept is
-        that of a whole step: no exchange has failed, or hangs.
+        Return whether what is kept is that of a whole step: no exchange has failed, or hangs.
         """
         self._stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.

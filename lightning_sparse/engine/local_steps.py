@@ -42,10 +42,8 @@ _MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as wel
 def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
     """Return how many local steps keep exchanges at 5 % of the time, 500 at most.
 
-    Example::
-
-        >>> fitting_steps(step_seconds=0.1, exchange_seconds=0.2)
-        40
+    >>> fitting_steps(step_seconds=0.1, exchange_seconds=0.2)
+    40
     """
     return min(_MOST_STEPS, max(1, math.ceil(exchange_seconds / (COMMUNICATION_SHARE * step_seconds))))
 
@@ -65,10 +63,9 @@ class _PendingSync:
 class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
-    Floating-point buffers are exchanged with them, and so are frozen parameters once ranks have written them
-    differently, such as those of a teacher. The model is asked for its tensors when they are read or written: buffers
-    may be assigned anew, and parameters be given other memory. ``begin`` is called for each exchange that begins, and
-    what it returns on the worker before that exchange, for what is known of it.
+    Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model is asked
+    for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that begins,
+    and what it returns on the worker before that exchange.
     """
 
     def __init__(
@@ -166,10 +163,7 @@ class Rounds(Replicas):
         self.adopt()
 
     def adopt(self) -> None:
-        """Share the model that there is now, after what ranks hold differently has been averaged; all ranks must call.
-
-        What has changed in the round so far is part of it.
-        """
+        """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self._worker.run(self._averager.average)
         self._count_bytes()
         self._pending, self._is_stale = None, False
@@ -186,8 +180,7 @@ class Rounds(Replicas):
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; apply the exchange that is due, and begin one at the end of a round.
 
-        A round counts the steps of the optimizer that has made the most, whether or not a scaler skipped some: ranks
-        call this equally often. Steps before :meth:`begin` are only counted.
+        A round counts those of the optimizer with the most, skipped or not: ranks call this equally often.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         self._is_resumed = False

@@ -63,8 +63,7 @@ class AveragedReplicas(Replicas):
 class ReplicaAverager:
     """Average parameters and floating-point buffers over ranks.
 
-    ``divergence``, of one element, is how far the replicas were apart when last averaged: the root mean square over
-    ranks of the distance from the mean of the parameters, relative to its norm. ``sent_bytes`` left this rank then.
+    ``divergence`` is the root mean square over ranks of parameters' distance from their mean, relative to its norm.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
@@ -79,10 +78,7 @@ class ReplicaAverager:
         self.average_differing(floats(chain(self._module.named_parameters(), self._module.named_buffers())), are_apart)
 
     def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
-        """Average over ranks, in place, those tensors that they hold differently, or all; return their names.
-
-        The names are the same on all ranks; none where ranks have other tensors than each other.
-        """
+        """Average over ranks, in place, tensors that they hold differently, or all; return their names."""
         self.sent_bytes = 0.0
         with self._collectives.telling_of("the average of the replicas", "all_reduce"):
             names = list(tensors) if are_apart else self._differing(tensors)

@@ -113,9 +113,8 @@ def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
 class Settings:
     """The user's choices, checked and with names turned into objects; arguments as of ``SparseDDPStrategy``.
 
-    ``local_steps`` is ``None`` to exchange gradients in every step. ``feedback`` is what is asked of the memory: the
-    compressor's own unless :meth:`correct_momentum` or :meth:`correct_adam` changes it. With ``adam``, how updates are
-    made before selection (else ``None``), ``clipping`` is what the mean gradient is clipped to.
+    ``feedback`` is what is asked of the memory, ``adam`` how its updates are made before selection, if they are, and
+    ``clipping`` what the mean gradient is then clipped to.
     """
 
     def __init__(
@@ -177,10 +176,7 @@ class Settings:
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
     def correct_adam(self, clip: Clipping = NOT_CLIPPED) -> None:
-        """Have Adam's updates made before selection, in the next fit, of gradients that are clipped so.
-
-        The compressor's own momentum is left out: Adam's first moment is in its place.
-        """
+        """Have Adam's updates made before selection in the next fit, in place of momentum, of gradients clipped so."""
         asked, own = self._asked_feedback, self.optimizer_correction
         self.adam = own if isinstance(own, AdamCorrection) else AdamCorrection()
         self.clipping = Clipping(asked.clip_norm if clip.norm is None else clip.norm, clip.value)
@@ -212,10 +208,7 @@ class Settings:
         return self._asked_feedback.momentum is not None
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor says itself.
-
-        A compressor that keeps no residual, corrects momentum itself, or masks and selects across a group is refused.
-        """
+        """Accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor says itself."""
         own = self.compressor.feedback
         if correction is None:
             self._ask_for(own._replace(decay=self.feedback.decay))
@@ -247,9 +240,7 @@ class Settings:
     def density_at(self, epoch: int, settled: float = 1.0) -> float:
         """Return the density of an epoch, from 0: during warm-up it falls geometrically, from near a quarter at 0.001.
 
-        With a density of 0.001 and four epochs it is 0.25, 0.063, 0.016, 0.004 and then 0.001, as in Deep Gradient
-        Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code). ``settled``, of the
-        warm-up of corrected optimizers, may ask for more.
+        As in Deep Gradient Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
         """
         least = falling_density(self.density, settled)
         if epoch >= self.warmup_epochs:
@@ -264,8 +255,7 @@ class Settings:
     ) -> Memory:
         """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
-        The mean of ``ranks`` independent gradients has a norm smaller by the root of their number: a local clip allows
-        for it. ``share_of`` returns this rank's share of a flat tensor, where it is given only that of each gradient.
+        The mean of ``ranks`` independent gradients has a norm smaller by the root of their number: clips allow for it.
         """
         wire_is_exact = gradient_dtypes <= {self.wire} and self.wire == torch.float32
         feedback = self.feedback

@@ -63,11 +63,8 @@ def accumulate_updates(
 ) -> None:
     """Divide gradients by Adam's divisor and add the residual updates ``r``, in place.
 
-    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``; the second moment ``v``, with its step's bias,
-    is some steps old, and may not have seen what comes now, such as an embedding's rare row. Adam's own always has,
-    which bounds an update; so does the second term, somewhat more, as what is sent for a single outlier is not made
-    good before the element is sent again. Each rank's gradient is taken for ``sqrt(ranks)`` times as long as the mean,
-    as independent ones are. What is not finite stays so.
+    That is ``g <- r + g / (sqrt(v + 4 (1 - beta2) g^2 / ranks) + eps)``: the second moment ``v``, with its step's bias,
+    is some steps old, and the second term bounds what it has not seen. What is not finite stays so.
     """
     squares = [_OUTLIERS * (1 - each.beta2) * each.weight / ranks for each in scalars]
     eps = [each.eps * each.root_weight for each in scalars]
@@ -135,8 +132,7 @@ def apply_updates(
 ) -> None:
     """Make the last part of Adam's step, in place: ``x <- shrinkage x - rate g / (sqrt(v) + eps)``.
 
-    ``indices`` are as in :func:`to_gradients`; whether somebody has written elsewhere since is looked for. ``rate`` is
-    negative to maximize, ``shrinkage`` what decoupled weight decay leaves.
+    ``indices`` are as in :func:`to_gradients`; whether somebody has written elsewhere since is looked for.
     """
     if parameters[0].device.type != "cpu":
         if shrinkage != 1:

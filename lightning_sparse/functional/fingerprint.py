@@ -11,8 +11,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(tensor: Tensor) -> Tensor:
     """Add up the bits of all elements, each multiplied by a number of its place, modulo ``2 ** 64``; int64 ``[]``.
 
-    Equal tensors have equal ones on every device, as sums of integers have no order. One changed element, also ``0.0``
-    into ``-0.0``, always changes it (its factor is odd); several cancel by a chance of about one in ``2 ** 64``.
+    One changed element always changes it (its factor is odd); several cancel by a chance of one in ``2 ** 64``.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -7,14 +7,11 @@ from torch import Tensor
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``.
-
-    fp32 squares overflow above a norm of 1.8e19, and norms in fp16 above 65504: then it is taken again in float64. On a
-    device always, since the host would have to wait to know.
-    """
+    """Return the Euclidean norm of tensors laid end to end, in fp32, ``[]``."""
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).float().norm()
     if norm.device.type == "cpu" and not norm.isinf():
         return norm
+    # fp32 squares overflow above a norm of 1.8e19; on a device the host would have to wait to know.
     wide = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).norm()
     return torch.where(norm.isinf(), wide.float(), norm)
 
@@ -23,8 +20,7 @@ def layer_deltas(dense_means: Sequence[Tensor], applied: Sequence[Tensor], count
     """Compute ``delta`` of the assumption of LAGS-SGD (arXiv 1911.08727) for every layer, fp32 ``[layers]``.
 
     ``delta = ||x - r||^2 / ((1 - k/d) ||x||^2)``, with ``x`` the mean over ranks of what had accumulated, ``r`` what
-    was applied, ``k`` elements sent of ``d``; 0 for a layer that is zero or was sent whole. The proof asks for <= 1.
-    The denominator is what a random selection leaves over in expectation; the paper draws one instead.
+    was applied, ``k`` elements sent of ``d``; 0 for a layer that is zero or was sent whole. The paper draws the rest.
     """
     left = [dense_mean - mean for dense_mean, mean in zip(dense_means, applied)]
     left_out = torch.stack(torch._foreach_norm(left)).float().square()

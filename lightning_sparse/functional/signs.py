@@ -29,10 +29,7 @@ def _totals(piece: Tensor) -> Tensor:
 
 
 def shift_by_sign(tensor: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """Add one number, ``[]``, to every positive element, and another to every negative one; zeros stay.
-
-    Where either is not finite, nothing of the result is finite.
-    """
+    """Add one number, ``[]``, to positive elements, another to negative ones; not finite, they make all of it so."""
     shifted = torch.empty_like(tensor)
     # A product with zero, and a sum with it, is exact; that of zero and infinity is NaN.
     for piece, out in zip(tensor.split(_PIECE), shifted.split(_PIECE)):

@@ -172,10 +172,7 @@ def _sampled_threshold(tensor: Tensor, count: int) -> Optional[Tensor]:
 
 
 def indices_reaching(tensor: Tensor, floor: Union[Tensor, float]) -> Tensor:
-    """Find where a flat tensor's magnitude is not below a floor, int64, ascending; a NaN never is.
-
-    Off the CPU the host waits for the number.
-    """
+    """Find where a flat tensor's magnitude is not below a floor, int64, ascending; a NaN never is; a host waits."""
     if tensor.device.type != "cpu" or tensor.numel() <= _FEW:
         return torch.lt(tensor.abs(), floor).logical_not_().nonzero().squeeze(1)
     chunk = min(_CPU_CHUNK, -(-tensor.numel() // _WORD) * _WORD)

@@ -86,12 +86,10 @@ class WarmUp(NamedTuple):
 
 
 def falling_density(target: float, settled: float) -> float:
-    """Return the density where so much of the fall lies behind: from 1, geometrically, in stairs, to its target.
+    """Return the density, from 1 in geometric stairs to its target, where so much of the fall lies behind.
 
-    Example::
-
-        >>> [round(falling_density(0.01, settled), 3) for settled in (0.0, 0.5, 0.99, 1.0)]
-        [1.0, 0.112, 0.012, 0.01]
+    >>> [round(falling_density(0.01, settled), 3) for settled in (0.0, 0.5, 0.99, 1.0)]
+    [1.0, 0.112, 0.012, 0.01]
     """
     if settled >= 1 or target >= 1:
         return target

@@ -57,12 +57,8 @@ class AdamMoments(NamedTuple):
 class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
-    Takes 4 bytes an element, as gradients would. The moments are the optimizer's own tensors: the first is emptied into
-    the residual, the second is learned here, and is one for all ranks. Each rank clips its own gradient, whose norm is
-    larger than that of the mean by a factor, one for all ranks, that is measured whenever the mean is known.
-
-    Where each rank is given a share of each gradient alone, ``share_of`` returns that of a flat tensor; moments, and
-    the means that are learned from, are whole in any case.
+    The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``share_of``
+    returns that of a flat tensor. Each rank clips its own gradient, which is longer than the mean by a measured factor.
     """
 
     corrects_adam = True
@@ -105,10 +101,7 @@ class AdamMemory(ResidualMemory):
         return self._second_steps[name]
 
     def take_arrived(self, name: str) -> Optional[Tensor]:
-        """Return where the gradient of a corrected parameter was written in this step, and forget it.
-
-        int64 ``[ranks, count]``, the same element once for each rank that sent it; ``None`` if it arrived whole.
-        """
+        """Return, once, where a corrected gradient was written, int64 ``[ranks, count]``; ``None`` if it came whole."""
         return self._arrived.pop(name, None)
 
     @override
@@ -297,11 +290,7 @@ class AdamMemory(ResidualMemory):
 
     @override
     def statistics(self) -> dict[str, Tensor]:
-        """Return also ``update_error`` and ``second_moment_age``, where updates are accumulated.
-
-        The first is the norm of updates that wait over that of this rank's last updates; the second how many steps ago
-        the second moment was learned, at most.
-        """
+        """Add ``update_error``, of waiting updates to the last ones, and ``second_moment_age`` in steps."""
         statistics = super().statistics()
         norms = list(self.update_norms().values())
         if not norms:

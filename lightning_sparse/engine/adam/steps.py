@@ -51,9 +51,7 @@ def is_correctable(optimizer: Optimizer) -> bool:
 class AdamSteps:
     """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
 
-    While an optimizer steps, the gradients of such parameters are out of its sight; what they stand for is applied
-    here, with weight decay, and their count of steps goes on. Everything else the optimizer does itself. ``target_of``
-    a name is the density when warm-up is over.
+    Meanwhile the optimizer does not see the gradients of such parameters; all else it does itself.
     """
 
     def __init__(
@@ -81,10 +79,7 @@ class AdamSteps:
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget_steps))
 
     def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
-        """Return what is known of the coming step, in which nothing is corrected if it is left to plain DDP.
-
-        For the parameters in ``continued`` it has had an exchange before.
-        """
+        """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
         self._present = {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
@@ -100,10 +95,7 @@ class AdamSteps:
         return ComingStep(hyperparameters, frozenset(whole), _settled(warm_up, self._steps))
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
-        """Yield each parameter with its optimizer, group, name, and the steps it has made.
-
-        Those that are frozen now belong to them: optimizers that take turns freeze each other's.
-        """
+        """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""
         for optimizer in self._optimizers:
             counts = self._steps_of(optimizer)
             for group in optimizer.param_groups:
@@ -132,10 +124,7 @@ class AdamSteps:
         return warm_up is None or self._steps < warm_up.dense_steps
 
     def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """See whether the second moment is known by now; return the warm-up where that has just been decided.
-
-        ``agree`` returns the mean over ranks of a number; called on all ranks or on none.
-        """
+        """Return the warm-up where the second moment is known from now on; ``agree`` returns a mean over ranks."""
         if self._warm_up is not None:
             return None
         steps, last = self._steps, max((step for _, step in self._memory.second_means.values()), default=0)
@@ -318,10 +307,8 @@ class AdamSteps:
 def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
     """Return how much of the fall of the density lies behind after so many steps, from 0 to 1.
 
-    Example::
-
-        >>> [_settled(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
-        [0.0, 0.0, 0.5, 1.0]
+    >>> [_settled(WarmUp(10, 100), steps) for steps in (0, 10, 60, 200)]
+    [0.0, 0.0, 0.5, 1.0]
     """
     if warm_up is None:
         return 0.0

@@ -25,15 +25,11 @@ from lightning_sparse.engine.memory.residual import (
 
 
 class MomentumMemory(ResidualMemory):
-    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``.
+    """Accumulate velocity instead of gradient: ``u = m u + g``, ``v = v + u``, send of ``v``; 12 bytes an element.
 
     With Nesterov ``u = m (u + g)``, ``v = v + u + g``. With ``masks_momentum`` a sent element's ``u`` starts again from
-    zero (momentum factor masking), so that a stale direction is not followed on; of a parameter sent whole it goes on:
-    that is dense momentum SGD. Where a step's gradient comes in several exchanges, ``u`` is multiplied by ``m`` in the
-    first that counts, and ``v`` is given what the others add to ``u`` alone.
-
-    Takes 12 bytes an element: residual, momentum, and that of the step in flight, which counts once the step is finite.
-    ``follows_learning_rate`` rescales the residual alone: dense momentum SGD never rescales its buffer either.
+    zero (momentum factor masking), unless its parameter is sent whole: that is dense momentum SGD. Of several exchanges
+    of one step the first that counts decays ``u``. ``follows_learning_rate`` rescales the residual alone, as SGD would.
     """
 
     def __init__(

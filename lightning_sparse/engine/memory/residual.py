@@ -61,8 +61,7 @@ class Averages(Protocol):
 class Memory:
     """Add what is kept to the gradient before selection, and keep what was not sent after it; this one keeps nothing.
 
-    A step is a transaction: :meth:`compensate` changes nothing that is kept, and :meth:`update` is told which tensors'
-    exchange counts. A non-finite gradient or an unused parameter therefore leaves the memory bit for bit as it was.
+    :meth:`compensate` changes nothing that is kept, and :meth:`update` is told whose exchange counts.
     """
 
     corrects_adam: bool = False  # whether what is kept are updates of Adam or AdamW
@@ -73,10 +72,7 @@ class Memory:
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
-        """Return flat gradients plus what is kept, in at least fp32: in place where their type is wide enough.
-
-        ``hyperparameters`` are empty where no optimizer is known.
-        """
+        """Return flat gradients plus what is kept, in at least fp32: in place where their type is wide enough."""
         return in_widened(gradients)
 
     def update(
@@ -93,10 +89,7 @@ class Memory:
     def after_exchange(
         self, parts: Sequence[tuple[Sequence[str], Optional[Tensor]]], finite: Tensor, ranks: Averages
     ) -> bool:
-        """Exchange what the memory itself wants to know of this step's gradients; return whether it did.
-
-        ``parts`` are the names that travelled together, each with whether any rank used them (``None``: all).
-        """
+        """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
         return False
 
     def clip_to(self, clipping: Clipping) -> None:
@@ -136,10 +129,9 @@ class Memory:
 class ResidualMemory(Memory):
     """Error feedback: what was not sent is added to the next gradient, first multiplied by ``decay`` as in SparseLoCo.
 
-    A parameter's residual is allocated at its first gradient, in fp32 (float64 for a float64 gradient), and then
-    updated in place: 4 bytes an element. ``local_clip_norm`` is the largest norm of this rank's whole gradient, scaled
-    down to it before it is accumulated. With ``follows_learning_rate`` the residual is multiplied by the last learning
-    rate over the present one (within a tenth and ten), so that it acts with the one under which it was gathered.
+    Takes 4 bytes an element, from a parameter's first gradient on. ``local_clip_norm`` is the largest norm of this
+    rank's whole gradient. With ``follows_learning_rate`` the residual acts with the rate under which it was gathered:
+    it is multiplied by the last over the present one (within a tenth and ten).
     """
 
     def __init__(

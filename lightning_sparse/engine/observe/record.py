@@ -169,10 +169,7 @@ class StepFacts:
 
 
 def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]:
-    """Return the public statistics of one step or more, of times and bytes their means; this waits for a device.
-
-    Times are those of the steps that plain DDP did not make, NaN if it made all.
-    """
+    """Return the public statistics, means over steps (times: not over plain DDP's); waits for a device."""
     wire_bytes = fmean(step.wire_bytes for step in steps)
     dense = fmean(step.dense_bytes for step in steps)
     marks = [step.marks for step in steps if not step.is_plain]
@@ -358,10 +355,7 @@ class Recorder:
         kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]],
         update_norms: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """Close the samples of a step, if asked for, with what the memory keeps after it.
-
-        ``update_norms`` returns the norms of the updates that the step added to it, where gradients do not wait.
-        """
+        """Close the samples, if asked for, with what the memory keeps, and norms of updates added to it."""
         if self.samples is None:
             return
         kept = kept_after()

@@ -27,8 +27,7 @@ class ParameterFacts(NamedTuple):
 class ParameterSamples:
     """Gather what a step does to each parameter, as tensors of the device, and read it when nobody waits.
 
-    Magnitudes are int64 ``[256]`` by parameter name: how many values lie in ``[2 ** (k - 127), 2 ** (k - 126))``; the
-    first place holds zeros, the last what is not finite.
+    Magnitudes are int64 ``[256]``: in ``[2 ** (k - 127), 2 ** (k - 126))``, first zeros, last what is not finite.
     """
 
     def __init__(self, has_counts: bool = True, has_histograms: bool = False) -> None:

@@ -52,9 +52,7 @@ def bucket_cap_mb(module: torch.nn.Module) -> float:
 class ArrivedGradients:
     """Tell what exchanges have brought of each gradient, the same on all ranks, from what its rank has added since.
 
-    The next exchange of a step is given the second alone, and what it brings is added to the first: momentum and Adam's
-    moments would take that for a gradient, and of a parameter that no rank has used since nothing is to change. Where
-    nothing is watched, all is a gradient like any other.
+    The next exchange of a step is given the second alone, and adds to the first, which is no gradient to momentum.
     """
 
     def __init__(self) -> None:
@@ -100,7 +98,7 @@ class ArrivedGradients:
     def take(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Optional[Tensor]]]:
         """Forget the means in gradients, flat, that are about to be exchanged.
 
-        Return those gradients that hold one, each with it, flat; with ``None`` where they hold nothing else.
+        Return those that hold one, each with it, flat; with ``None`` where they hold nothing else.
         """
         if not self.is_watched:
             return []
@@ -143,10 +141,8 @@ class NoStream:
 class GradientStream(Uncopied):
     """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
 
-    DDP calls the hook with the same buckets in the same order on every rank, but buckets change after the first step:
-    everything is keyed by parameter name. Where ``overlaps_backward`` is false, groups are submitted after all that
-    backward itself exchanges, which is then in one order with them on all ranks. ``begin`` is called before the first
-    bucket of a step is taken.
+    Buckets change after the first step: everything is keyed by parameter name. Where ``overlaps_backward`` is false,
+    groups come after all that backward itself exchanges, in one order on all ranks.
     """
 
     def __init__(

@@ -120,10 +120,9 @@ class _Averaged(NamedTuple):
 class TwoLevels(OneLevel):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
 
-    Every tensor is cut by itself into a share for each rank, of equal size, so that nothing depends on which tensors
-    travel together; the last ones are filled up with zeros. Of a group, each rank receives everybody's part of its
-    share (all-to-all), and averages the parts in the order of ranks. With the mean it does what one rank of each node
-    does with a whole gradient elsewhere. In the end all shares go to all ranks (all-gather).
+    Every tensor is cut by itself into equal shares, the last filled up with zeros: nothing depends on its company. Each
+    rank receives all parts of its share (all-to-all), averages them in the order of ranks, and does with the mean what
+    one rank of each node does with a gradient elsewhere. In the end all shares go to all ranks (all-gather).
     """
 
     def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
@@ -248,10 +247,8 @@ class TwoLevels(OneLevel):
 def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Yield which part of each tensor is between two places, where all are laid end to end.
 
-    Example::
-
-        >>> list(_within([4, 2, 5], 3, 7))
-        [(0, 3, 4), (1, 0, 2), (2, 0, 1)]
+    >>> list(_within([4, 2, 5], 3, 7))
+    [(0, 3, 4), (1, 0, 2), (2, 0, 1)]
     """
     begin = 0
     for place, numel in enumerate(numels):

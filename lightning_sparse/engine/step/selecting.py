@@ -47,8 +47,7 @@ class Part(NamedTuple):
 class GroupSelector:
     """Ask a compressor for its selections of a group.
 
-    A parameter is sent whole where its density is 1, or where that takes far fewer bytes than its elements; the
-    compressor selects from the others, one by one or, where it selects across the group, laid end to end.
+    A parameter is sent whole where its density is 1, or where that takes far fewer bytes than its elements.
     """
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
@@ -74,11 +73,7 @@ class GroupSelector:
         are_used: Sequence[Optional[bool]],
         whole: AbstractSet[str] = frozenset(),
     ) -> list[Part]:
-        """Choose what is sent of gradients plus residuals, flat and not changed; parts that are sent whole come last.
-
-        ``are_used`` tells which of them this rank used; those named in ``whole`` are sent whole, whatever the
-        compressor.
-        """
+        """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last."""
         few: list[int] = []
         rest: list[int] = []
         for position, (name, tensor, density) in enumerate(zip(names, accumulated, densities)):
@@ -209,8 +204,7 @@ class MergedParameters(NamedTuple):
 class Workspace:
     """Memory that groups take in turn, and that serves again, in the same order, in the next step.
 
-    Large blocks go back to the system when freed, and taking them anew costs more than filling them. What a step did
-    not need is given back.
+    Large blocks go back to the system when freed, and taking them anew costs more than filling them.
     """
 
     def __init__(self) -> None:

@@ -79,11 +79,9 @@ class Exchanged(NamedTuple):
 
 
 class Pipeline:
-    """Run groups of gradients through a compressor, a memory, a wire and the collectives.
+    """Run groups of gradients through a compressor, a memory, a wire and the collectives: a step in two halves.
 
-    A step is a transaction of two halves. :meth:`exchange` runs group by group while backward goes on, and changes
-    nothing that outlives the step. :meth:`commit` runs when all groups of the step have arrived: only then is it known
-    whether every gradient on every rank was finite.
+    :meth:`exchange` changes nothing that outlives the step; :meth:`commit` knows whether all of it was finite.
     """
 
     def __init__(
@@ -116,10 +114,7 @@ class Pipeline:
         return self.memory.clips_gradients
 
     def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
-        """Tell the memory the norm of this rank's gradient in this step, for it to clip by.
-
-        They come in the order of the model's definition, so that no schedule changes a bit of the sum.
-        """
+        """Tell the memory the norm of this rank's gradient, whose parts come in the order of definition."""
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
@@ -131,8 +126,7 @@ class Pipeline:
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients are working memory until :meth:`commit`. Means come in a part for each way. ``ready`` is when the
-        last gradient was, for the record.
+        The gradients, the last of them there at ``ready``, are working memory until :meth:`commit`.
         """
         names = [local.name for local in group]
         with self.recorder.group(names, ready):
@@ -161,8 +155,7 @@ class Pipeline:
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients of all groups of the step.
 
-        If anything that any rank sent is not finite, the memory of the whole step stays as it was. The value itself is
-        written like any other, on every rank, so that a gradient scaler skips the step as it does with DDP.
+        Where anything sent is not finite, nothing is kept, and the value is written like any other, on every rank.
         """
         are_finite, self._are_finite = self._are_finite, []
         if not step:

@@ -55,8 +55,7 @@ class _Task(NamedTuple):
 class ExchangeWorker:
     """Run tasks one after the other on a thread, and on a device on a stream, of their own.
 
-    A collective issued from the continuation of another one would race with other buckets' on gloo. After a task has
-    raised, no further task runs; the error is kept for the thread that can raise it to the user.
+    A collective issued from the continuation of another would race on gloo. After an error no task runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,10 +76,7 @@ class ExchangeWorker:
             self._followed.add(self._device_module.current_stream(self._device))
 
     def submit(self, run: Callable[[], None], settle: Optional[Callable[[], None]] = None) -> None:
-        """Queue a task; on a device it starts after what the calling thread's current stream holds now.
-
-        ``settle`` is called after it, also where it was skipped or raised: somebody waits for it.
-        """
+        """Queue a task, after what the caller's stream holds now; ``settle`` is called after it, even skipped."""
         self.follow()
         ready = [stream.record_event() for stream in self._followed]
         self._followed.clear()
@@ -104,10 +100,7 @@ class ExchangeWorker:
             raise self.error
 
     def close(self, patience: float = 5.0) -> bool:
-        """End the thread after the tasks that are queued; safe to call twice.
-
-        Return whether it has ended within ``patience`` seconds: not if it hangs in a collective whose peer is gone.
-        """
+        """End the thread after the tasks that are queued; return whether it has ended within ``patience`` seconds."""
         self._tasks.put(None)
         self._thread.join(patience)
         has_ended = not self._thread.is_alive()

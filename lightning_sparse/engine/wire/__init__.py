@@ -70,9 +70,7 @@ def exchange_of(exchange: Union[str, Owners]) -> Exchange:
 class Wires(NamedTuple):
     """The wire formats of a group's tensors.
 
-    A gather hands every rank's part to every rank, ``ranks - 1`` times the volume of a selection; through owners it is
-    some seven times, however many ranks; a reduction of the whole tensor takes twice its volume. A tensor's format
-    depends on itself and the number of ranks alone, not on the others of its group, nor on measured times.
+    A tensor's format depends on itself and the number of ranks alone, not on the others of its group, nor on times.
     """
 
     elements: WireFormat  # for selections with indices

@@ -51,21 +51,15 @@ class Owners:
 class OwnersFormat(WireFormat):
     """The mean over all ranks of the elements at which the sum of what ranks selected is largest, in four phases.
 
-    1. Each rank proposes its selection to the elements' owners, by a fixed map: values, in 16 bits, and places
-       (all-to-all). A message has room for a little more than an owner's average share of each tensor; the smallest
-       beyond are left out.
-    2. The owner adds up the proposals rank by rank, and tells everybody the places of the largest sums of its share of
-       each tensor (all-gather).
-    3. Everybody's values there, proposed or not, are averaged by
-       :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and all-gather). So only rounding errors
-       are kept there, as with ExDyna; what was proposed in vain waits.
+    1. Each rank proposes its selection to the elements' owners, by a fixed map (all-to-all): values in 16 bits, and
+       places, for as many as are a little more than an owner's average share of each tensor.
+    2. The owner adds up the proposals rank by rank, and tells everybody the places of the largest sums (all-gather).
+    3. Everybody's values there, proposed or not, are averaged (all-to-all and all-gather).
 
     Owners are those of Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
-    2022, arXiv 2201.07598). Differs in this: shares are fixed, not balanced anew every 64 steps, since a map that looks
-    random is balanced by itself; thresholds are exact, by tensor, and never out of date; sizes follow from the number
-    of elements selected, so that nobody waits for a count; all ranks send at the chosen elements, not only their
-    proposers: else what was sent in vain piles up with the number of ranks (measured: see
-    ``examples/benchmarks/README.md``).
+    2022, arXiv 2201.07598). Differs in this: shares are fixed; thresholds are exact, by tensor; sizes follow from the
+    number of elements selected; all ranks send at the chosen elements: else what was sent in vain piles up with the
+    number of ranks (measured: see ``examples/benchmarks/README.md``).
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
@@ -114,8 +108,7 @@ class OwnersFormat(WireFormat):
 class _Shares(NamedTuple):
     """Shares of a group's tensors among ranks, and the room of its messages.
 
-    Of each block, ``ranks`` elements in a row, every rank owns one, in an order that looks random. The place of an
-    element is the number of its block, the blocks of all tensors laid end to end.
+    Of each block, ``ranks`` elements in a row, every rank owns one. An element's place is the number of its block.
     """
 
     ranks: int
