@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.memory import Hyperparameters
+from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.schedule import FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool

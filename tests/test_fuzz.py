@@ -21,26 +21,20 @@ from torch import Tensor
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.wire import WIRES, WireFormat, build_wires
-from lightning_sparse.functional import (
+from lightning_sparse.functional.codes import (
     BLOCK,
-    batched_top_k_indices,
-    copy_elements,
     dequantize,
-    index_codec,
-    indices_reaching,
-    layer_deltas,
-    magnitude_histogram,
-    magnitude_quantile,
     pack_codes,
     packed_nbytes,
     quantize,
     quantized_nbytes,
-    round_to,
-    shift_by_sign,
-    sign_totals,
-    top_k_indices,
     unpack_codes,
 )
+from lightning_sparse.functional.elements import copy_elements, index_codec, round_to
+from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
+from lightning_sparse.functional.norms import layer_deltas
+from lightning_sparse.functional.signs import shift_by_sign, sign_totals
+from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import KEY, Save, read_header, read_shard

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.observe import Clock
+from lightning_sparse.engine.memory.residual import ResidualMemory
+from lightning_sparse.engine.observe.record import Clock
 
 _NAME = "parameter"
 _ROW = 512  # elements of an embedding row

@@ -19,7 +19,7 @@ from rows import ROWS, Row
 from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.engine.observe import Clock
+from lightning_sparse.engine.observe.record import Clock
 from lightning_sparse.schedule import Plan
 from lightning_sparse.schedule.cost.network import sent_bytes
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
 from lightning_sparse.callbacks.over_ranks import gather, gather_rows
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import Clock, Mark, StepMarks
+from lightning_sparse.engine.observe.record import Clock, Mark, StepMarks
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 

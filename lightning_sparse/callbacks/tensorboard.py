@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from lightning_sparse.engine.observe import StepMarks
+from lightning_sparse.engine.observe.record import StepMarks
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 

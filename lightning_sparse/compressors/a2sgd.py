@@ -15,7 +15,8 @@ from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.feedback import ErrorFeedback
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import round_to, shift_by_sign, sign_totals
+from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.signs import shift_by_sign, sign_totals
 
 
 class A2SGD(Compressor):

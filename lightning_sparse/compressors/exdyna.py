@@ -15,7 +15,8 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor, Gather
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import indices_reaching_each, magnitude_histogram, magnitude_quantile, top_k_indices
+from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
+from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
 
 _SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
 _LARGEST = 2.0**127

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import add_rows, copy_elements
+from lightning_sparse.functional.elements import add_rows, copy_elements
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import batched_top_k_indices
+from lightning_sparse.functional.topk import batched_top_k_indices
 
 
 class TopK(Compressor):

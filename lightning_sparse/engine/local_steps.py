@@ -23,14 +23,15 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_sparse.engine.memory import widened
+from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.replicas import ReplicaAverager, floats
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire import Payload
-from lightning_sparse.functional import fingerprint, laid_flat, round_to
+from lightning_sparse.functional.elements import laid_flat, round_to
+from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.schedule import Schedule
 
 COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges

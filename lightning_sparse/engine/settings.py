@@ -19,7 +19,8 @@ from lightning_sparse.compressors.feedback import (
 )
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.memory import Hyperparameters, Memory, MomentumMemory, ResidualMemory
+from lightning_sparse.engine.memory.momentum import MomentumMemory
+from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_values
 from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule

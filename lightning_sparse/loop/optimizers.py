@@ -15,7 +15,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
-from lightning_sparse.engine.memory import Hyperparameters, Memory
+from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 
 TAKES_MOMENTUM = (

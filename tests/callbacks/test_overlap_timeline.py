@@ -29,7 +29,7 @@ from lightning_sparse.callbacks.overlap_timeline import (
     step_slices,
     trace,
 )
-from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, run_fit, weights
 

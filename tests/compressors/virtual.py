@@ -6,7 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.memory import Hyperparameters
+from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
 from tests.helpers.devices import DEVICE
 
 SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse.functional import add_rows
+from lightning_sparse.functional.elements import add_rows
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.functional import index_codec
-from lightning_sparse.functional.elements import _CODECS
+from lightning_sparse.functional.elements import _CODECS, index_codec
 from tests.helpers.devices import devices
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.functional import pack_codes, packed_nbytes, unpack_codes
+from lightning_sparse.functional.codes import pack_codes, packed_nbytes, unpack_codes
 from tests.helpers.devices import devices
 
 COUNTS = [0, 1, 7, 8, 9, 1000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1]

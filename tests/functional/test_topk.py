@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.functional import batched_top_k_indices, top_k_indices
+from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
 from tests.helpers.devices import devices
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
-from lightning_sparse.engine.memory import Hyperparameters
+from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool

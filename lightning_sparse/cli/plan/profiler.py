@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.observe import Clock, Mark
+from lightning_sparse.engine.observe.record import Clock, Mark
 from lightning_sparse.strategy.lightning import Callback, LightningModule, Trainer
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled

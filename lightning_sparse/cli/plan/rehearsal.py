@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.observe.record import Recorder
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline
 from lightning_sparse.engine.wire import build_wires

@@ -23,7 +23,7 @@ from lightning_sparse.engine.memory.residual import (
     in_widened,
     kept_like,
 )
-from lightning_sparse.functional import AdamScalars, accumulate_updates, denominator, to_gradients
+from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominator, to_gradients
 
 _GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB

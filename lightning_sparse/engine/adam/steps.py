@@ -16,7 +16,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters, in_widened
-from lightning_sparse.functional import apply_updates, laid_flat
+from lightning_sparse.functional.adam import apply_updates
+from lightning_sparse.functional.elements import laid_flat
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.

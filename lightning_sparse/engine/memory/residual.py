@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.compressors.group_selection import GroupSelection, runs
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import copy_elements
+from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]
 RATES = "learning_rate"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import sent_count
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional import magnitude_histogram
+from lightning_sparse.functional.histogram import magnitude_histogram
 
 _BINS_OF_A_POWER = 8
 

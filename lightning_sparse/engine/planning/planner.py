@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_sparse.compressors.base import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe import Recorder, StepMarks
+from lightning_sparse.engine.observe.record import Recorder, StepMarks
 from lightning_sparse.engine.planning.samples import averaged
 from lightning_sparse.schedule import Merged
 from lightning_sparse.schedule.cost.model import CostModel

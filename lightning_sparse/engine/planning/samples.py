@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe import Clock, StepMarks
+from lightning_sparse.engine.observe.record import Clock, StepMarks
 from lightning_sparse.schedule.step_profile import GroupSample, StepSample
 
 

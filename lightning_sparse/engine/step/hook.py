@@ -16,10 +16,10 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.collectives import Uncopied
-from lightning_sparse.engine.memory import widened
+from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional import laid_flat
+from lightning_sparse.functional.elements import laid_flat
 from lightning_sparse.schedule import Schedule
 
 # A bucket costs a call, a future and an event, some 15 microseconds of a CPU, so small parameters share one. They wait

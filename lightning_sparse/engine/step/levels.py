@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.engine.memory import widened
+from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
 from lightning_sparse.engine.wire import Payload
-from lightning_sparse.functional import round_to
+from lightning_sparse.functional.elements import round_to
 
 _MESSAGE_ELEMENTS = 1 << 22  # of all ranks together: two such messages are held, whatever the size of a group
 _ALIGNED = 16  # elements, so that every message has a multiple of 16 bytes

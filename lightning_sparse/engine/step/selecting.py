@@ -15,7 +15,7 @@ from lightning_sparse.compressors.group_selection import GroupSelection, WholeSe
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Arrival, WireFormat, Wires
-from lightning_sparse.functional import add_rows
+from lightning_sparse.functional.elements import add_rows
 
 
 class Part(NamedTuple):

@@ -47,14 +47,15 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group_selection import GroupSelection, grouped
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.memory import Hyperparameters, Memory
-from lightning_sparse.engine.observe import Mark, Recorder
+from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
+from lightning_sparse.engine.observe.record import Mark, Recorder
 from lightning_sparse.engine.planning.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Arrival, Payload, Wires
-from lightning_sparse.functional import layer_deltas, norm_of, round_to
+from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.norms import layer_deltas, norm_of
 
 __all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 

@@ -10,19 +10,15 @@ from typing_extensions import override
 from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
-from lightning_sparse.functional import (
+from lightning_sparse.functional.codes import (
     BIN_MEANS,
-    aligned,
     bin_values,
-    index_codec,
-    message_of,
     pack_codes,
     packed_nbytes,
-    read_as,
-    round_to,
     unpack_codes,
     values_of_bins,
 )
+from lightning_sparse.functional.elements import aligned, index_codec, message_of, read_as, round_to
 
 
 class GatherFormat(WireFormat):

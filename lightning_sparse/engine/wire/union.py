@@ -12,7 +12,7 @@ from lightning_sparse.compressors.group_selection import FlatSelection, GroupSel
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.functional import index_codec, read_as
+from lightning_sparse.functional.elements import index_codec, read_as
 
 _COUNT_BYTES = 8
 

@@ -10,8 +10,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.memory import widened
-from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds
+from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
 from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples
+from lightning_sparse.engine.observe.samples import ParameterSamples
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import (
     COMPRESSOR_NAMES,

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
-from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.planning.samples import averaged
 
 
