@@ -2,23 +2,22 @@
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
-from lightning_sparse.callbacks.over_ranks import gather, gather_rows
+from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe.record import Clock, Mark, StepMarks
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
-BACKWARD, WORKER, QUEUE = ROWS = ("backward", "exchange worker", "ready, waiting for the worker")
+BACKWARD, WORKER = ROWS = ("backward", "exchange worker")
 
 _EVERY_N_STEPS = 100
 _CLOCK_ROUNDS = 8
@@ -40,7 +39,7 @@ class Slice(NamedTuple):
     """A stretch of time on one of :data:`ROWS`, in seconds."""
 
     row: str
-    stage: str  # backward, gradient, wait (for the exchange), group, that of a span, or queue (for the worker)
+    stage: str  # backward, gradient, wait (for the exchange), group, or that of a span
     name: str
     start: float
     end: float
@@ -58,11 +57,11 @@ class RecordedStep(NamedTuple):
 class OverlapTimeline(StepObserver):
     """Record some steps of all ranks, and write them as a trace for Perfetto (https://ui.perfetto.dev) and Chrome.
 
-    Each rank is a process with three rows: backward (a slice for each gradient, then the wait for the exchange), the
-    exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes and parameters),
-    and groups that wait for it. Rank 0 writes the file after every recorded step. A few small collectives compare the
-    clocks of ranks; ``metadata`` says how far they may still be off. On a GPU a recorded step marks every gradient with
-    an event. Other steps cost nothing.
+    Each rank is a process with two rows: backward (a slice for each gradient, then the wait for the exchange), and the
+    exchange worker (groups, and in them selection, encoding, exchange and commit, with elements, bytes, parameters, and
+    the seconds for which a group waited for the worker). Rank 0 writes the file after every recorded step. A few small
+    collectives compare the clocks of ranks; ``metadata`` says how far they may still be off. On a GPU a recorded step
+    marks every gradient with an event. Other steps cost nothing.
 
     Args:
         steps: numbers of the steps to record, from 0, as loggers count them.
@@ -110,9 +109,8 @@ class OverlapTimeline(StepObserver):
         local = sparse_strategy(trainer).settings.local_steps
         if stage == "fit" and local is not None:
             raise ValueError(
-                f"OverlapTimeline shows exchanges beside backward, and with local_steps={local.every!r} they come"
-                " between batches: leave it out; CompressionMonitor logs how long training waits for them"
-                " (exposed_seconds)"
+                f"with local_steps={local.every!r} exchanges come between batches, and OverlapTimeline shows them"
+                " beside backward: leave it out; CompressionMonitor logs exposed_seconds"
             )
         directory = trainer.log_dir  # asks rank 0, so all ranks have to ask
         self._target = Path(directory or ".") / "overlap.json" if self.path is None else Path(self.path)
@@ -139,10 +137,12 @@ class OverlapTimeline(StepObserver):
         if recorder.last is not None and recorder.last.marks.ready:
             numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
             slices = step_slices(recorder.last.marks, *recorder.clock.reference(), numels)
+        written: list[Any] = [None] * strategy.world_size
+        dist.all_gather_object(written, slices)
         offsets = _clock_offsets(strategy)
         ranks = [
             [each._replace(start=each.start - offset, end=each.end - offset) for each in rank]
-            for rank, (offset, _) in zip(_gather_slices(strategy, slices), offsets)
+            for rank, (offset, _) in zip(written, offsets)
         ]
         if not all(ranks):
             return  # there are no groups: every gradient was sparse_coo, or plain DDP made the step
@@ -200,6 +200,7 @@ def _worker_slices(marks: StepMarks, seconds: Callable[[Mark], float]) -> Iterat
         stages = [(span.stage, seconds(span.start), seconds(span.end)) for span in group.spans]
         start, end = min(stage[1] for stage in stages), max(stage[2] for stage in stages)
         details = {
+            "waited": 0.0 if group.ready is None else max(0.0, start - seconds(group.ready)),
             "elements": group.elements,
             "bytes": group.wire_bytes,
             "asked for": group.counts + group.dense_elements,
@@ -209,8 +210,6 @@ def _worker_slices(marks: StepMarks, seconds: Callable[[Mark], float]) -> Iterat
         yield Slice(WORKER, "group", f"group {position}: {title}", start, end, details)
         for stage, began, ended in stages:
             yield Slice(WORKER, stage, f"{stage} {position}", began, max(began, ended), details)
-        if group.ready is not None and (is_ready := seconds(group.ready)) < start:
-            yield Slice(QUEUE, "queue", f"group {position} waits", is_ready, start, {"elements": group.elements})
     for span in marks.spans:
         began = seconds(span.start)
         yield Slice(WORKER, span.stage, span.stage, began, max(began, seconds(span.end)), {})
@@ -240,15 +239,6 @@ def _clock_offsets(strategy: SparseDDPStrategy) -> list[tuple[float, float]]:
     return [clock_offset(rows[0][::2], rows[0][1::2], row[::2], row[1::2]) for row in rows]
 
 
-def _gather_slices(strategy: SparseDDPStrategy, slices: Sequence[Slice]) -> list[list[Slice]]:
-    content = zlib.compress(json.dumps(slices).encode())
-    sizes = [int(size) for (size,) in gather_rows(strategy, [len(content)])]
-    padded = bytearray(content.ljust(max(sizes), b"\0"))
-    rows = gather(strategy, torch.frombuffer(padded, dtype=torch.uint8))
-    written = [json.loads(zlib.decompress(row[:size].numpy().tobytes())) for row, size in zip(rows, sizes)]
-    return [[Slice(*each) for each in rank] for rank in written]
-
-
 def trace(steps: Sequence[RecordedStep]) -> dict[str, Any]:
     """Write steps in Chrome's JSON format, a process for each rank and a row for each of :data:`ROWS`, in microseconds.
 
@@ -256,26 +246,20 @@ def trace(steps: Sequence[RecordedStep]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for rank in range(max((len(step.ranks) for step in steps), default=0)):
-        named = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
-        events += [{"ph": "M", "pid": rank, "name": name, "args": told} for name, told in named.items()]
-        events += [
-            {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": row}}
-            for number, row in enumerate(ROWS, 1)
-        ]
+        names = [("process_name", 0, f"rank {rank}"), *(("thread_name", *row) for row in enumerate(ROWS, 1))]
+        events += [{"ph": "M", "pid": rank, "tid": row, "name": what, "args": {"name": it}} for what, row, it in names]
     timed: list[dict[str, Any]] = []
     metadata: list[dict[str, Any]] = []
-    end, origin = 0.0, None
+    end = 0.0
     for step in steps:
         first, last = _bounds(step.ranks)
-        origin = first if origin is None else origin
-        for rank, slices in enumerate(step.ranks):
-            for position, each in enumerate(slices):
-                timed += _events(each, rank, step.step, f"{step.step}.{rank}.{position}", end - first)
+        timed += [_event(each, rank, step.step, end - first) for rank, row in enumerate(step.ranks) for each in row]
         end += last - first + _GAP_SECONDS
-        told = {"began_seconds": first - origin, "clock_uncertainty_seconds": list(step.uncertainties)}
-        metadata.append({"step": step.step, **told})
+        began = first - _bounds(steps[0].ranks)[0]
+        uncertainty = list(step.uncertainties)
+        metadata.append({"step": step.step, "began_seconds": began, "clock_uncertainty_seconds": uncertainty})
     # Longer slices first, so that those inside them are drawn below.
-    timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    timed.sort(key=lambda event: (event["ts"], -event["dur"]))
     return {"traceEvents": [*events, *timed], "displayTimeUnit": "ms", "metadata": {"steps": metadata}}
 
 
@@ -284,21 +268,12 @@ def _bounds(ranks: Sequence[Sequence[Slice]]) -> tuple[float, float]:
     return min(each.start for each in slices), max(each.end for each in slices)
 
 
-def _events(each: Slice, rank: int, step: int, identity: str, shift: float) -> list[dict[str, Any]]:
+def _event(each: Slice, rank: int, step: int, shift: float) -> dict[str, Any]:
     # In whole nanoseconds, so that what begins or ends together still does after the conversion.
     start, end = (round(1e6 * (seconds + shift), 3) for seconds in (each.start, each.end))
-    common = {
-        "pid": rank,
-        "tid": ROWS.index(each.row) + 1,
-        "name": f"{each.name}, step {step}" if each.stage == "backward" else each.name,
-        "cat": each.stage,
-        "args": {"step": step, **each.details},
-    }
-    if each.row != QUEUE:
-        return [{**common, "ph": "X", "ts": start, "dur": round(end - start, 3)}]
-    # Groups wait at the same time; asynchronous events may overlap where slices may only nest.
-    ended = {**common, "ph": "e", "id": identity, "ts": end, "args": {}}
-    return [{**common, "ph": "b", "id": identity, "ts": start}, ended]
+    name = f"{each.name}, step {step}" if each.stage == "backward" else each.name
+    kind = {"ph": "X", "pid": rank, "tid": ROWS.index(each.row) + 1, "name": name, "cat": each.stage}
+    return {**kind, "ts": start, "dur": round(end - start, 3), "args": {"step": step, **each.details}}
 
 
 def draw_step(figure: Any, recorded: RecordedStep) -> None:
@@ -345,8 +320,7 @@ def _summary(ranks: Sequence[Sequence[Slice]]) -> str:
 
 def hidden_seconds(slices: Sequence[Slice]) -> float:
     """Return for how long exchange and backward went on at the same time."""
-    backward = [each for each in slices if each.stage == "backward"]
-    exchange = [each for each in slices if each.stage == "exchange"]
+    backward, exchange = ([each for each in slices if each.stage == stage] for stage in ("backward", "exchange"))
     pairs = [(one, other) for one in exchange for other in backward]
     return sum(max(0.0, min(one.end, other.end) - max(one.start, other.start)) for one, other in pairs)
 
@@ -361,18 +335,14 @@ def _figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "the pictures of OverlapTimeline need matplotlib, which is not installed: pip install"
-            " 'lightning-sparse[plot]', or give pictures=False"
+            "the pictures of OverlapTimeline need matplotlib: pip install 'lightning-sparse[plot]', or pictures=False"
         ) from error
     return Figure
 
 
 def _checked_steps(steps: Any) -> frozenset[int]:
-    numbers = list(steps) if isinstance(steps, (Sequence, set, frozenset, range)) and not isinstance(steps, str) else []
+    numbers = list(steps) if isinstance(steps, (Sequence, set, frozenset)) and not isinstance(steps, str) else []
     are_steps = all(isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in numbers)
     if not numbers or not are_steps or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"steps={steps!r} must be a list of distinct whole numbers, at least 0, such as [100, 200]; for steps at"
-            " regular distances give every_n_steps"
-        )
+        raise ValueError(f"steps={steps!r} must be a list of distinct whole numbers, at least 0, such as [100, 200]")
     return frozenset(numbers)

@@ -18,12 +18,9 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
 from lightning_sparse.callbacks.overlap_timeline import (
     BACKWARD,
-    QUEUE,
     WORKER,
     RecordedStep,
-    Slice,
     clock_offset,
-    draw_step,
     hidden_seconds,
     stage_seconds,
     step_slices,
@@ -69,7 +66,6 @@ def test_every_stage_of_a_step_becomes_a_slice() -> None:
             (WORKER, "select 0", 12.0, 12.5),
             (WORKER, "encode 0", 12.5, 12.75),
             (WORKER, "exchange 0", 13.0, 15.0),
-            (QUEUE, "group 1 waits", 14.0, 15.0),
             (WORKER, "group 1: first", 15.0, 16.0),
             (WORKER, "select 1", 15.0, 15.25),
             (WORKER, "exchange 1", 15.25, 16.0),
@@ -77,7 +73,9 @@ def test_every_stage_of_a_step_becomes_a_slice() -> None:
         ]
     )
     exchange = next(each for each in slices if each.name == "exchange 0")
-    assert exchange.details == {"elements": 50, "bytes": 40, "asked for": 5, "parameters": "last, middle"}
+    told = {"elements": 50, "bytes": 40, "asked for": 5, "parameters": "last, middle"}
+    assert exchange.details == {"waited": 0.0, **told}
+    assert next(each for each in slices if each.name == "select 1").details["waited"] == 1.0
     assert next(each for each in slices if each.name == "middle").details == {"elements": 20}
     assert hidden_seconds(slices) == 1.25
     assert stage_seconds(slices, "exchange") == 2.75
@@ -91,42 +89,32 @@ def test_gradients_that_nobody_marked_and_an_unknown_start_leave_backward_whole(
     assert [(each.start, each.end, each.details) for each in backward] == [(11.0, 14.25, {"gradients": 3})]
 
 
-def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times() -> None:
-    slow = [
-        each._replace(start=each.start + 2, end=each.end + 3) for each in step_slices(example_marks(), 0, 0, NUMELS)
-    ]
-    quick = step_slices(example_marks(), 0, 0, NUMELS)
+def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times_and_slices_of_a_row_nest() -> None:
+    quick = step_slices(example_marks(), 0.1, 1e6 / 3, NUMELS)
+    slow = [each._replace(start=each.start + 2, end=each.end + 2) for each in quick]
     later = [each._replace(start=each.start + 500, end=each.end + 500) for each in quick]
     steps = [RecordedStep(3, [quick, slow], [0.0, 1e-4]), RecordedStep(9, [later, later], [0.0, 2e-4])]
     written = json.loads(json.dumps(trace(steps)))
-    timed = [event for event in written["traceEvents"] if event["ph"] != "M"]
+    timed = [event for event in written["traceEvents"] if event["ph"] == "X"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     assert timed[0]["ts"] == 0.0
-    assert all(event["dur"] >= 0 for event in timed if event["ph"] == "X")
-    assert {event["pid"] for event in timed} == {0, 1}
-    names = {event["args"]["name"] for event in written["traceEvents"] if event["name"] == "process_name"}
-    assert names == {"rank 0", "rank 1"}
-    # The second step follows a millisecond after the first, wherever it really was.
-    first_end = max(event["ts"] + event.get("dur", 0) for event in timed if event["args"].get("step") == 3)
-    second_start = min(event["ts"] for event in timed if event["args"].get("step") == 9)
-    assert second_start - first_end == pytest.approx(1000.0)
-    assert [step["began_seconds"] for step in written["metadata"]["steps"]] == [0.0, 500.0]
-    assert [step["clock_uncertainty_seconds"][1] for step in written["metadata"]["steps"]] == [1e-4, 2e-4]
-
-
-def test_slices_of_a_row_nest_and_asynchronous_ones_come_in_pairs() -> None:
-    events = trace([RecordedStep(0, [step_slices(example_marks(), 0.1, 1e6 / 3, NUMELS)], [0.0])])["traceEvents"]
-    for row in (1, 2):
+    assert all(event["dur"] >= 0 for event in timed)
+    names = {event["pid"]: event["args"]["name"] for event in written["traceEvents"] if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    for row in [(rank, row) for rank in names for row in (1, 2)]:
         open_ends: list[float] = []
-        for event in (event for event in events if event["ph"] == "X" and event["tid"] == row):
+        for event in (event for event in timed if (event["pid"], event["tid"]) == row):
             while open_ends and open_ends[-1] <= event["ts"]:
                 open_ends.pop()
             end = round(event["ts"] + event["dur"], 3)
             assert not open_ends or end <= open_ends[-1], event["name"]
             open_ends.append(end)
-    begun = [event["id"] for event in events if event["ph"] == "b"]
-    assert begun
-    assert begun == [event["id"] for event in events if event["ph"] == "e"]
+    # The second step follows a millisecond after the first, wherever it really was.
+    first_end = max(event["ts"] + event["dur"] for event in timed if event["args"]["step"] == 3)
+    second_start = min(event["ts"] for event in timed if event["args"]["step"] == 9)
+    assert second_start - first_end == pytest.approx(1000.0, abs=0.01)
+    told = [(step["began_seconds"], step["clock_uncertainty_seconds"][1]) for step in written["metadata"]["steps"]]
+    assert told == [(0.0, 1e-4), (500.0, 2e-4)]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1000.0, -7.5])
@@ -137,12 +125,6 @@ def test_an_offset_is_bounded_by_what_the_collectives_allow(ahead: float) -> Non
     assert abs(seconds - ahead) <= uncertainty + 1e-9
     assert uncertainty == pytest.approx(0.15)
     assert clock_offset(entries, exits, entries, exits)[0] == 0.0
-
-
-def test_a_picture_tells_what_its_colours_are() -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    draw_step(figure, RecordedStep(3, [[Slice(BACKWARD, "gradient", "weight", 0.0, 0.1, {})]], [0.0]))
-    assert "exposed: optimizer waits" in {text.get_text() for text in figure.legends[0].get_texts()}
 
 
 LAYERS = 5
@@ -161,46 +143,33 @@ class Slow(Small):
 
 
 def fit_recorded(
-    rank: int, path: str, arguments: dict[str, Any], module: Any = Slow, schedule: str = "layerwise"
+    rank: int,
+    path: str,
+    timeline: "dict[str, Any] | None",
+    module: Any = Small,
+    schedule: str = "layerwise",
+    **arguments: Any,
 ) -> dict[str, Tensor]:
-    """Fit with a timeline."""
-    timeline = OverlapTimeline(path=path, pictures=False, **arguments)
+    """Fit, with a timeline unless it is ``None``."""
+    callbacks = [] if timeline is None else [OverlapTimeline(path=path, pictures=False, **timeline)]
     strategy = SparseDDPStrategy(density=0.05, schedule=schedule)
-    return weights(run_fit(rank, strategy, module(), callbacks=[timeline]).lightning_module)
+    return weights(run_fit(rank, strategy, module(), callbacks=callbacks, **arguments).lightning_module)
 
 
 def timed_events(path: Path) -> list[dict[str, Any]]:
     """Read what was written."""
-    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] != "M"]
-
-
-def seconds_shared(events: list[dict[str, Any]], one: str, other: str) -> float:
-    """Return how long two kinds of slices of the same rank and step went on together, each pair counted."""
-    slices = [event for event in events if event["ph"] == "X"]
-    return (
-        sum(
-            max(0.0, min(first["ts"] + first["dur"], second["ts"] + second["dur"]) - max(first["ts"], second["ts"]))
-            for first in slices
-            for second in slices
-            if (first["cat"], second["cat"], first["pid"]) == (one, other, second["pid"])
-        )
-        / 1e6
-    )
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
 @pytest.mark.clock
 def test_exchange_is_seen_to_overlap_backward_where_it_does(pair: Pool, tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "overlap.json"
-    pair.run(fit_recorded, str(path), {"steps": [5, 9]})
+    pair.run(fit_recorded, str(path), {"steps": [5, 9]}, Slow)
     events = timed_events(path)
-    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
-    assert {(event["pid"], event["args"]["step"]) for event in events if event["ph"] != "e"} == {
-        (rank, step) for rank in range(2) for step in (5, 9)
-    }
+    assert {(event["pid"], event["args"]["step"]) for event in events} == {(0, 5), (0, 9), (1, 5), (1, 9)}
     for rank in range(2):
         own = [event for event in events if event["pid"] == rank]
         # Whichever rank is early: the first exchange begins in the pause of the second layer.
-        assert seconds_shared(own, "exchange", "backward") > 0
         first, *_ = (event for event in own if event["name"] == "exchange 0")
         backward, *_ = (event for event in own if event["cat"] == "backward")
         assert first["ts"] < backward["ts"] + backward["dur"] - 0.9e6 * PAUSE
@@ -233,22 +202,15 @@ def test_one_message_after_backward_is_seen_not_to_overlap(pair: Pool, tmp_path:
 
 def test_an_interval_and_a_maximum_choose_the_steps_and_recording_changes_no_bit(pair: Pool, tmp_path: Path) -> None:
     path = tmp_path / "overlap.json"
-    recorded = pair.run(fit_recorded, str(path), {"every_n_steps": 4, "max_steps": 2}, Small)
-    assert {event["args"]["step"] for event in timed_events(path) if event["ph"] != "e"} == {4, 8}
-    for with_timeline, without in zip(recorded, pair.run(fit_plain)):
+    recorded = pair.run(fit_recorded, str(path), {"every_n_steps": 4, "max_steps": 2})
+    assert {event["args"]["step"] for event in timed_events(path)} == {4, 8}
+    for with_timeline, without in zip(recorded, pair.run(fit_recorded, str(path), None)):
         assert all(torch.equal(with_timeline[name], without[name]) for name in without)
-
-
-def fit_plain(rank: int) -> dict[str, Tensor]:
-    """Fit without a callback."""
-    return weights(run_fit(rank, SparseDDPStrategy(density=0.05, schedule="layerwise")).lightning_module)
 
 
 def fit_accumulating(rank: int, path: str) -> None:
     """Fit with steps of four batches each."""
-    timeline = OverlapTimeline(steps=[1, 3], path=path, pictures=False)
-    strategy = SparseDDPStrategy(density=0.05, schedule="layerwise")
-    run_fit(rank, strategy, callbacks=[timeline], accumulate_grad_batches=4)
+    fit_recorded(rank, path, {"steps": [1, 3]}, accumulate_grad_batches=4)
 
 
 def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> None:
@@ -277,14 +239,16 @@ def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair: Pool, tmp_p
     assert [each.step for each in events.Images("sparse/overlap")] == [7]
 
 
-def fit_too_short(rank: int) -> None:
-    """Fit, and end before the step that was to be recorded."""
+def fit_refused(rank: int) -> None:
+    """Ask for a step that never comes, and for a timeline of rounds of local steps."""
     with pytest.warns(UserWarning, match=r"steps=\[500\]") if rank == 0 else contextlib.nullcontext():
-        run_fit(rank, SparseDDPStrategy(density=0.05), callbacks=[OverlapTimeline(steps=[500], pictures=False)])
+        fit_recorded(rank, "", {"steps": [500]}, limit_train_batches=2)
+    with pytest.raises(ValueError, match="local_steps"):
+        run_fit(rank, SparseDDPStrategy("dense", local_steps=4), callbacks=[OverlapTimeline(pictures=False)])
 
 
-def test_steps_that_never_came_are_said(pair: Pool) -> None:
-    pair.run(fit_too_short)
+def test_steps_that_never_came_are_said_and_rounds_of_local_steps_refused(pair: Pool) -> None:
+    pair.run(fit_refused)
 
 
 @pytest.mark.parametrize(
@@ -306,16 +270,6 @@ def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch: pyte
     OverlapTimeline(steps=[1], pictures=False)
 
 
-def refused(rank: int) -> None:
-    """Ask for a timeline of rounds of local steps."""
-    with pytest.raises(ValueError, match="local_steps"):
-        run_fit(rank, SparseDDPStrategy("dense", local_steps=4), callbacks=[OverlapTimeline(pictures=False)])
-
-
-def test_rounds_of_local_steps_are_refused(pair: Pool) -> None:
-    pair.run(refused)
-
-
 def fit_profiled(rank: int, directory: str) -> None:
     """Fit under Lightning's profiler, which looks at all threads and writes a trace."""
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
@@ -325,7 +279,7 @@ def fit_profiled(rank: int, directory: str) -> None:
 
 
 def test_lightnings_profiler_shows_the_stages_of_an_exchange(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_profiled, str(tmp_path), timeout=60)
+    pair.run(fit_profiled, str(tmp_path))
     traces = list(tmp_path.glob("*trace.json"))
     assert traces
     for path in traces:
