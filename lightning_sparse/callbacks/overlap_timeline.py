@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -137,8 +136,7 @@ class OverlapTimeline(StepObserver):
         if recorder.last is not None and recorder.last.marks.ready:
             numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
             slices = step_slices(recorder.last.marks, *recorder.clock.reference(), numels)
-        written: list[Any] = [None] * strategy.world_size
-        dist.all_gather_object(written, slices)
+        written = [strategy.broadcast(slices, rank) for rank in range(strategy.world_size)]
         offsets = _clock_offsets(strategy)
         ranks = [
             [each._replace(start=each.start - offset, end=each.end - offset) for each in rank]

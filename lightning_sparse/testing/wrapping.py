@@ -18,6 +18,8 @@ from lightning_sparse.schedule import Schedule
 from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.subjects import built
 
+Tensors = dict[str, Tensor]
+
 
 @contextmanager
 def sparse_ddp(
@@ -93,9 +95,9 @@ def batch(rank: int, step: int, size: int = 4) -> Tensor:
     return torch.randn(size, 64, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
 
 
-def watch_gradients(model: nn.Module) -> dict[str, Tensor]:
+def watch_gradients(model: nn.Module) -> Tensors:
     """Return a dictionary that holds, after each backward, this rank's gradients before their exchange."""
-    gradients: dict[str, Tensor] = {}
+    gradients: Tensors = {}
 
     def watch(name: str, parameter: nn.Parameter) -> None:
         gradients[name] = torch.zeros_like(parameter)
@@ -106,14 +108,7 @@ def watch_gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def gradients_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what was applied, by parameter name; nothing where there is no gradient."""
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.grad is not None:
-            yield name, parameter.grad
-
-
-def residuals_like(engine: Engine, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
     """Copy the residuals, in the shape of the gradients; they are zero where nothing was allocated."""
     state = engine.memory.state_dict().get("residual", {})
     return {
@@ -122,6 +117,27 @@ def residuals_like(engine: Engine, gradients: dict[str, Tensor]) -> dict[str, Te
     }
 
 
-def parameters_of(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors, loss: Tensor) -> dict[str, Tensors]:
+    """Backpropagate; return this rank's gradients, what was applied, and the residuals before and after."""
+    before = residuals_like(engine, gradients)
+    for gradient in gradients.values():
+        gradient.zero_()  # those of a parameter that goes unused
+    backpropagate(ddp, engine, loss)
+    nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+    return {
+        "gradient": {name: gradient.clone() for name, gradient in gradients.items()},
+        "before": before,
+        "applied": nothing | gradients_of(ddp),
+        "after": residuals_like(engine, gradients),
+    }
+
+
+def gradients_of(ddp: DistributedDataParallel) -> Tensors:
+    """Copy what was applied, where there is a gradient."""
+    parameters = ddp.module.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+
+
+def parameters_of(ddp: DistributedDataParallel) -> Tensors:
     """Copy the parameters, to carry them out of the process."""
     return {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}

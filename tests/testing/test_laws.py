@@ -1,40 +1,16 @@
 """Our own compressors keep the laws of the conformance kit, which gets them by their being registered."""
 
+# ruff: noqa: F403
 import torch
 
-from lightning_sparse.testing.laws.edges import (
-    test_a_model_that_is_one_edge,
-    test_edges,
-    test_two_of_three_ranks_are_fewer_than_the_elements,
-)
-from lightning_sparse.testing.laws.finiteness import test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept
+from lightning_sparse.testing.laws.edges import *
+from lightning_sparse.testing.laws.finiteness import *
 from lightning_sparse.testing.laws.marks import each_schedule, each_world
-from lightning_sparse.testing.laws.mass import (
-    balance,
-    test_a_parameter_is_written_where_any_rank_used_it,
-    test_mass_is_conserved,
-    test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost,
-)
-from lightning_sparse.testing.laws.replicas import (
-    test_density_one_equals_ddp,
-    test_replicas_are_identical_and_no_schedule_changes_a_bit,
-    test_the_observer_changes_nothing,
-)
+from lightning_sparse.testing.laws.mass import *
+from lightning_sparse.testing.laws.mass import balance
+from lightning_sparse.testing.laws.replicas import *
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE, moved
-
-__all__ = [
-    "test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept",
-    "test_a_model_that_is_one_edge",
-    "test_a_parameter_is_written_where_any_rank_used_it",
-    "test_density_one_equals_ddp",
-    "test_edges",
-    "test_mass_is_conserved",
-    "test_replicas_are_identical_and_no_schedule_changes_a_bit",
-    "test_the_observer_changes_nothing",
-    "test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost",
-    "test_two_of_three_ranks_are_fewer_than_the_elements",
-]
 
 
 @each_world

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from lightning_sparse.testing.devices import DEVICE, moved
 from lightning_sparse.testing.laws.marks import each_wire
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for, keeps, subject_of
-from lightning_sparse.testing.wrapping import backpropagate, residuals_like, sparse_ddp
-
-Tensors = dict[str, Tensor]
+from lightning_sparse.testing.subjects import WIRES, any_compressor, density_for, holds_for, keeps, subject_of
+from lightning_sparse.testing.wrapping import Tensors, backpropagate, residuals_like, sparse_ddp
 
 EDGE_GRADIENTS = {
     "one element": torch.tensor([2.0]),
@@ -87,22 +85,14 @@ def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors)
     return {name: exchange_given(rank, settings, {name: gradient})[name] for name, gradient in gradients.items()}
 
 
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "float32"), *((3, wire) for wire in WIRES)])
 @holds_for(any_compressor)
-def test_a_model_that_is_one_edge(pair: Pool, compressor: str) -> None:
+def test_a_model_that_is_one_edge(pools: dict[int, Pool], compressor: str, ranks: int, wire: str) -> None:
     """Some look at the whole model: for a threshold, or to give every rank its part of it."""
     gradients = edges_of(torch.float32)
-    settings = {"compressor": compressor, "density": density_for(compressor)}
-    answers = pair.run(exchange_one_by_one, settings, gradients)
+    if ranks == 3:
+        gradients = {edge: gradients[edge] for edge in ("one element", "fewer elements than ranks")}
+    settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire}
+    answers = pools[ranks].run(exchange_one_by_one, settings, gradients)
     for edge, gradient in gradients.items():
         assert_applied_and_kept(gradient, [answer[edge] for answer in answers], compressor, edge)
-
-
-@each_wire
-@holds_for(keeps)
-def test_two_of_three_ranks_are_fewer_than_the_elements(pools: dict[int, Pool], compressor: str, wire: str) -> None:
-    settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire}
-    gradients = {"two elements": torch.tensor([1.0, -2.0]), "one element": torch.tensor([5.0])}
-    answers = pools[3].run(exchange_one_by_one, settings, gradients)
-    for edge, gradient in gradients.items():
-        kept = sum(answer[edge][1].double() for answer in answers) / 3
-        torch.testing.assert_close(answers[0][edge][0].double() + kept, gradient.double(), rtol=1e-6, atol=1e-7)

@@ -31,7 +31,7 @@ def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[
             backpropagate(ddp, engine, ddp(batch(rank, 2 * step)) + ddp.module.prime[3] * factor)
             poisoned, after = ddp.module.prime.grad.clone(), copy.deepcopy(engine.state_dict())
             backpropagate(ddp, engine, ddp(batch(rank, 2 * step + 1)))
-            recovered = all(bool(gradient.isfinite().all()) for _, gradient in gradients_of(ddp))
+            recovered = all(bool(gradient.isfinite().all()) for gradient in gradients_of(ddp).values())
             gaps.append((before, after, poisoned, recovered))
     return gaps
 

@@ -9,9 +9,7 @@ from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.laws.marks import each_schedule, each_way, each_way_and_world
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import agrees, any_compressor, density_for, holds_for, keeps, subject_of
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, residuals_like, sparse_ddp, watch_gradients
-
-Tensors = dict[str, Tensor]
+from lightning_sparse.testing.wrapping import Edges, Tensors, batch, booked_step, sparse_ddp, watch_gradients
 
 
 def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, Tensors]]:
@@ -22,12 +20,7 @@ def balance(rank: int, settings: dict[str, Any], steps: int) -> list[dict[str, T
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         gradients = watch_gradients(ddp.module)
         for step in range(steps):
-            before = residuals_like(engine, gradients)
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
-            after = residuals_like(engine, gradients)
-            arrived = {name: gradient.clone() for name, gradient in gradients.items()}
-            book.append({"gradient": arrived, "before": before, "applied": applied, "after": after})
+            book.append(booked_step(ddp, engine, gradients, ddp(batch(rank, step))))
             optimizer.step()
     return book
 
@@ -68,23 +61,15 @@ class Branches(nn.Module):
         return loss
 
 
-def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, Tensors, Tensors]]:
-    """Use everything, then ``sometimes`` on rank 0 alone and ``never`` nowhere."""
+def train_branches(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:
+    """Use everything, then ``sometimes`` on rank 0 alone and ``never`` nowhere; write down as :func:`balance` does."""
     torch.manual_seed(0)
     book = []
     with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
         for step, uses in enumerate([(True, True), (rank == 0, False), (rank == 0, False)]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
-            owed = residuals_like(engine, gradients)
-            for gradient in gradients.values():
-                gradient.zero_()
-            backpropagate(ddp, engine, ddp(inputs, uses))
-            applied = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
-            nothing = torch.zeros(300, device=DEVICE)
-            applied = {name: nothing if grad is None else grad.clone() for name, grad in applied.items()}
-            owed = {name: residual + gradients[name] for name, residual in owed.items()}
-            book.append((owed, applied, residuals_like(engine, owed)))
+            book.append(booked_step(ddp, engine, gradients, ddp(inputs, uses)))
     return book
 
 
@@ -94,11 +79,7 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
     pair: Pool, compressor: str, schedule: str, wire: str
 ) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
-    for entries in zip(*pair.run(train_branches, settings)):
-        for name in ("shared", "sometimes", "never"):
-            owed = sum(owed[name].double() for owed, _, _ in entries) / 2
-            kept = sum(after[name].double() for _, _, after in entries) / 2
-            torch.testing.assert_close(entries[0][1][name].double() + kept, owed, rtol=1e-5, atol=1e-6)
+    assert_mass_is_conserved(pair.run(train_branches, settings))
 
 
 @each_schedule
@@ -106,11 +87,11 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
 def test_a_parameter_is_written_where_any_rank_used_it(pair: Pool, compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
     books = pair.run(train_branches, settings)
-    for book in books:
-        assert all(book[0][1][name].any() for name in ("shared", "sometimes", "never"))
-        for _, applied, _ in book[1:]:
-            assert applied["shared"].any()
-            assert not applied["never"].any()
-    (rank_0, rank_1) = (book[1][1] for book in books)
+    for first, *later in books:
+        assert all(first["applied"][name].any() for name in ("shared", "sometimes", "never"))
+        for entry in later:
+            assert entry["applied"]["shared"].any()
+            assert not entry["applied"]["never"].any()
+    rank_0, rank_1 = (book[1]["applied"] for book in books)
     assert rank_0["sometimes"].any()
     assert not agrees(subject_of(compressor)) or torch.equal(rank_0["sometimes"], rank_1["sometimes"])

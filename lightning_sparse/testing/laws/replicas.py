@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse.engine.engine as engine_module
@@ -27,9 +26,7 @@ from lightning_sparse.testing.subjects import (
     is_grouping_free,
     subject_of,
 )
-from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, sgd_steps, sparse_ddp
-
-Tensors = dict[str, Tensor]
+from lightning_sparse.testing.wrapping import Edges, Tensors, batch, parameters_of, sgd_steps, sparse_ddp
 
 
 def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple[Tensors, Tensors]:
@@ -107,7 +104,8 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
 ) -> None:
     outcomes = []
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
-    if not is_grouping_free(subject_of(compressor)):
+    grouping_free = is_grouping_free(subject_of(compressor))
+    if not grouping_free:
         schedules *= 2  # each of the four is then to agree with itself
     for schedule in schedules:
         settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
@@ -116,7 +114,6 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
             for history in histories[1:]:
                 assert_same(history, histories[0])
         outcomes.append(histories)
-    grouping_free = is_grouping_free(subject_of(compressor))
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
         assert_same(outcome, expected)
 
