@@ -1,9 +1,11 @@
-"""What all callbacks of the package refuse."""
+"""What the callbacks of the package refuse, and that those that look on change nothing."""
 
 from typing import Any
 
 import pytest
-from pytorch_lightning import Trainer
+import torch
+from pytorch_lightning import Callback, Trainer
+from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import (
@@ -17,7 +19,9 @@ from lightning_sparse.callbacks import (
     Warmup,
 )
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, WithSGD, accelerator, make_trainer
+from lightning_sparse.testing.subjects import agrees, subject_of
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, run_fit, weights
 
 CALLBACKS = {
     "AdaptiveDensity": lambda: AdaptiveDensity([Warmup(4)]),
@@ -36,32 +40,110 @@ def test_another_strategy_and_the_same_callback_twice_are_refused(name: str) -> 
     with pytest.raises(TypeError, match=f"{name} needs a SparseDDPStrategy"):
         trainer.fit(Small())
     twice = Trainer(strategy=SparseDDPStrategy(), accelerator="cpu", callbacks=[build(), build()], **quiet)
-    with pytest.raises(ValueError, match=f"callbacks holds 2 {name}"):
+    with pytest.raises(ValueError, match=name):
         build().setup(twice, Small(), "fit")
 
 
-@pytest.mark.parametrize("callback", [AssumptionMonitor, ReplicaSentinel])
-@pytest.mark.parametrize("every", [0, -1, 2.5, True, "often"])
-def test_a_bad_interval_is_refused(callback: Any, every: Any) -> None:
-    with pytest.raises(ValueError, match="every_n_steps"):
-        callback(every_n_steps=every)
+@pytest.mark.parametrize(
+    ("build", "error", "argument", "values"),
+    [
+        (AssumptionMonitor, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
+        (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
+        (ReplicaSentinel, ValueError, "action", ("rise",)),
+        (OverlapTimeline, ValueError, "steps", ([], [3, 3], [-1], [1.5], "12", 7)),
+        (OverlapTimeline, ValueError, "every_n_steps", (-5, 0)),
+        (OverlapTimeline, ValueError, "max_steps", (0, True)),
+        (lambda every_n_steps: OverlapTimeline([1], every_n_steps), ValueError, "every_n_steps", (5,)),
+        (MomentumCorrection, ValueError, "momentum", (1.0, None)),
+        (MomentumCorrection, ValueError, "clip_norm", (0.0,)),
+        (AdaptiveDensity, ValueError, "rules", ([],)),
+        (AdaptiveDensity, TypeError, "rules", (["warmup"], Warmup(4))),
+        (lambda max_density: AdaptiveDensity([Warmup(4)], max_density), ValueError, "max_density", (0.0,)),
+        (lambda every_n_steps: AdaptiveDensity([Warmup(4)], 1.0, every_n_steps), ValueError, "every_n_steps", (0,)),
+    ],
+)
+def test_arguments_out_of_range_are_refused(
+    build: Any, error: type[Exception], argument: str, values: tuple[Any, ...]
+) -> None:
+    for value in values:
+        with pytest.raises(error, match=argument):
+            build(**{argument: value})
 
 
-def fit_with_all(rank: int, directory: str) -> int:
-    """Fit with all that look on at once, twice; return the steps made."""
+class Other(AdaptiveDensity):
+    """Another callback that sets densities."""
+
+
+ADAPTIVE, MOMENTUM, MASKED = AdaptiveDensity([Warmup(4)]), MomentumCorrection(), MomentumCorrection(masks_momentum=True)
+UNCORRECTED = {"compressor": "topk", "optimizer_correction": None}
+AUTO = {"compressor": "lags", "schedule": "auto"}
+# Strategy (a name for its compressor alone), callbacks, model, and what is named; nothing where they go together.
+TOGETHER: list[tuple[Any, list[Callback], Small, str]] = [
+    *[(name, [ADAPTIVE], Small(), "density") for name in ("sdagc", "exdyna", "a2sgd", "dense", "omgs")],
+    (AUTO, [ADAPTIVE], Small(), "schedule='auto'"),
+    ("topk", [ADAPTIVE, Other([Warmup(4)])], Small(), "AdaptiveDensity and Other"),
+    *[(name, [ADAPTIVE], Small(), "") for name in ("topk", "lags", "dgc")],
+    (UNCORRECTED, [MOMENTUM], WithAdam(), "Adam"),
+    ("topk", [MOMENTUM], WithSGD(dampening=0.5), "dampening=0.5"),
+    ("topk", [MomentumCorrection(momentum=0.5)], WithSGD(), "momentum=0.5"),
+    *[(name, [MOMENTUM], WithSGD(), name.upper()) for name in ("dgc", "sdagc", "a2sgd")],
+    ("omgs", [MASKED], WithSGD(), "OMGS"),
+    (AUTO, [MOMENTUM], WithSGD(), "schedule"),
+    ("omgs", [MOMENTUM], WithSGD(), ""),
+    *[(name, [MASKED], WithSGD(), "") for name in ("lags", "exdyna", "dense")],
+    *[(name, [AssumptionMonitor()], Small(), "AssumptionMonitor") for name in ("a2sgd", "dense")],
+    ("a2sgd", [ReplicaSentinel()], Small(), "ReplicaSentinel"),
+    ({"compressor": "dense", "local_steps": 4}, [OverlapTimeline(pictures=False)], Small(), "local_steps"),
+]
+
+
+def fit_together(rank: int, strategy: Any, callbacks: list[Callback], model: Small) -> str:
+    """Fit what may be refused; return the message."""
+    settings = {"compressor": strategy} if isinstance(strategy, str) else strategy
+    try:
+        run_fit(rank, SparseDDPStrategy(**settings), model, callbacks=callbacks, limit_train_batches=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("strategy", "callbacks", "model", "named"), TOGETHER)
+def test_what_cannot_go_together_is_refused_and_the_rest_is_not(
+    pair: Pool, strategy: Any, callbacks: list[Callback], model: Small, named: str
+) -> None:
+    for answer in pair.run(fit_together, strategy, callbacks, model):
+        assert named in answer
+        assert bool(answer) == bool(named)
+
+
+def onlookers(compressor: str, directory: str) -> list[Callback]:
+    """Return all callbacks that look on, as far as the compressor lets them."""
+    subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 20], path=f"{directory}/overlap.json", pictures=False)
-    callbacks = [AssumptionMonitor(), CompressionMonitor(progress_bar=True), ReplicaSentinel(), timeline]
-    trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=callbacks, log_every_n_steps=2)
+    callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True, histograms=True)]
+    callbacks += [AssumptionMonitor(3)] if subject.default_density is not None else []
+    return callbacks + ([ReplicaSentinel(1)] if agrees(subject) else [])
+
+
+def fit_watched(rank: int, compressor: str, directory: str, watched: bool) -> tuple[dict[str, Tensor], int]:
+    """Fit twice with one Trainer, alone or watched; return the weights and the steps made."""
+    strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
+    callbacks = onlookers(compressor, directory) if watched else []
+    trainer = make_trainer(rank, strategy, callbacks=callbacks, log_every_n_steps=2)
     model = Small()
     trainer.fit(model)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model)
     trainer.validate(model, verbose=False)
-    return trainer.global_step
+    return weights(model), trainer.global_step
 
 
-def test_all_live_together_and_through_a_second_fit(pair: Pool, tmp_path: Any) -> None:
-    assert pair.run(fit_with_all, str(tmp_path)) == [32, 32]
+@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+def test_all_live_together_through_a_second_fit_and_change_no_bit(pair: Pool, tmp_path: Any, compressor: str) -> None:
+    runs = [pair.run(fit_watched, compressor, str(tmp_path), watched) for watched in (True, False)]
+    for (watched, steps), (alone, _) in zip(*runs):
+        assert steps == 32
+        assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
 def fit_alone(rank: int, directory: str) -> list[float]:

@@ -1,11 +1,11 @@
 """CompressionMonitor: what reaches loggers and the progress bar."""
 
 import contextlib
-import csv
 import io
 import math
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -24,9 +23,9 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.callbacks.statistics import batch_size
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
-from tests.helpers.trainers import Rows, Small, WithAdam, make_trainer, run_fit, weights
+from tests.helpers.trainers import Rows, Small, WithAdam, make_trainer, run_fit
 
 TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
@@ -42,8 +41,8 @@ def fit_monitored(
     strategy: "dict[str, Any] | None" = None,
     module: Any = Small,
     **arguments: Any,
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Fit with two loggers; return what the progress bar was given, and the weights."""
+) -> dict[str, float]:
+    """Fit with two loggers; return what the progress bar was given."""
     settings = {
         "logger": [TensorBoardLogger(directory, name="", version=""), CSVLogger(directory, name="rows", version="")],
         "log_every_n_steps": 4,
@@ -51,32 +50,19 @@ def fit_monitored(
         **arguments,
     }
     trainer = run_fit(rank, SparseDDPStrategy(**(strategy or {"density": 0.01})), module(), **settings)
-    shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
-    return shown, weights(trainer.lightning_module)
+    return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
-def fit_with(rank: int, directory: str, arguments: dict[str, Any]) -> Any:
-    """Fit as :func:`fit_monitored` does, with arguments by name."""
-    return fit_monitored(rank, directory, **arguments)
+@pytest.fixture
+def fitted(pair: Pool, tmp_path: Path) -> Any:
+    """Return a function that fits on two ranks as :func:`fit_monitored` does."""
+    return lambda **arguments: pair.run(partial(fit_monitored, directory=str(tmp_path), **arguments))
 
 
-def read_events(directory: Path) -> EventAccumulator:
-    """Read what was written for TensorBoard."""
-    events = EventAccumulator(str(directory), size_guidance={"images": 0, "tensors": 0, "histograms": 0, "scalars": 0})
-    events.Reload()
-    return events
-
-
-def read_rows(directory: Path) -> list[dict[str, str]]:
-    """Read what was written as CSV."""
-    with (directory / "rows" / "metrics.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row["sparse/wire_bytes"]]
-
-
-def test_scalars_reach_any_logger(pair: Pool, tmp_path: Path) -> None:
-    (shown, _), _ = pair.run(fit_monitored, str(tmp_path))
+def test_scalars_reach_any_logger(fitted: Any, tmp_path: Path) -> None:
+    shown, _ = fitted()
     assert not {"compression", "exposed_ms"} & shown.keys()
-    rows = read_rows(tmp_path)
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == STEPS
     assert rows[0].keys() >= TAGS
     for row in rows:
@@ -88,9 +74,9 @@ def test_scalars_reach_any_logger(pair: Pool, tmp_path: Path) -> None:
         assert samples == pytest.approx(8)
 
 
-def test_everything_reaches_tensorboard(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_monitored, str(tmp_path), EVERYTHING)
-    events = read_events(tmp_path)
+def test_everything_reaches_tensorboard(fitted: Any, tmp_path: Path) -> None:
+    fitted(monitor=EVERYTHING)
+    events = events_of(tmp_path)
     assert set(events.Tags()["scalars"]) >= TAGS | {
         f"sparse_parameters/{each}/{name}" for each in BY_PARAMETER for name in NAMES
     }
@@ -117,9 +103,9 @@ def test_everything_reaches_tensorboard(pair: Pool, tmp_path: Path) -> None:
     assert sent.sum / sent.num > kept.sum / kept.num
 
 
-def test_the_page_opens_sorted_and_says_what_is_planned(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_with, str(tmp_path), {"max_epochs": 6})
-    events = read_events(tmp_path)
+def test_the_page_opens_sorted_and_says_what_is_planned(fitted: Any, tmp_path: Path) -> None:
+    fitted(max_epochs=6)
+    events = events_of(tmp_path)
     layout = layout_pb2.Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
@@ -190,15 +176,6 @@ def fit_with_bar(rank: int, bar: str) -> tuple[str, dict[str, float]]:
     return screen.getvalue(), {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
-@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_the_observer_is_neutral(pair: Pool, tmp_path: Path, compressor: str) -> None:
-    settings = {"compressor": compressor, "density": DENSITY[compressor]}
-    watched = pair.run(fit_monitored, str(tmp_path), EVERYTHING, settings)
-    alone = pair.run(fit_with, str(tmp_path), {"strategy": settings, "callbacks": [], "logger": False})
-    for (_, with_monitor), (_, without) in zip(watched, alone):
-        assert all(torch.equal(with_monitor[name], without[name]) for name in without)
-
-
 class Notes(Callback):
     """Note what this rank measured."""
 
@@ -228,7 +205,7 @@ def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(
 
     densities = [each["density"] for each in noted[0]]
     assert max(densities) > 1.2 * min(densities)  # else a single step would do
-    for step, row in zip(STEPS, read_rows(tmp_path)):
+    for step, row in zip(STEPS, rows_of(tmp_path / "rows", "sparse/wire_bytes")):
         for name in ("density", "wire_bytes", "select_seconds", "exchange_seconds"):
             assert float(row[f"sparse/{name}"]) == pytest.approx(sum(means(name, step)) / 2), name
         total = sum(rank[step]["total_wire_bytes"] for rank in noted) / 2
@@ -241,7 +218,7 @@ def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(
 def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair: Pool, tmp_path: Path) -> None:
     strategy = {"density": 0.01, "optimizer_correction": AdamCorrection(dense_steps=6, fall_steps=0)}
     noted, _ = pair.run(fit_noted, str(tmp_path), strategy, WithAdam, EVERYTHING)
-    first, second, *_ = rows = read_rows(tmp_path)
+    first, second, *_ = rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == STEPS
     known = {"density": 1, "compression_ratio": 1, "total_compression_ratio": 1, "wire_bytes": noted[0]["dense_bytes"]}
     assert {name: float(first[f"sparse/{name}"]) for name in known} == pytest.approx(known)
@@ -252,7 +229,7 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair: Pool, tmp_
         assert float(second[f"sparse/{name}"]) == pytest.approx(sum(each[name] for each in noted[4:8]) / 4, rel=1e-3)
     assert 0.4 < float(second["sparse/density"]) < 0.6
     assert float(second["sparse/exposed_seconds"]) > 0
-    charts = read_events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    charts = events_of(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"sparse/exposed_seconds$" in charts
 
 
@@ -281,9 +258,9 @@ class Unsized(Small):
         return super().training_step(batch[0], batch_index)
 
 
-def test_batches_of_unknown_size_leave_throughput_out(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_with, str(tmp_path), {"module": Unsized, "limit_val_batches": 0})
-    rows = read_rows(tmp_path)
+def test_batches_of_unknown_size_leave_throughput_out(fitted: Any, tmp_path: Path) -> None:
+    fitted(module=Unsized, limit_val_batches=0)
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert len(rows) == 4
     assert "sparse/samples_per_second" not in rows[0]
     assert float(rows[0]["sparse/step_seconds"]) > 0
@@ -296,9 +273,9 @@ def test_a_batch_has_the_size_that_its_tensors_share() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_step_of_several_batches_is_logged_once(pair: Pool, tmp_path: Path, accumulate: int) -> None:
-    pair.run(fit_with, str(tmp_path), {"accumulate_grad_batches": accumulate, "log_every_n_steps": 2})
-    rows = read_rows(tmp_path)
+def test_a_step_of_several_batches_is_logged_once(fitted: Any, tmp_path: Path, accumulate: int) -> None:
+    fitted(accumulate_grad_batches=accumulate, log_every_n_steps=2)
+    rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == list(range(1, 16 // accumulate, 2))
     for row in rows:
         samples = float(row["sparse/samples_per_second"]) * float(row["sparse/step_seconds"])
@@ -348,9 +325,9 @@ class OnlySparseLayout(Small):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_with, str(tmp_path), {"monitor": EVERYTHING, "module": OnlySparseLayout, "limit_val_batches": 0})
-    events = read_events(tmp_path)
+def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitted: Any, tmp_path: Path) -> None:
+    fitted(monitor=EVERYTHING, module=OnlySparseLayout, limit_val_batches=0)
+    events = events_of(tmp_path)
     assert all(event.value > 0 for event in events.Scalars("sparse/wire_bytes"))
     assert not any("network" in tag for tag in events.Tags()["scalars"])
 
@@ -367,6 +344,6 @@ class LongValidation(Small):
         return DataLoader(Rows(32), batch_size=4)
 
 
-def test_validation_does_not_count_as_training(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_with, str(tmp_path), {"module": LongValidation, "num_sanity_val_steps": 0, "max_epochs": 2})
-    assert all(float(row["sparse/step_seconds"]) < 0.55 for row in read_rows(tmp_path)[1:])
+def test_validation_does_not_count_as_training(fitted: Any, tmp_path: Path) -> None:
+    fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
+    assert all(float(row["sparse/step_seconds"]) < 0.55 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

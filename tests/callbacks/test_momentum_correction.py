@@ -1,6 +1,5 @@
 """MomentumCorrection: the same numbers as DGC's own, what is refused, and what is logged."""
 
-import csv
 from pathlib import Path
 from typing import Any, Optional
 
@@ -14,7 +13,8 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
 from lightning_sparse.compressors import DGC, LAGS
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import WithAdam, WithSGD, make_trainer, run_fit, weights
+from tests.helpers.loggers import rows_of
+from tests.helpers.trainers import WithSGD, make_trainer, weights
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "taken over": ({}, {}),
@@ -56,12 +56,12 @@ def fit_both(rank: int, settings: dict[str, Any], model: dict[str, Any], restart
 @pytest.mark.parametrize("name", [*SETTINGS, "warm restarts"])
 def test_it_trains_bit_for_bit_as_dgc(pair: Pool, name: str) -> None:
     settings, model = SETTINGS.get(name, ({}, {}))
-    for own, ours, without in pair.run(fit_both, settings, model, name == "warm restarts", timeout=120):
+    for own, ours, without in pair.run(fit_both, settings, model, name == "warm restarts"):
         assert all(torch.equal(own[parameter], ours[parameter]) for parameter in own)
         assert not all(torch.equal(own[parameter], without[parameter]) for parameter in own)
 
 
-def fit_twice(rank: int, path: str) -> tuple[list[float], dict[str, Any], list[dict[str, Tensor]]]:
+def fit_twice(rank: int) -> tuple[list[float], dict[str, Any], list[dict[str, Tensor]]]:
     """Fit with the callback, then with the same strategy without it, then as the latter from the start.
 
     Returns:
@@ -87,47 +87,11 @@ def fit_twice(rank: int, path: str) -> tuple[list[float], dict[str, Any], list[d
     return during, group, [weights(later), weights(fresh)]
 
 
-def test_it_gives_everything_back(pair: Pool, tmp_path: Path) -> None:
-    for during, group, (later, fresh) in pair.run(fit_twice, str(tmp_path), timeout=120):
+def test_it_gives_everything_back(pair: Pool) -> None:
+    for during, group, (later, fresh) in pair.run(fit_twice):
         assert set(during) == {0.0}
         assert (group["momentum"], group["nesterov"]) == (0.9, True)
         assert all(torch.equal(later[name], fresh[name]) for name in later)
-
-
-def refused(rank: int, strategy: dict[str, Any], correction: MomentumCorrection, model: Any) -> str:
-    """Fit what may be refused; return the message."""
-    try:
-        run_fit(rank, SparseDDPStrategy(**strategy), model, callbacks=[correction])
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-MASKED = {"masks_momentum": True}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
-    "adam": ({"optimizer_correction": None}, {}, WithAdam(), "Adam"),
-    "dampening": ({}, {}, WithSGD(dampening=0.5), "dampening=0.5"),
-    "given twice": ({}, {"momentum": 0.5}, WithSGD(), "momentum=0.5"),
-    **{name: ({"compressor": name}, {}, WithSGD(), name.upper()) for name in ("dgc", "sdagc", "a2sgd")},
-    "omgs masked": ({"compressor": "omgs"}, MASKED, WithSGD(), "OMGS"),
-    "auto": ({"compressor": "lags", "schedule": "auto"}, {}, WithSGD(), "schedule"),
-    "omgs": ({"compressor": "omgs"}, {}, WithSGD(), "accepted"),
-    **{name: ({"compressor": name}, MASKED, WithSGD(), "accepted") for name in ("lags", "exdyna", "dense")},
-}
-
-
-@pytest.mark.parametrize(("strategy", "settings", "model", "named"), CASES.values(), ids=CASES)
-def test_what_cannot_go_together_is_refused_and_what_keeps_residuals_accepted(
-    pair: Pool, strategy: dict[str, Any], settings: dict[str, Any], model: Any, named: str
-) -> None:
-    for answer in pair.run(refused, strategy, MomentumCorrection(**settings), model):
-        assert named in answer
-
-
-@pytest.mark.parametrize(("argument", "value"), [("momentum", 1.0), ("momentum", None), ("clip_norm", 0.0)])
-def test_settings_out_of_range_are_refused(argument: str, value: Optional[float]) -> None:
-    with pytest.raises(ValueError, match=f"{argument}={value}"):
-        MomentumCorrection(**{argument: value})
 
 
 def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[list[float], list[float]]:
@@ -154,8 +118,7 @@ def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[l
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 def test_it_logs_what_it_does_on_logged_steps_only(pair: Pool, tmp_path: Path, clip_norm: Optional[float]) -> None:
     (norms, zeros), (other_norms, _) = pair.run(fit_logged, str(tmp_path), clip_norm)
-    with (tmp_path / "metrics.csv").open() as file:
-        rows = {int(row["step"]): row for row in csv.DictReader(file) if row["sparse/momentum_norm"]}
+    rows = {int(row["step"]): row for row in rows_of(tmp_path, "sparse/momentum_norm")}
     assert list(rows) == [3, 7, 11, 15]
     for step, row in rows.items():
         expected = (norms[step] + other_norms[step]) / 2

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.profilers import PyTorchProfiler
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
@@ -28,7 +28,8 @@ from lightning_sparse.callbacks.overlap_timeline import (
 )
 from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.trainers import Small, run_fit, weights
+from tests.helpers.loggers import events_of
+from tests.helpers.trainers import Small, run_fit
 
 NUMELS = {"last": 30, "middle": 20, "first": 10}
 
@@ -143,17 +144,11 @@ class Slow(Small):
 
 
 def fit_recorded(
-    rank: int,
-    path: str,
-    timeline: "dict[str, Any] | None",
-    module: Any = Small,
-    schedule: str = "layerwise",
-    **arguments: Any,
-) -> dict[str, Tensor]:
-    """Fit, with a timeline unless it is ``None``."""
-    callbacks = [] if timeline is None else [OverlapTimeline(path=path, pictures=False, **timeline)]
-    strategy = SparseDDPStrategy(density=0.05, schedule=schedule)
-    return weights(run_fit(rank, strategy, module(), callbacks=callbacks, **arguments).lightning_module)
+    rank: int, path: str, chosen: dict[str, Any], module: Any = Small, schedule: str = "layerwise", **arguments: Any
+) -> None:
+    """Fit with a timeline."""
+    callbacks = [OverlapTimeline(path=path, pictures=False, **chosen)]
+    run_fit(rank, SparseDDPStrategy(density=0.05, schedule=schedule), module(), callbacks=callbacks, **arguments)
 
 
 def timed_events(path: Path) -> list[dict[str, Any]]:
@@ -200,21 +195,15 @@ def test_one_message_after_backward_is_seen_not_to_overlap(pair: Pool, tmp_path:
     assert all(event["ts"] >= backward_ends[event["pid"]] for event in events if event["cat"] == "exchange")
 
 
-def test_an_interval_and_a_maximum_choose_the_steps_and_recording_changes_no_bit(pair: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "overlap.json"
-    recorded = pair.run(fit_recorded, str(path), {"every_n_steps": 4, "max_steps": 2})
-    assert {event["args"]["step"] for event in timed_events(path)} == {4, 8}
-    for with_timeline, without in zip(recorded, pair.run(fit_recorded, str(path), None)):
-        assert all(torch.equal(with_timeline[name], without[name]) for name in without)
-
-
-def fit_accumulating(rank: int, path: str) -> None:
-    """Fit with steps of four batches each."""
-    fit_recorded(rank, path, {"steps": [1, 3]}, accumulate_grad_batches=4)
+def test_an_interval_and_a_maximum_choose_the_steps(pair: Pool, tmp_path: Path) -> None:
+    pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"every_n_steps": 4, "max_steps": 2})
+    assert {event["args"]["step"] for event in timed_events(tmp_path / "overlap.json")} == {4, 8}
 
 
 def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> None:
-    pair.run(fit_accumulating, str(tmp_path / "overlap.json"))
+    pair.run(
+        partial(fit_recorded, path=str(tmp_path / "overlap.json"), chosen={"steps": [1, 3]}, accumulate_grad_batches=4)
+    )
     events = timed_events(tmp_path / "overlap.json")
     assert [event["args"]["step"] for event in events if event["cat"] == "commit"] == [1, 1, 3, 3]
 
@@ -234,33 +223,17 @@ def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair: Pool, tmp_p
     with image.open(tmp_path / "overlap.png") as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
     assert {(0x9A, 0xA5, 0xB1), (0xD6, 0x45, 0x45), (0x21, 0x86, 0xEB)} <= colours  # backward, waiting, exchange
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [each.step for each in events.Images("sparse/overlap")] == [7]
+    assert [each.step for each in events_of(tmp_path).Images("sparse/overlap")] == [7]
 
 
-def fit_refused(rank: int) -> None:
-    """Ask for a step that never comes, and for a timeline of rounds of local steps."""
+def fit_too_short(rank: int) -> None:
+    """Ask for a step that never comes."""
     with pytest.warns(UserWarning, match=r"steps=\[500\]") if rank == 0 else contextlib.nullcontext():
         fit_recorded(rank, "", {"steps": [500]}, limit_train_batches=2)
-    with pytest.raises(ValueError, match="local_steps"):
-        run_fit(rank, SparseDDPStrategy("dense", local_steps=4), callbacks=[OverlapTimeline(pictures=False)])
 
 
-def test_steps_that_never_came_are_said_and_rounds_of_local_steps_refused(pair: Pool) -> None:
-    pair.run(fit_refused)
-
-
-@pytest.mark.parametrize(
-    ("argument", "values"),
-    [("steps", ([], [3, 3], [-1], [1.5], "12", 7)), ("every_n_steps", (-5, 0)), ("max_steps", (0, True))],
-)
-def test_bad_steps_are_refused(argument: str, values: tuple[Any, ...]) -> None:
-    for value in values:
-        with pytest.raises(ValueError, match=argument):
-            OverlapTimeline(**{argument: value})
-    with pytest.raises(ValueError, match="steps"):
-        OverlapTimeline(steps=[1], every_n_steps=5)
+def test_steps_that_never_came_are_said(pair: Pool) -> None:
+    pair.run(fit_too_short)
 
 
 def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.callbacks.replica_sentinel import ReplicaError
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY
-from tests.helpers.trainers import Small, make_trainer, run_fit, weights
+from tests.helpers.trainers import Small, make_trainer
 
 
 class Tampered(Small):
@@ -49,29 +47,3 @@ def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks_unless_told
     assert made == others == steps
     for told in ("after step 7", "'network.2.weight'", "rank 1", "2 of 4 parameters"):
         assert told in message
-
-
-def fit_guarded(rank: int, compressor: str, guards: bool) -> dict[str, Tensor]:
-    """Fit a sound model, with a sentinel or without one."""
-    callbacks = [ReplicaSentinel(every_n_steps=1)] if guards else []
-    strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
-    return weights(run_fit(rank, strategy, callbacks=callbacks).lightning_module)
-
-
-@pytest.mark.parametrize("compressor", AGREEING_NAMES)
-def test_sound_replicas_pass_and_keep_every_bit(pair: Pool, compressor: str) -> None:
-    guarded, _ = pair.run(fit_guarded, compressor, True)
-    alone, _ = pair.run(fit_guarded, compressor, False)
-    assert all(torch.equal(guarded[name], alone[name]) for name in alone)
-
-
-def refused(rank: int) -> None:
-    """Try a method whose replicas drift apart."""
-    with pytest.raises(ValueError, match="ReplicaSentinel"):
-        run_fit(rank, SparseDDPStrategy("a2sgd"), callbacks=[ReplicaSentinel()])
-
-
-def test_a_method_that_lets_replicas_drift_and_an_unknown_action_are_refused(pair: Pool) -> None:
-    pair.run(refused)
-    with pytest.raises(ValueError, match="action='rise'"):
-        ReplicaSentinel(action="rise")
