@@ -25,9 +25,8 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
 
 
-MODULES = ["shape", "network", "launch", "results", "rows", "worker", "memory", "selection", "plot", "step", "training"]
-shape, network, launch, results, rows, worker, memory, selection, plot, step, training = map(_load, MODULES)
-paced = _load("paced")
+MODULES = ["shape", "network", "launch", "results", "rows", "worker", "selection", "plot", "step", "training", "paced"]
+shape, network, launch, results, rows, worker, selection, plot, step, training, paced = map(_load, MODULES)
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -52,10 +51,15 @@ connection.sendall(bytes(4_000_000))
 """
 
 
-def test_rates_and_delays_are_read_and_bursts_grow_with_fast_links_only() -> None:
+def test_rates_and_delays_are_read_or_refused_and_bursts_grow_with_fast_links_only() -> None:
     assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
     assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]
     assert [shape.burst_bytes(bits) >> 10 for bits in (10**7, 10**9, 10**10)] == [32, 128, 1280]
+    for text in ("1", "gbit", "1gbps", "0mbit", "-1gbit", "1 gbit", "ms", "-1ms", "1min"):
+        with pytest.raises(ValueError, match="rate"):
+            shape.parse_rate(text)
+        with pytest.raises(ValueError, match="us, ms, s"):
+            shape.parse_delay(text)
 
 
 def test_a_slower_network_is_written_as_it_is_read() -> None:
@@ -64,28 +68,17 @@ def test_a_slower_network_is_written_as_it_is_read() -> None:
     assert [shape.slower_delay(delay, 8) for delay in ("100us", "0", "10ms")] == ["800us", "0us", "80000us"]
 
 
-@pytest.mark.parametrize("text", ["1", "gbit", "1gbps", "0mbit", "-1gbit", "1 gbit", "ms", "-1ms", "1min"])
-def test_other_rates_and_delays_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="rate"):
-        shape.parse_rate(text)
-    with pytest.raises(ValueError, match=r"must be a number .* us, ms, s"):
-        shape.parse_delay(text)
-
-
 def test_lines_compare_within_the_run() -> None:
     seen = {
         "still": [results.Measurement([0.1, 0.1], 0.0, 0.0)],
         "ddp": [results.Measurement([0.3, 0.4], 8e6, 12e6), results.Measurement([0.5, 0.6, 9.0], 8e6, 14e6)],
+        "planned": [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)],
     }
-    still, ddp = results.summarise("model", seen, "ddp", "still")
+    still, ddp, planned = results.summarise("model", seen, "ddp", "still")
     assert (ddp.median_ms, ddp.sent_mb, ddp.link_mb) == pytest.approx((500.0, 8.0, 13.0))
     assert (ddp.to_ddp, ddp.to_no_communication) == pytest.approx((1.0, 5.0))
     assert (still.to_ddp, still.to_no_communication) == pytest.approx((0.2, 1.0))
-
-
-@pytest.mark.parametrize(("values", "spread"), [([1.0, 2.0, 3.0, 4.0, 100.0], 2.0), ([7.0], 0.0)])
-def test_spread_is_the_interquartile_range(values: list[float], spread: float) -> None:
-    assert results.spread(values) == spread
+    assert planned.predicted_ms == pytest.approx(300.0)
 
 
 def test_csv_has_comments_and_reads_back() -> None:
@@ -94,14 +87,6 @@ def test_csv_has_comments_and_reads_back() -> None:
     (read,) = csv.DictReader(table)
     assert comment == "# command"
     assert (read["row"], float(read["median_ms"]), read["to_no_communication"]) == ("ddp, accumulate 2", 10.0, "")
-
-
-def test_predictions_of_all_ranks_are_pooled() -> None:
-    seen = [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)]
-    (line,) = results.summarise("model", {"planned": seen}, "ddp", "still")
-    assert line.predicted_ms == pytest.approx(300.0)
-    assert (line.to_ddp, line.to_no_communication) == (None, None)  # neither is in this run
-    assert results.as_text([line]).splitlines()[1].split()[-7:] == ["-", "-", "0.000", "0.000", "300.0", "ms", "1.00"]
 
 
 def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +99,6 @@ def test_steps_of_two_batches_are_averaged(monkeypatch: pytest.MonkeyPatch) -> N
     assert watch.seconds() == [1.5, 1.0]
     assert watch.link_bytes() == 100.0
     assert watch.longest() == 2.0
-
-
-def test_memory_of_an_element_is_a_slope() -> None:
-    small, large = memory.Memory(held=108.0, peak=112.0), memory.Memory(held=180.0, peak=220.0)
-    assert memory.per_element(small, large, 1, 10) == (8.0, 12.0)
 
 
 @pytest.mark.parametrize("kind", selection.INPUTS)
@@ -229,22 +209,19 @@ def here() -> Iterator[HereNetwork]:
     network_here.stop()
 
 
-def test_progress_of_rank_0_is_shown(here: HereNetwork, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = ["-S", "-c", "import os; print('noise'); print('round {rank} of', os.environ['WORLD_SIZE'])"]
-    launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + 60, show="round ")
-    assert capsys.readouterr().out == "  round 0 of 2\n"
-
-
-@pytest.mark.parametrize(
-    ("code", "seconds", "error"),
-    [("1 / {rank}", 60.0, r"rank 0 ended with status 1(.|\n)*ZeroDivisionError"), ("pass", 0.0, "time is up")],
-)
-def test_a_rank_that_fails_or_is_late_ends_the_run(
-    here: HereNetwork, tmp_path: Path, code: str, seconds: float, error: str
+def test_progress_of_rank_0_is_shown_and_a_rank_that_fails_or_is_late_ends_the_run(
+    here: HereNetwork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = ["-S", "-c", f"import time; {code}; time.sleep(60)"]
-    with pytest.raises(launch.WorkerError, match=error):
-        launch.run_on_all_hosts(here, program, tmp_path, time.monotonic() + seconds, show="round ")
+    def run(code: str, seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        launch.run_on_all_hosts(here, ["-S", "-c", f"import os, time; {code}"], tmp_path, until, show="round ")
+
+    run("print('noise'); print('round {rank} of', os.environ['WORLD_SIZE'])")
+    assert capsys.readouterr().out == "  round 0 of 2\n"
+    with pytest.raises(launch.WorkerError, match=r"rank 0 ended with status 1(.|\n)*ZeroDivisionError"):
+        run("1 / {rank}; time.sleep(60)")
+    with pytest.raises(launch.WorkerError, match="time is up"):
+        run("time.sleep(60)", 0.0)
 
 
 @pytest.fixture
@@ -256,52 +233,32 @@ def name() -> Iterator[str]:
 
 
 @needs_network
-@pytest.mark.parametrize("delay", ["0", "2ms"])
-def test_network_keeps_rate_and_delay(name: str, delay: str) -> None:
-    with network.ShapedNetwork(2, "100mbit", delay, name) as hosts:
+def test_network_keeps_rate_and_delay(name: str) -> None:
+    with network.ShapedNetwork(2, "100mbit", "2ms", name) as hosts:
         receiver = hosts.start(1, [sys.executable, "-S", "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
         assert receiver.stdout.readline() == "listening\n"
         command = [sys.executable, "-S", "-c", SEND, hosts.address(1)]
         round_trip = float(hosts.start(0, command, stdout=subprocess.PIPE).communicate(timeout=20)[0])
         bits_per_second = float(receiver.communicate(timeout=20)[0])
     assert 1e7 < bits_per_second < 1.1e8
-    assert "WITHOUT" in hosts.description or round_trip >= 2e-6 * shape.parse_delay(delay)
+    assert "WITHOUT" in hosts.description or round_trip >= 4e-3
 
 
 @needs_network
-def test_network_ends_with_an_exception(name: str) -> None:
+def test_a_network_removes_leftovers_excludes_others_of_its_name_and_ends_with_an_exception(name: str) -> None:
+    subprocess.run(["ip", "netns", "add", f"{name}-host7"], check=True)
+    left = subprocess.Popen(["ip", "netns", "exec", f"{name}-host7", "sleep", "60"])
+    first, second = (network.ShapedNetwork(1, "100mbit", "0", name) for _ in range(2))
     processes = []
 
     def fail_inside() -> None:
-        with network.ShapedNetwork(2, "100mbit", "100us", name) as hosts:
+        with first as hosts:
             processes.append(hosts.start(0, ["sleep", "60"]))
+            assert left.wait(timeout=10) != 0
+            with pytest.raises(network.NetworkRefusedError, match="wait until it ends"):
+                second.__enter__()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail_inside()
     assert processes[0].poll() is not None
-
-
-@needs_network
-def test_leftovers_are_removed(name: str) -> None:
-    subprocess.run(["ip", "netns", "add", f"{name}-host7"], check=True)
-    left = subprocess.Popen(["ip", "netns", "exec", f"{name}-host7", "sleep", "60"])
-    with network.ShapedNetwork(1, "100mbit", "0", name):
-        assert left.wait(timeout=10) != 0
-
-
-@needs_network
-def test_networks_of_one_name_exclude_each_other(name: str) -> None:
-    first, second = (network.ShapedNetwork(1, "100mbit", "0", name) for _ in range(2))
-    with first, pytest.raises(network.NetworkRefusedError, match="wait until it ends"):
-        second.__enter__()
-
-
-def test_a_checkpoint_is_measured_beside_lightnings(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--elements", "1", "--repeats", "1"]
-    done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=200)
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("sparse", "Lightning"))]
-    sizes = [float(row[36:44]) for row in rows]
-    assert sizes == pytest.approx([12.0, 12.0, 4.0], rel=0.02), done.stderr
-    assert [float(row.split()[-1]) for row in rows][1] == 1.0
-    assert list(tmp_path.iterdir()) == []

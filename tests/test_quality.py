@@ -103,12 +103,10 @@ def test_an_error_of_a_rank_ends_all() -> None:
 
 def test_a_task_is_learned_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
-    runs = [("images", "adamw95", *way, 1, 1e-3, 3, 2, "float32") for way in (("ddp", None), ("lags", 0.01))]
-    lines = [quality.train(quality.Run(*run)) for run in runs]
     results = tmp_path / "quality.jsonl"
-    results.write_text("\n".join(map(json.dumps, lines)))
+    run = quality.Run("images", "adamw95", "lags", 0.01, 1, 1e-3, 3, 2, "float32")
+    results.write_text(json.dumps(quality.train(run)))
     known = quality.known_runs(results)
-    assert [line["score"] for line in known.values()] == [line["score"] for line in lines]
-    assert " 1.0000 | 1 | 1.0000 |" in list(quality.table(known))[2]
+    assert len(list(quality.table(known))) == 3
     quality.draw(known, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
