@@ -1,7 +1,8 @@
 """Small models, one for each thing that people build their own way."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from typing_extensions import override
 from tests.helpers.trainers import Rows, Small
 
 COMPILER = "aot_eager"  # needs no C++ compiler
+adam = partial(torch.optim.Adam, lr=1e-3)
+adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class Plain(Small):
@@ -20,9 +23,19 @@ class Plain(Small):
 
     learning_rate = 0.1
 
+    def __init__(self, optimizer: Optional[Callable[..., Any]] = None) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer of a part."""
+        if self.optimizer is not None:
+            return self.optimizer(module.parameters())
+        return torch.optim.SGD(module.parameters(), lr=self.learning_rate, momentum=0.9)
+
     @override
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+        return self.build(self)
 
     @override
     def train_dataloader(self) -> Any:
@@ -40,8 +53,8 @@ class Plain(Small):
 class ByHand(Plain):
     """Two optimizers that the user steps in turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.automatic_optimization = False
 
     @override
@@ -54,14 +67,16 @@ class ByHand(Plain):
 
     @override
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
+        return [self.build(self.network[layer]) for layer in (0, 2)]
 
 
 class Adversaries(ByHand):
     """Two networks that are trained against each other, one of them frozen while the other learns."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    learning_rate = 0.01
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.critic = nn.Linear(32, 1)
 
     @override
@@ -82,15 +97,7 @@ class Adversaries(ByHand):
 
     @override
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.network, self.critic)]
-
-
-class AdversariesWithAdamW(Adversaries):
-    """The same, with AdamW."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (self.network, self.critic)]
+        return [self.build(self.network), self.build(self.critic)]
 
 
 class PatientAdversaries(Adversaries):
@@ -120,16 +127,16 @@ class Silent(Plain):
 class PartlyCompiled(Plain):
     """A network that is compiled, in a module that is not."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.network = torch.compile(self.network, backend=COMPILER)
 
 
 class Unused(Plain):
     """A layer that no rank uses, and one that rank 0 alone uses, in every second batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.never = nn.Linear(32, 32)
         self.seldom = nn.Linear(32, 32)
 
@@ -142,8 +149,8 @@ class Unused(Plain):
 class Normalized(Plain):
     """A network with a layer that normalises batches."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.network[0] = nn.Linear(32, 64, bias=False)  # normalising takes a bias away, so it would not be trained
         self.network.insert(1, nn.BatchNorm1d(64))
 
@@ -151,8 +158,8 @@ class Normalized(Plain):
 class Tracking(Plain):
     """A buffer that every step assigns anew, from what this rank sees."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.register_buffer("level", torch.zeros(1))
         self.started: list[float] = []
 
@@ -166,8 +173,8 @@ class Tracking(Plain):
 class Taught(Plain):
     """A frozen parameter that follows a trained one, in a way that no version of a tensor counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.teacher = nn.Parameter(torch.zeros(32), requires_grad=False)
 
     @override
@@ -227,46 +234,6 @@ class Scheduled(Plain):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class WithoutMomentum(Plain):
-    """SGD without momentum."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
-
-
-class WithAdam(Plain):
-    """Adam."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-class WithAdamW(Plain):
-    """AdamW."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class ByHandWithAdamW(ByHand):
-    """Two optimizers that the user steps in turn, both AdamW."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(self.network[layer].parameters(), lr=1e-3) for layer in (0, 2)]
-
-
-class UnusedWithAdamW(Unused):
-    """A layer that no rank uses, and one that rank 0 alone uses, with AdamW."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Stream(IterableDataset[Tensor]):

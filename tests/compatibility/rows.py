@@ -1,5 +1,9 @@
 """The rows of the table: what people do with Lightning, and what shows that it was done."""
 
+from functools import partial
+
+import torch
+
 from lightning_sparse import AdamCorrection
 from tests.compatibility import checks, modules
 from tests.compatibility.running import Feature
@@ -66,7 +70,6 @@ ROWS = (
         checks.static,
         strategy={"static_graph": True},
         refusals={"sparse_loco": "is about gradients that DDP exchanges"},
-        use=checks.fit_noting_the_wrapper,
     ),
     Feature(
         "`sync_batchnorm=True`",
@@ -74,7 +77,6 @@ ROWS = (
         checks.normalized_together,
         lambda folder: {"sync_batchnorm": True},
         module=modules.Normalized,
-        use=checks.fit_noting_normalization,
         refusals={"sparse_loco": "exchanges nothing between rounds, but SyncBatchNorm does"},
         needs_gpu=True,
     ),
@@ -84,7 +86,6 @@ ROWS = (
         checks.normalized_together,
         lambda folder: {"plugins": [modules.NormSync()]},
         module=modules.Normalized,
-        use=checks.fit_noting_normalization,
     ),
     Feature(
         "a learning rate scheduled by step",
@@ -108,46 +109,39 @@ ROWS = (
         "SGD without momentum",
         "no velocity is kept",
         checks.no_velocity,
-        module=modules.WithoutMomentum,
-        use=checks.fit_noting_the_optimizer,
+        module=partial(modules.Plain, partial(torch.optim.SGD, lr=0.1)),
     ),
     Feature(
-        "Adam",
-        "both moments are kept",
-        checks.moments,
-        module=modules.WithAdam,
-        strategy=_SOON,
-        use=checks.fit_noting_the_optimizer,
+        "Adam", "both moments are kept", checks.moments, module=partial(modules.Plain, modules.adam), strategy=_SOON
     ),
     Feature(
         "AdamW, `gradient_clip_val`, `accumulate_grad_batches=2`",
         "the same, and a step after every second batch",
         checks.moments_of_windows,
         lambda folder: {"gradient_clip_val": checks.CLIP, "accumulate_grad_batches": 2, "max_epochs": 2},
-        module=modules.WithAdamW,
+        module=partial(modules.Plain, modules.adamw),
         strategy=_SOON,
-        use=checks.fit_noting_the_optimizer,
     ),
     Feature(
         "AdamW, manual optimization, two optimizers in turn",
         "one of them steps in each batch",
         checks.two_epochs_by_turns,
         lambda folder: {"max_epochs": 2},
-        module=modules.ByHandWithAdamW,
+        module=partial(modules.ByHand, modules.adamw),
         strategy=_SOON,
     ),
     Feature(
         "AdamW, two optimizers that toggle (GAN), `find_unused_parameters=True`",
         "both step in each batch",
         checks.two_steps_a_batch,
-        module=modules.AdversariesWithAdamW,
+        module=partial(modules.Adversaries, modules.adamw),
         strategy={"find_unused_parameters": True, **_SOON},
     ),
     Feature(
         "AdamW, `find_unused_parameters=True`",
         "a layer that no rank uses stays, one that a single rank uses now and then is trained",
         checks.one_step_a_batch,
-        module=modules.UnusedWithAdamW,
+        module=partial(modules.Unused, modules.adamw),
         strategy={"find_unused_parameters": True, **_SOON},
         untrained=frozenset({"never.weight", "never.bias"}),
         sent_whole=1056 / 6304,  # whose second moment is never learned
@@ -195,7 +189,7 @@ ROWS = (
         "ranks start each step with the same, and with local steps end with it",
         checks.tracked,
         module=modules.Tracking,
-        use=checks.fit_noting_the_buffer,
+        use=checks.fit_noting_the_start,
     ),
     Feature(
         "a frozen parameter that follows a trained one (teacher, target network)",

@@ -33,34 +33,23 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
 }
 IN_EVERY_ROW = tuple(STRATEGIES)[:4]
 
-
 NEEDS_GPU = "SyncBatchNorm layers only work with GPU modules"
 
 
 class Batch(NamedTuple):
-    """What was so at the end of a batch.
+    """What was so at the end of a batch."""
 
-    Attributes:
-        size: rows on this rank.
-        total: of its elements.
-        loss: on this rank.
-        step: optimizer steps so far.
-        norm: of the gradient that the optimizers were given.
-        stats: the strategy's statistics; empty with DDP.
-        is_plain: whether the strategy left the step to DDP.
-        checksum: of all parameters.
-        logged: what has been logged.
-    """
-
-    size: int
-    total: float
-    loss: float
-    step: int
-    norm: float
-    stats: dict[str, float]
-    is_plain: bool
-    checksum: float
+    size: int  # rows on this rank
+    total: float  # of its elements
+    loss: float  # on this rank
+    step: int  # of optimizers, so far
+    norm: float  # of the gradient that the optimizers were given
+    stats: dict[str, float]  # the strategy's; empty with DDP
+    is_plain: bool  # the strategy left the step to DDP
+    checksum: float  # of all parameters
     logged: dict[str, float]
+    buffers: dict[str, list[float]]
+    is_static: bool  # how the model is wrapped
 
     @property
     def is_whole(self) -> bool:
@@ -76,13 +65,15 @@ class Update(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a cell did on a rank; ``validated`` counts batches, ``notes`` are the feature's own."""
+    """What a cell did on a rank; ``kept`` are kinds of the first optimizer's state, ``notes`` the feature's own."""
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     batches: list[Batch]
     updates: list[Update]
-    validated: int
+    buffers: dict[str, list[float]]
+    validated: int  # batches
+    kept: set[str]
     notes: dict[str, Any]
 
 
@@ -93,6 +84,7 @@ class Watch(Callback):
         self.batches: list[Batch] = []
         self.updates: list[Update] = []
         self.validated = 0
+        self.kept: set[str] = set()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.updates.append(Update(optimizer.param_groups[0]["lr"], norm_of_gradients(pl_module)))
@@ -113,11 +105,21 @@ class Watch(Callback):
                 is_ours and strategy.is_plain,
                 float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
                 {name: float(value) for name, value in trainer.callback_metrics.items()},
+                buffers_of(pl_module),
+                strategy.model.static_graph,
             )
         )
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self.validated += not trainer.sanity_checking
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        self.kept = {kind for state in trainer.optimizers[0].state.values() for kind in state}
+
+
+def buffers_of(module: LightningModule) -> dict[str, list[float]]:
+    """Return the numbers in the buffers."""
+    return {name: buffer.flatten().tolist() for name, buffer in module.named_buffers()}
 
 
 def norm_of_gradients(module: LightningModule) -> float:
@@ -161,33 +163,19 @@ def fit(trainer: Trainer, module: LightningModule) -> None:
 
 
 class Feature(NamedTuple):
-    """A row: what people do, how, and what it must have done.
+    """A row: what people do, how, and what it must have done."""
 
-    Attributes:
-        name: what people do.
-        effect: what ``check`` asks for, in words.
-        check: is given what happened on each of two ranks.
-        trainer: arguments of the Trainer, those that need a folder to write in as a function of it.
-        module: builds the model.
-        strategy: arguments of the strategy, beside those of the column.
-        use: what is done with the Trainer and the model; returns notes.
-        refusals: what the message says where it cannot be done, by strategy.
-        needs_gpu: whether it is refused by every strategy on the CPU.
-        untrained: parameters that stay as they are.
-        sent_whole: share of the elements that are sent whole in every step.
-    """
-
-    name: str
-    effect: str
-    check: Callable[[Outcome, Outcome], None]
-    trainer: Callable[[str], dict[str, Any]] = nothing
+    name: str  # what people do
+    effect: str  # what ``check`` asks for
+    check: Callable[[Outcome, Outcome], None]  # is given what happened on each of two ranks
+    trainer: Callable[[str], dict[str, Any]] = nothing  # arguments, of a folder to write in
     module: Callable[[], LightningModule] = Plain
-    strategy: Mapping[str, Any] = {}
-    use: Callable[[Trainer, Any], Optional[dict[str, Any]]] = fit
-    refusals: Mapping[str, str] = {}
-    needs_gpu: bool = False
-    untrained: frozenset[str] = frozenset()
-    sent_whole: float = 0.0
+    strategy: Mapping[str, Any] = {}  # arguments beside those of the column
+    use: Callable[[Trainer, Any], Optional[dict[str, Any]]] = fit  # what is done with them; returns notes
+    refusals: Mapping[str, str] = {}  # what the message says, by strategy
+    needs_gpu: bool = False  # refused by every strategy on the CPU
+    untrained: frozenset[str] = frozenset()  # parameters that stay as they are
+    sent_whole: float = 0.0  # share of the elements that are sent whole in every step
 
     def refusal_by(self, strategy: str) -> Optional[str]:
         """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
@@ -199,11 +187,7 @@ class Feature(NamedTuple):
 def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
     """Build the strategy of a column."""
     settings = STRATEGIES[name]
-    if name in (
-        "ddp",
-        "sparse_a2sgd",
-        "sparse_loco",
-    ):  # which send no part of a gradient late, and have nothing to correct
+    if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # send no part of a gradient late, and have nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
     return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
 
@@ -217,7 +201,10 @@ def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome
     before = weights(module)
     with changing_hands():
         notes = feature.use(trainer, module)
-    return Outcome(before, weights(module), watch.batches, watch.updates, watch.validated, notes or {})
+    buffers = buffers_of(module)
+    return Outcome(
+        before, weights(module), watch.batches, watch.updates, buffers, watch.validated, watch.kept, notes or {}
+    )
 
 
 def refusal_of(rank: int, strategy: str, feature: Feature, folder: str) -> str:
