@@ -30,7 +30,7 @@ faults: $(READY)
 
 # Minutes: 20 000 steps with all that a long job does; memory, threads, files and replicas are looked at.
 soak: $(READY)
-	$(BIN)/python -m tests.helpers.soak
+	LIGHTNING_SPARSE_SOAK=20000 $(BIN)/python -m pytest tests/test_soak.py -s
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -60,13 +60,6 @@ for strategy, callbacks in (
     else:
         raise AssertionError(strategy)
 """
-OWN_SCRIPT = """
-import lightning_sparse
-from lightning.pytorch.cli import LightningCLI
-
-if __name__ == "__main__":
-    LightningCLI()
-"""
 CONFIG = """
 model: model.Model
 trainer:
@@ -121,21 +114,21 @@ def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run: Run)
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("name", FABRICS)
-def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(
-    run: Run, name: str, is_first: bool
-) -> None:
-    imports = ["import lightning_sparse\n", f"import {name}\n"][:: -1 if is_first else 1]
-    other = next(each for each in FABRICS if each != name)
-    run("".join(imports) + SERVED.format(name=name, other=other, fabric=FABRICS[name]))
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pytorch_lightning\nimport lightning_sparse\n",
+        "import lightning.pytorch\nimport lightning_sparse\n",
+        "import lightning_sparse\nimport lightning.pytorch\n",
+    ],
+    ids=["pytorch_lightning", "lightning.pytorch", "lightning.pytorch after us"],
+)
+def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(run: Run, imports: str) -> None:
+    name, other = list(FABRICS)[:: -1 if "lightning.pytorch" in imports else 1]
+    run(imports + SERVED.format(name=name, other=other, fabric=FABRICS[name]))
 
 
-@pytest.mark.parametrize("script", [OWN_SCRIPT, COMMAND], ids=["own", "ours"])
-def test_class_paths_and_the_command_serve_the_other_name(run: Run, script: str) -> None:
-    assert "SparseDDPStrategy: TopK sends 0.1" in run(script, "fit", "--config=fit.yaml", ranks=2)
-
-
-def test_plan_takes_models_of_the_other_name(run: Run) -> None:
+def test_class_paths_and_the_command_serve_the_other_name(run: Run) -> None:
+    assert "SparseDDPStrategy: TopK sends 0.1" in run(COMMAND, "fit", "--config=fit.yaml", ranks=2)
     network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")
     assert "Nothing pays" in run(COMMAND, "plan", "--model=model.Model", *network)

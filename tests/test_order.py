@@ -34,20 +34,15 @@ from tests.helpers.sparse_ddp import (
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 STEPS = -(-2000 // len(COMPRESSOR_NAMES)) if IS_LONG else 8
+CHANCE = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
 # The systems are combinations of these.
 assert {system.arguments["compressor"] for system in systems()} <= set(COMPRESSOR_NAMES)
 
 
-class Nap:
-    """Sleep now and then: mostly not at all, sometimes long, on each rank differently."""
-
-    def __init__(self, longest: float) -> None:
-        self.longest = longest
-        self.chance = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
-
-    def __call__(self, *args: Any) -> None:
-        if self.chance.random() < 0.3:
-            time.sleep(self.longest * self.chance.random() ** 4)
+def nap(*args: Any) -> None:
+    """Sleep now and then: mostly not at all, sometimes for 10 ms, on each rank differently."""
+    if CHANCE.random() < 0.3:
+        time.sleep(0.01 * CHANCE.random() ** 4)
 
 
 def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[list[Any], float]:
@@ -58,7 +53,7 @@ def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[
         rank's steps differed from each other.
     """
     torch.manual_seed(0)
-    nap, book, seconds = Nap(0.01), [], []
+    book, seconds = [], []
     run = Collectives.run
 
     def run_late(self: Collectives, *args: Any) -> Any:

@@ -87,17 +87,10 @@ class Interpreter:
         folder: Optional[Path] = None,
         ranks: int = 1,
     ) -> Ended:
-        """Run a script, as one process or as the ranks of a job, as torchrun would start them.
+        """Run a script in its folder, as one process or as the ranks of a job, as torchrun would start them.
 
-        Args:
-            path: of the script.
-            arguments: of the script.
-            environment: nothing but this; ``None`` for the present one, in which this package is found.
-            folder: where it runs; that of the script if ``None``.
-            ranks: number of processes.
-
-        Returns:
-            Of several ranks the largest code, and what all have said, one after the other.
+        Of several ranks return the largest code, and what all have said, one after the other. The environment is no
+        more than the one given; where it is ``None`` the present one, in which this package is found.
         """
         if environment is None:
             environment = {**os.environ, "PYTHONPATH": str(_ROOT)}

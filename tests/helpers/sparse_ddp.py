@@ -1,5 +1,7 @@
 """Models behind the engine, and the compressors that are registered, by what they declare."""
 
+# ruff: noqa: F401
+
 from lightning_sparse.testing.subjects import (
     COMPRESSOR_NAMES,
     SCHEDULE_NAMES,
@@ -33,21 +35,3 @@ KEEPING_NAMES = declaring(keeps)
 EXACT_NAMES = declaring(is_exact)
 AGREEING_NAMES = declaring(agrees)
 GROUPING_FREE_NAMES = declaring(is_grouping_free)
-
-__all__ = [
-    "AGREEING_NAMES",
-    "COMPRESSOR_NAMES",
-    "DENSITY",
-    "EXACT_NAMES",
-    "GROUPING_FREE_NAMES",
-    "KEEPING_NAMES",
-    "SCHEDULE_NAMES",
-    "WIRES",
-    "Edges",
-    "backpropagate",
-    "batch",
-    "parameters_of",
-    "sgd_steps",
-    "sparse_ddp",
-    "watch_gradients",
-]
