@@ -3,7 +3,6 @@
 import os
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +105,3 @@ def test_the_five_systems_are_there_and_complete() -> None:
     assert {"lags", "omgs", "a2sgd", "sdagc", "exdyna"} <= {path.stem for path in SYSTEMS}
     for path in SYSTEMS:
         assert set(yaml.safe_load(path.read_text())) == {"seed_everything", "trainer", "model", "data"}, path
-
-
-@pytest.mark.parametrize("path", [*SYSTEMS, *OVERLAYS], ids=lambda path: path.stem)
-def test_every_file_says_what_it_does(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    for above, line in pairwise(lines):
-        is_value = ":" in line and not line.rstrip().endswith(":") and not line.lstrip().startswith(("#", "class_path"))
-        if is_value and path in SYSTEMS:
-            assert "#" in line or above.lstrip().startswith("#"), f"{path} says nothing of {line.strip()}"

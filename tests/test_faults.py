@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import (
@@ -20,9 +21,9 @@ from tests.helpers.faults import (
     SELECTIONS,
     TIMEOUT,
     Point,
-    children_left,
     fit_struck,
     fit_whole,
+    processes,
     start_again,
 )
 
@@ -35,23 +36,15 @@ each_world = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 
 
-@pytest.fixture(scope="module")
-def histories(forked: dict[int, Pool]) -> dict[tuple[int, str], Any]:
-    """What fits without a fault come to, by number of ranks and compressor; filled as needed."""
-    return {}
+HISTORIES: dict[tuple[int, str], Any] = {}  # of fits without a fault, filled as needed
 
 
-def never_stopped(forked: dict[int, Pool], histories: Any, ranks: int, compressor: str) -> Any:
-    """Return the weights after each batch of a fit without a fault."""
-    if (ranks, compressor) not in histories:
-        histories[ranks, compressor] = forked[ranks].run(fit_whole, compressor)[0]
-    return histories[ranks, compressor]
-
-
-def assert_goes_on(forked: dict[int, Pool], histories: Any, ranks: int, point: Point, path: str) -> None:
+def assert_goes_on(forked: dict[int, Pool], ranks: int, point: Point, path: str) -> None:
     """Start again from the checkpoint, and compare with a fit that never stopped."""
-    expected = never_stopped(forked, histories, ranks, point.settings[0])
-    for seen, found in forked[ranks].run(start_again, point, path, expected):
+    fit = (ranks, point.settings[0])
+    if fit not in HISTORIES:
+        HISTORIES[fit] = forked[ranks].run(fit_whole, point.settings[0])[0]
+    for seen, found in forked[ranks].run(start_again, point, path, HISTORIES[fit]):
         assert seen == list(range(5, 13))
         assert found == []
 
@@ -59,7 +52,7 @@ def assert_goes_on(forked: dict[int, Pool], histories: Any, ranks: int, point: P
 @each_world
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_the_checkpoint(
-    forked: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+    forked: dict[int, Pool], tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     answers = forked[ranks].answers(fit_struck, POINTS[point], victim, "dies", path)
@@ -72,14 +65,14 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
             # With three ranks, one may hear of it from another that has given up.
             assert re.search(POINTS[point].message, message, re.DOTALL), message
             assert seconds < TIMEOUT + 20
-    assert children_left() is None
-    assert_goes_on(forked, histories, ranks, POINTS[point], path)
+    assert not [number for number, state, parent, _ in processes() if (state, parent) == ("Z", os.getpid())]
+    assert_goes_on(forked, ranks, POINTS[point], path)
 
 
 @each_world
 @pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
-    forked: dict[int, Pool], histories: Any, tmp_path: Path, point: str, ranks: int, victim: int
+    forked: dict[int, Pool], tmp_path: Path, point: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     # What Lightning itself waits for, a rank that stopped in commit, has the process group's timeout.
@@ -93,13 +86,13 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
             assert kind == "ExchangeError"
             assert re.search(POINTS[point].message, message, re.DOTALL), message
             assert TIMEOUT - 1 < seconds < longest + 20
-    assert_goes_on(forked, histories, ranks, POINTS[point], path)
+    assert_goes_on(forked, ranks, POINTS[point], path)
 
 
 @each_world
 @pytest.mark.parametrize("compressor", SELECTIONS if IS_LONG else ["topk"])
 def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
-    forked: dict[int, Pool], histories: Any, tmp_path: Path, compressor: str, ranks: int, victim: int
+    forked: dict[int, Pool], tmp_path: Path, compressor: str, ranks: int, victim: int
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     point = Point(SELECTIONS[compressor], "select", 0, (compressor, "merged"))
@@ -111,15 +104,13 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
         assert seconds < TIMEOUT + 20
     # As a scheduler does: with new processes.
     forked[ranks].stop()
-    assert_goes_on(forked, histories, ranks, point, path)
+    assert_goes_on(forked, ranks, point, path)
 
 
 @pytest.mark.parametrize(("how", "error"), [("memory", "OutOfMemoryError"), ("assertion", "AcceleratorError")])
 def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_of_another(
     forked: dict[int, Pool], how: str, error: str
 ) -> None:
-    from lightning_sparse.engine.collectives import Collectives
-
     point = Point(Collectives, "run", 0)
     kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, how, os.devnull + "-unused")]
     forked[2].stop()
@@ -145,19 +136,6 @@ Trainer(strategy="sparse_topk", accelerator="cpu", devices=2, max_epochs=1, **qu
 """
 
 
-def processes_of_session(session: int) -> list[str]:
-    """Return the numbers of the processes of a session; not those that have ended, which are for init to clear away."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(name)
-    return found
-
-
 @pytest.mark.parametrize("victim", [0, 1] if IS_LONG else [1])
 def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, victim: int) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
@@ -170,4 +148,5 @@ def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, 
         _, errors = job.communicate(timeout=100)  # which ends when every process that could write has ended
         assert job.returncode != 0
         assert "waited in vain" in errors or victim == 1  # of whose death Lightning hears, and ends rank 0
-        assert processes_of_session(job.pid) == []
+        # Those that have ended are for init to clear away.
+        assert not [number for number, state, _, session in processes() if session == job.pid and state != "Z"]

@@ -5,9 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,22 +31,13 @@ SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from whi
 
 
 class Point(NamedTuple):
-    """Where a fault strikes.
+    """Where a fault strikes."""
 
-    Attributes:
-        owner: class, or name of the module, with the function that it strikes in.
-        name: of the function.
-        calls: how many of them have to come first, once armed.
-        settings: of the strategy.
-        epochs: that it takes to get there.
-        message: what another rank says of it.
-    """
-
-    owner: Any
-    name: str
-    calls: int = 0
+    owner: Any  # class, or name of the module, with the function that it strikes in
+    name: str  # of the function
+    calls: int = 0  # that have to come first, once armed
     settings: tuple[str, str] = ("topk", "merged")
-    epochs: int = 2
+    epochs: int = 2  # that it takes to get there
     message: str = r"waited in vain in all_gather of the group of \d parameters from .*longer timeout=.*ckpt_path"
 
 
@@ -70,13 +62,7 @@ SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}
 
 
 class Struck(Numbered):
-    """A model that saves after one of its batches, arms a fault after another, and may then save again.
-
-    Args:
-        path: where to save to.
-        arm: called once.
-        saves_again: whether to save over the checkpoint after the fault is armed.
-    """
+    """A model that saves after one of its batches, arms a fault after another, and may then save once more."""
 
     def __init__(self, path: str, arm: Callable[[], None], saves_again: bool) -> None:
         super().__init__(SAVED, path)
@@ -163,14 +149,9 @@ def start_again(rank: int, point: Point, path: str, never_stopped: dict[int, Any
     return sorted(model.history), differences({seen: never_stopped[seen] for seen in model.history}, model.history)
 
 
-def children_left() -> Optional[int]:
-    """Return a child of this process that has ended and that nobody has asked after; ``None`` if there is none."""
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == os.getpid() and state == "Z":
-            return int(name)
-    return None
+def processes() -> Iterator[tuple[int, str, int, int]]:
+    """Yield number, state, parent and session of every process; of those that have ended as ``Z``."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            yield int(path.parent.name), state, int(parent), int(session)

@@ -27,10 +27,7 @@ _EXPECTED_WARNINGS = (
 class Numbered(Small):
     """A model whose batches follow from epoch, number and rank, and that notes its weights after each of them.
 
-    Args:
-        save_after: batches, counted from the start, after which to save.
-        path: where to.
-        learning_rate_factor: by which the learning rate changes after every step.
+    It may save after a number of batches, and its learning rate changes by a factor after every step.
     """
 
     def __init__(self, save_after: Optional[int] = None, path: str = "", learning_rate_factor: float = 0.9) -> None:

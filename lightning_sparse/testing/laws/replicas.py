@@ -109,7 +109,7 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(
         schedules *= 2  # each of the four is then to agree with itself
     for schedule in schedules:
         settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
-        histories = pools[ranks].run(train_sluggishly, settings, 4, False)
+        histories = pools[ranks].run(train_sluggishly, settings, 3, False)
         if agrees(subject_of(compressor)):
             for history in histories[1:]:
                 assert_same(history, histories[0])
