@@ -37,58 +37,30 @@ _SIGNAL_SLACK = 60  # seconds by which SLURM may send the signal early
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-class _Job(argparse.Namespace):
-    """The options of the command, as they are parsed."""
-
-    nodes: int
-    gpus_per_node: Optional[int]
-    tasks_per_node: Optional[int]
-    time: str
-    job_name: str
-    cpus_per_task: Optional[int]
-    interface: Optional[str]
-    signal_seconds: int
-    sbatch: list[str]
-    setup: list[str]
-    python: str
-    directory: Path
-    dry_run: bool
-
-    @property
-    def devices(self) -> int:
-        """Processes of each node, one for each device."""
-        return self.tasks_per_node or 0 if self.gpus_per_node is None else self.gpus_per_node
-
-    @property
-    def devices_option(self) -> str:
-        """How the user has said so."""
-        return f"--{'tasks' if self.gpus_per_node is None else 'gpus'}-per-node {self.devices}"
-
-    @property
-    def options(self) -> list[str]:
-        """Options of sbatch that are passed on."""
-        named = {name: getattr(self, name) for name in _OF_SBATCH}
-        return [*(f"--{name}={value}" for name, value in named.items() if value is not None), *self.sbatch]
-
-
 class _Training(NamedTuple):
     """A training that fits its job."""
 
-    words: Sequence[str]  # what follows ``fit``, less the root, or the user's own command
+    words: Sequence[str]  # what follows ``fit``, or the user's own command
     root: Optional[str] = None  # the user's ``default_root_dir``
     has_checkpoint: bool = False
     is_own: bool = False
 
 
 def submit(args: Sequence[str]) -> None:
-    """Run the command on what follows ``submit``; status 2 and a message where it makes no sense, or sbatch refuses."""
+    """Run the command on what follows ``submit``; what makes no sense is a message and status 2."""
     parser = _parser()
     ends = args.index("--") if "--" in args else len(args)
     words, command = list(args[:ends]), args[ends + 1 :]
     for at in reversed(range(len(words) - 1)):
         if words[at] == "--sbatch":  # argparse would take the option that follows it for one of its own
             words[at : at + 2] = [f"--sbatch={words[at + 1]}"]
-    job, fit_args = parser.parse_known_args(words, namespace=_Job())
+    job, fit_args = parser.parse_known_args(words)
+    job.on_gpus = job.gpus_per_node is not None
+    job.devices = job.gpus_per_node if job.on_gpus else job.tasks_per_node
+    job.devices_option = f"--{'gpus' if job.on_gpus else 'tasks'}-per-node {job.devices}"
+    passed = {name: getattr(job, name) for name in _OF_SBATCH}
+    job.options = [*(f"--{name}={value}" for name, value in passed.items() if value is not None), *job.sbatch]
+    job.directory = job.directory.resolve()
     try:
         _check(job)
         if command and fit_args:
@@ -128,17 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(job: _Job) -> None:
+def _check(job: argparse.Namespace) -> None:
     """Refuse what the cluster would refuse, or Lightning would not survive."""
-    job.directory = job.directory.resolve()
     counts = {"--nodes": job.nodes, job.devices_option.split()[0]: job.devices, "--signal-seconds": job.signal_seconds}
     for option, count in {**counts, "--cpus-per-task": job.cpus_per_task}.items():
         if count is not None and count < 1:
             raise ValueError(f"{option} {count} must be a whole number, at least 1")
     if job.job_name in _RESERVED or not re.fullmatch(r"[\w.-]+", job.job_name):
         raise ValueError(
-            f"--job-name {job.job_name!r} must consist of letters, digits, '.', '_' and '-', such as lags-0.01, and be"
-            f" none of {', '.join(_RESERVED)}, which Lightning takes for a shell"
+            f"--job-name {job.job_name!r} must be letters, digits, '.', '_' and '-', such as lags-0.01, and neither"
+            f" {' nor '.join(_RESERVED)}, which Lightning takes for a shell"
         )
     if job.interface is not None and not re.fullmatch(r"[\w.,@-]+", job.interface):
         raise ValueError(
@@ -150,12 +121,11 @@ def _check(job: _Job) -> None:
             raise ValueError(f"{text!r} has characters that are no text: rename it, or leave them out")
     for option in job.options:
         _check_option(option)
-    limit, needed = parse_time(job.time), job.signal_seconds + _SIGNAL_SLACK
-    if limit <= needed:
+    limit = parse_time(job.time)
+    if limit <= job.signal_seconds + _SIGNAL_SLACK:
         raise ValueError(
             f"--time {job.time} is {limit} seconds, of which --signal-seconds {job.signal_seconds} and up to"
-            f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for a longer time, or for"
-            " fewer seconds if your checkpoint is written faster"
+            f" {_SIGNAL_SLACK} more, by which SLURM may be early, are kept for saving: ask for more time, or keep less"
         )
 
 
@@ -180,16 +150,12 @@ def parse_time(time: str) -> int:
     >>> parse_time("2:00:00"), parse_time("90"), parse_time("1-12")
     (7200, 5400, 129600)
     """
-    match = _TIME.fullmatch(time)
-    days, *clock = match.groups() if match else (None,)
+    days, *clock = match.groups() if (match := _TIME.fullmatch(time)) else (None,)
     parts = [int(part) for part in clock if part is not None]
     units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units))
     if not seconds:
-        raise ValueError(
-            f"--time {time!r} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes"
-            " or days-hours:minutes:seconds, such as 90, 2:00:00 or 1-12, and more than 0"
-        )
+        raise ValueError(f"--time {time!r} must be a time as SLURM takes it, above 0, such as 90, 2:00:00 or 1-12")
     return seconds
 
 
@@ -208,16 +174,15 @@ class _FitReader(SparseCLI):
         raise _ParsedError(parser.parse_args(args, defaults=False)["fit"])
 
 
-def _agreed(args: Sequence[str], job: _Job) -> _Training:
+def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
     """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
     given = _given(args)
-    trainer = given.get("trainer") or Namespace()
-    words = list(args)
+    trainer, words = given.get("trainer") or Namespace(), list(args)
     decided = {
         "num_nodes": (job.nodes, f"--nodes {job.nodes}"),
         "devices": (job.devices, job.devices_option),
         # Said even so: with "auto" a node whose driver is broken would train on its processors, without a word.
-        "accelerator": ("cpu" if job.gpus_per_node is None else "gpu", job.devices_option),
+        "accelerator": ("gpu" if job.on_gpus else "cpu", job.devices_option),
     }
     for key, (value, option) in decided.items():
         chosen = trainer.get(key)
@@ -229,8 +194,13 @@ def _agreed(args: Sequence[str], job: _Job) -> _Training:
                 f" set to {value!r}, or say so with --trainer.{key}={value} after the configuration"
             )
     root = trainer.get("default_root_dir")
-    if root is not None:
-        _check_root(Path(root))
+    leftovers = [] if root is None else sorted(Path(root).glob("hpc_ckpt_*.ckpt"))
+    if leftovers:
+        raise ValueError(
+            f"trainer.default_root_dir={str(root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
+            " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
+            " on from the file, move it, and give --ckpt_path its new place"
+        )
     return _Training(words, None if root is None else str(root), given.get("ckpt_path") is not None)
 
 
@@ -255,70 +225,50 @@ def _meaning(key: str, chosen: Any) -> Any:
     return len(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
 
 
-def _check_root(root: Path) -> None:
-    leftovers = sorted(root.glob("hpc_ckpt_*.ckpt"))
-    if leftovers:
-        raise ValueError(
-            f"trainer.default_root_dir={str(root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
-            " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
-            " on from the file, move it, and give --ckpt_path its new place"
-        )
-
-
-def _script(job: _Job, training: _Training) -> str:
+def _script(job: argparse.Namespace, training: _Training) -> str:
     """Compose what ``sbatch`` takes: each line that is easily left out, with its reason."""
-    header = _HEADER.format(
-        name=job.job_name,
-        start=shlex.quote(str(Path.cwd())),
-        directory=shlex.quote(str(job.directory)),
-        time=job.time,
-        nodes=job.nodes,
-        devices=job.devices,
-        seconds=job.signal_seconds,
-    )
-    options = [*job.options]
-    if job.cpus_per_task is not None:
-        options.append(f"--cpus-per-task={job.cpus_per_task}")
-    if job.gpus_per_node is not None:  # of each task, Lightning could not pick its own among those that all of them see
-        options.append(f"--gpus-per-node={job.gpus_per_node}")
-    own_root = f'{shlex.quote(str(job.directory))}/"$SLURM_JOB_ID"'
-    lines = [
-        *(f"#SBATCH {option}" for option in options),
-        _BEGINNING.format(root=own_root if training.root is None else shlex.quote(training.root)),
-    ]
+    options, lines = [*job.options], list[str]()
+    if job.on_gpus:  # of each task, Lightning could not pick its own among those that all of them see
+        options.append(f"--gpus-per-node={job.devices}")
     if training.is_own:
-        lines += [
-            '# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]',
-            'export JOB_ROOT="$root"',
-        ]
+        lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
+        lines.append('export JOB_ROOT="$root"')
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
         lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
     if job.cpus_per_task is not None:
+        options.append(f"--cpus-per-task={job.cpus_per_task}")
         # On processors one is left to select and exchange.
-        threads = job.cpus_per_task if job.gpus_per_node is not None else max(1, job.cpus_per_task - 1)
+        threads = job.cpus_per_task if job.on_gpus else max(1, job.cpus_per_task - 1)
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
         lines.append(f'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS={threads}')
+    directory = shlex.quote(str(job.directory))
+    beginning = _BEGINNING.format(
+        job=job,
+        start=shlex.quote(str(Path.cwd())),
+        directory=directory,
+        options="".join(f"#SBATCH {option}\n" for option in options),
+        root=f'{directory}/"$SLURM_JOB_ID"' if training.root is None else shlex.quote(training.root),
+    )
     resume = [_RESUME] if training.has_checkpoint else []
-    return header + "\n".join([*lines, *job.setup, *resume, _command(job, training), ""])
+    return "\n".join([beginning, *lines, *job.setup, *resume, _command(job, training)])
 
 
-_HEADER = """\
+_BEGINNING = """\
 #!/bin/bash
 # Written by lightning-sparse submit; sbatch takes it as it is.
-#SBATCH --job-name={name}
+#SBATCH --job-name={job.job_name}
 #SBATCH --chdir={start}
 #SBATCH --output={directory}/%x-%j.log
-#SBATCH --time={time}
-#SBATCH --nodes={nodes}
+#SBATCH --time={job.time}
+#SBATCH --nodes={job.nodes}
 # One task for each device; Lightning refuses --ntasks without it.
-#SBATCH --ntasks-per-node={devices}
+#SBATCH --ntasks-per-node={job.devices}
 # Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.
-#SBATCH --signal=SIGUSR1@{seconds}
+#SBATCH --signal=SIGUSR1@{job.signal_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-"""
-_BEGINNING = """
+{options}
 set -eo pipefail
 # Lightning goes on from any hpc_ckpt_*.ckpt in this directory, whichever job has left it.
 root={root}
@@ -333,18 +283,18 @@ if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
 fi"""
 
 
-def _command(job: _Job, training: _Training) -> str:
-    own = [] if training.is_own else [*shlex.split(job.python), "-u", "-m", "lightning_sparse", "fit"]
-    words = " ".join(map(shlex.quote, [*own, *training.words]))
-    root = "" if training.is_own else ' --trainer.default_root_dir="$root"'
-    resume = ' "${resume[@]}"' if training.has_checkpoint else ""
-    return (
-        "\n# Where one task fails, the others would wait for it until they time out.\n"
-        f"srun --kill-on-bad-exit=1 {words}{root}{resume}"
-    )
+def _command(job: argparse.Namespace, training: _Training) -> str:
+    words = [] if training.is_own else [*shlex.split(job.python), "-u", "-m", "lightning_sparse", "fit"]
+    line = " ".join(map(shlex.quote, [*words, *training.words]))
+    if not training.is_own:
+        line += ' --trainer.default_root_dir="$root"'
+    if training.has_checkpoint:
+        line += ' "${resume[@]}"'
+    reason = "# Where one task fails, the others would wait for it until they time out."
+    return f"\n{reason}\nsrun --kill-on-bad-exit=1 {line}\n"
 
 
-def _send(job: _Job, script: str) -> None:
+def _send(job: argparse.Namespace, script: str) -> None:
     if job.cpus_per_task is None:
         print("Without --cpus-per-task, such as 8, most clusters give each process one processor", file=sys.stderr)
     # SLURM makes no folder for the log, and runs nothing where it cannot write one.
@@ -353,9 +303,7 @@ def _send(job: _Job, script: str) -> None:
         print(script, end="")
         return
     if shutil.which("sbatch") is None:
-        raise ValueError(
-            "sbatch is not to be found: run this where the cluster's commands are, or print the script by --dry-run"
-        )
+        raise ValueError("sbatch is not to be found: run this on the cluster, or print the script by --dry-run")
     path = job.directory / f"{job.job_name}.sbatch"
     path.write_text(script)
     done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)  # noqa: S603, S607

@@ -11,8 +11,9 @@ import pytest
 
 from lightning_sparse.cli import main
 from lightning_sparse.cli.submit import check_step, parse_time
+from tests.helpers.commands import refusal
+from tests.helpers.pages import shown_commands
 
-ROOT = Path(__file__).parents[2]
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
 FIT = ["--model=tests.cli.slow.Slow", "--trainer.strategy=sparse_topk"]
 
@@ -47,12 +48,9 @@ def answer(script: str, *patterns: str, ask: str) -> str:
     return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """Return what is said of arguments that are refused, after one line of usage and a tip where there is one."""
-    with pytest.raises(SystemExit) as stop:
-        main(["submit", *args])
-    assert stop.value.code == 2
-    usage, *_, error = capsys.readouterr().err.splitlines()
+    usage, *_, error = refusal(capsys, "submit", *args)
     assert usage.startswith("usage: lightning-sparse submit ")
     assert "submit fit" not in usage
     return error
@@ -96,7 +94,7 @@ def test_a_command_of_ones_own_is_run_as_it_is(capsys: pytest.CaptureFixture[str
     script = script_of(capsys, *BASE, "--", *command)
     assert trained_words(script) == ["srun", "--kill-on-bad-exit=1", *command]
     assert 'export JOB_ROOT="$root"\n' in script
-    assert "--model" in refusal(capsys, *BASE, *FIT, "--", *command)
+    assert "--model" in refused(capsys, *BASE, *FIT, "--", *command)
 
 
 def test_words_and_directories_survive_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -148,14 +146,14 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
     ],
 )
 def test_what_makes_no_sense_is_refused(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in refusal(capsys, *BASE, *FIT, *args)
+    assert named in refused(capsys, *BASE, *FIT, *args)
 
 
 def test_what_is_missing_and_what_is_left_over_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "--gpus-per-node --tasks-per-node" in refusal(capsys, "--time=60", *FIT)
-    assert "--time" in refusal(capsys, "--tasks-per-node=1", *FIT)
+    assert "--gpus-per-node --tasks-per-node" in refused(capsys, "--time=60", *FIT)
+    assert "--time" in refused(capsys, "--tasks-per-node=1", *FIT)
     (tmp_path / "hpc_ckpt_3.ckpt").touch()
-    assert "hpc_ckpt_3.ckpt" in refusal(capsys, *BASE, *FIT, f"--trainer.default_root_dir={tmp_path}")
+    assert "hpc_ckpt_3.ckpt" in refused(capsys, *BASE, *FIT, f"--trainer.default_root_dir={tmp_path}")
 
 
 def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(
@@ -163,18 +161,14 @@ def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(
 ) -> None:
     path, words = os.environ["PATH"], [*BASE, *FIT, "--cpus-per-task=2"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "sbatch is not to be found" in refusal(capsys, *words)
+    assert "sbatch is not to be found" in refused(capsys, *words)
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), path]))
-    assert "sbatch: error: invalid account" in refusal(capsys, *words)
+    assert "sbatch: error: invalid account" in refused(capsys, *words)
 
 
-PAGES = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-SHOWN = sorted(set(re.findall(r"^lightning-sparse submit (.*)$", PAGES, re.MULTILINE)))
-
-
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize("command", shown_commands("submit"))
 def test_a_command_of_the_pages_is_taken_as_it_stands_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
@@ -183,18 +177,12 @@ def test_a_command_of_the_pages_is_taken_as_it_stands_there(
     assert "fit --config fit.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("1", 60), ("90:30", 5430), ("0:0:1", 1), ("2:00:00", 7200), ("1-0", 86400), ("1-2:3", 93780), ("1-2:3:4", 93784)],
-)
-def test_times_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
-    assert parse_time(time) == seconds
-
-
-@pytest.mark.parametrize("time", ["", "0", "1:2:3:4", "1-", "-1", "1.5", "2h", "00:00:00", "infinite", "1-1-1"])
-def test_other_times_are_refused(time: str) -> None:
-    with pytest.raises(ValueError, match="--time"):
-        parse_time(time)
+def test_times_are_read_as_slurm_reads_them_and_others_are_refused() -> None:
+    times = {"1": 60, "90:30": 5430, "0:0:1": 1, "2:00:00": 7200, "1-0": 86400, "1-2:3": 93780, "1-2:3:4": 93784}
+    assert {time: parse_time(time) for time in times} == times
+    for time in ("", "0", "1:2:3:4", "1-", "-1", "1.5", "2h", "00:00:00", "infinite", "1-1-1"):
+        with pytest.raises(ValueError, match="--time"):
+            parse_time(time)
 
 
 STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}

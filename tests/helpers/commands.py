@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 from unittest import mock
 
+import pytest
 from lightning_fabric.plugins.environments.lightning import find_free_network_port
 
 import lightning_sparse
+from lightning_sparse.cli import main
 
 _ROOT = Path(lightning_sparse.__file__).parents[1]
 COMMAND = str(Path(lightning_sparse.__file__).with_name("__main__.py"))
@@ -30,6 +32,14 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     return ended.returncode, ended.stdout + ended.stderr
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the lines that the command line says of words that it refuses."""
+    with pytest.raises(SystemExit) as stop:
+        main([*words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()
 
 
 # What Lightning imports, and is not of it: two thirds of the time that a script takes to begin.

@@ -43,3 +43,9 @@ def rows(page: Path, heading: str) -> list[list[str]]:
     table = re.search(r"(?:^\|.*\n)+", section(page, heading), re.MULTILINE)
     assert table is not None, f"{page} has no table after {heading!r}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def shown_commands(command: str) -> list[str]:
+    """Return the words that follow a command of this package, wherever a page has it on a line of its own."""
+    text = "".join(page.read_text() for page in PAGES)
+    return sorted(set(re.findall(rf"^lightning-sparse {command} (.*)$", text, re.MULTILINE)))

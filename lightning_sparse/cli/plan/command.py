@@ -78,7 +78,13 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
     ).checked()
     compute = None if options.compute is None else parse_compute(options.compute)
     if options.parameters is not None:
-        _answer(options, compute, network, model_args)
+        if compute is None or model_args or options.picture:
+            raise ValueError(
+                f"--parameters {options.parameters} needs --compute beside it, and goes with no --picture and no model:"
+                f" {' '.join(model_args) or 'none'}"
+            )
+        ratio = Ratio(_FP32_BYTES * parse_parameters(options.parameters), network, compute)
+        _give(options.json, str(ratio), {"ratio": ratio.as_json()})
         return
     profile = profile_model(model_args)
     origin = f"measured here, on {profile.device}" if compute is None else "given"
@@ -87,26 +93,14 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
     ratio = Ratio(profile.element_bytes * profile.elements, network, profile.alone_seconds, origin)
     candidates = measure_candidates(profile, options.densities)
     rows = predict_systems(profile, network, candidates)
-    _give(options, f"{ratio}\n\n{as_table(profile, network, rows)}", as_json(profile, network, rows), ratio)
+    numbers = {"ratio": ratio.as_json(), **as_json(profile, network, rows)}
+    _give(options.json, f"{ratio}\n\n{as_table(profile, rows)}", numbers)
     if options.picture:
         draw(profile, network, candidates, options.picture)
 
 
-def _answer(options: argparse.Namespace, compute: Optional[float], network: Network, model_args: Sequence[str]) -> None:
-    """Say what r alone tells, of a model that is not here."""
-    parameters = parse_parameters(options.parameters)
-    if compute is None or model_args or options.picture:
-        unfit = [*model_args, *(["--picture"] if options.picture else [])]
-        raise ValueError(
-            f"--parameters {options.parameters} needs --compute beside it, and a model or a picture cannot go with it"
-            + (f": leave out {' '.join(unfit)}" if unfit else "")
-        )
-    ratio = Ratio(_FP32_BYTES * parameters, network, compute)
-    _give(options, str(ratio), {}, ratio)
-
-
-def _give(options: argparse.Namespace, text: str, numbers: dict[str, Any], ratio: Ratio) -> None:
-    written = json.dumps({"ratio": ratio.as_json(), **numbers}, indent=1)
-    print(written if options.json == "-" else text)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(written + "\n")
+def _give(file: Optional[str], text: str, numbers: dict[str, Any]) -> None:
+    written = json.dumps(numbers, indent=1)
+    print(written if file == "-" else text)
+    if file and file != "-":
+        Path(file).write_text(written + "\n")

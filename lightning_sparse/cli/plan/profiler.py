@@ -1,6 +1,5 @@
 """The profile of a model's step on one worker: sizes of its gradients, and when backward makes them ready."""
 
-import time
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -15,9 +14,7 @@ from lightning_sparse.engine.observe.record import Clock, Mark
 from lightning_sparse.strategy.lightning import Callback, LightningModule, Trainer
 
 _WARM_UP = 3  # steps: memory is allocated, kernels are chosen or compiled
-_LEAST_STEPS = 3
-_MOST_STEPS = 20
-_SECONDS = 2.0  # of measuring, unless the least steps take longer
+_STEPS = 7
 _PATIENCE = 50  # batches without any backward
 
 _Event = tuple[Optional[str], Mark]  # a parameter, and when backward was done with it; no parameter: outside backward
@@ -57,7 +54,6 @@ class BackwardProfiler(Callback):
     def __init__(self) -> None:
         self._steps: list[list[_Event]] = []
         self._events: list[_Event] = []  # of the present step
-        self._began = 0.0
         self._batches = 0
         self._handles: list[Any] = []
 
@@ -86,8 +82,6 @@ class BackwardProfiler(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if len(self._steps) == _WARM_UP and self._began == 0.0:
-            self._began = time.monotonic()
         self._events = []
         self._note(None)
 
@@ -110,9 +104,7 @@ class BackwardProfiler(Callback):
                 f"training_step gave no gradient to any parameter in {_PATIENCE} batches: return a loss that depends on"
                 " parameters that require one"
             )
-        measured = len(self._steps) - _WARM_UP
-        is_late = self._began > 0.0 and time.monotonic() - self._began > _SECONDS
-        trainer.should_stop = measured >= _MOST_STEPS or (measured >= _LEAST_STEPS and is_late)
+        trainer.should_stop = len(self._steps) >= _WARM_UP + _STEPS
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

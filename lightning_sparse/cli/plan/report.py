@@ -14,8 +14,12 @@ _WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _BANDWIDTHS = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 
 
-def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> str:
+def as_table(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> str:
     """Return a table with the best row marked, and what follows from it, as text."""
+    heading = (
+        f"{profile.elements:,} gradient elements in {len(profile.sizes)} tensors; on {profile.device} backward takes"
+        f" {sum(profile.backward_seconds) * 1e3:.1f} ms, the rest of a step {profile.other_seconds * 1e3:.1f} ms."
+    )
     best = best_of(rows)
     cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -23,13 +27,13 @@ def as_table(profile: BackwardProfile, network: Network, rows: Sequence[SystemPr
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths)) for line in cells)
     ]
-    return "\n".join([_heading(profile, network), "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
+    return "\n".join([heading, "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
 
 
 def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> dict[str, Any]:
     """Return the same as plain numbers, words and lists; ``best`` is the position of a row, or ``None``."""
     best = best_of(rows)
-    names = network._fields if network.node_ranks > 1 else ("bandwidth", "latency", "workers")
+    names = network._fields if network.node_ranks > 1 else network._fields[:3]
     return {
         "profile": {
             "elements": profile.elements,
@@ -42,18 +46,6 @@ def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPre
         "rows": [row._asdict() for row in rows],
         "best": next((position for position, row in enumerate(rows) if row is best), None),
     }
-
-
-def _heading(profile: BackwardProfile, network: Network) -> str:
-    nodes = ""
-    if network.node_ranks > 1:
-        nodes = f"; {network.node_ranks} on each node, with {network.node_bandwidth / 1e9:.4g} Gbit/s inside"
-    return (
-        f"{profile.elements:,} gradient elements in {len(profile.sizes)} tensors; on {profile.device} backward takes"
-        f" {sum(profile.backward_seconds) * 1e3:.1f} ms, the rest of a step {profile.other_seconds * 1e3:.1f} ms.\n"
-        f"{network.workers} workers, {network.bandwidth / 1e9:.4g} Gbit/s, {network.latency * 1e6:.4g} us"
-        f" latency{nodes}."
-    )
 
 
 def _cells(row: SystemPrediction, is_best: bool) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """Models for the planner, built by class path."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import Rows
@@ -18,23 +19,28 @@ class Plain(LightningModule):
         self.first = nn.Linear(32, width)
         self.last = nn.Linear(width, 32)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Optional[dict[str, Tensor]]:
-        """Log, too, which needs a Trainer."""
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
         loss = (self.last(torch.relu(self.first(batch))) - batch).square().mean()
-        self.log("loss", loss)
+        self.log("loss", loss)  # which needs a Trainer
         return {"loss": loss}
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
 class WithData(Plain):
-    """Brings its batches along: two of them, fewer than are profiled."""
+    """Brings its batches along: two of them, fewer than are profiled, or none; may be frozen, or skip every batch."""
+
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        self.flaw = flaw
+        self.requires_grad_(flaw != "frozen")
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return two batches."""
-        return DataLoader(Rows(8), batch_size=4)
+        return DataLoader([] if self.flaw == "empty" else Rows(8), batch_size=4)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        return None if self.flaw == "detached" else super().training_step(batch, batch_index)
 
 
 class Scheduled(WithData):
@@ -45,40 +51,16 @@ class Scheduled(WithData):
         self.schedule = schedule
 
     def configure_optimizers(self) -> Any:
-        """Return SGD and its schedule."""
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = super().configure_optimizers()
         if self.schedule == "plateau":
-            scheduler = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
         elif self.schedule == "one cycle":
             total = self.trainer.estimated_stepping_batches
-            scheduler = {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total), "interval": "step"}
+            scheduler = {"scheduler": OneCycleLR(optimizer, 0.1, total), "interval": "step"}
         else:
             total = int(self.trainer.estimated_stepping_batches) // self.trainer.max_epochs
-            scheduler = {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)}
+            scheduler = {"scheduler": CosineAnnealingLR(optimizer, total)}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
-class Empty(WithData):
-    """Has nothing to train on."""
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return no batch."""
-        return DataLoader([], batch_size=4)
-
-
-class Frozen(WithData):
-    """Nothing requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-class Detached(WithData):
-    """Skips every batch."""
-
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Return nothing."""
 
 
 class Manual(WithData):
@@ -90,11 +72,9 @@ class Manual(WithData):
         self.unused = nn.Parameter(torch.ones(3))
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer for each layer."""
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.last)]
 
     def training_step(self, batch: Tensor, batch_index: int) -> None:
-        """Train the first layer, then the last."""
         for layer, optimizer in zip((self.first, self.last), self.optimizers()):
             self.toggle_optimizer(optimizer)
             self.manual_backward((self.last(self.first(batch)) - batch).square().mean())
@@ -111,5 +91,4 @@ class Data(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return batches."""
         return DataLoader(Rows(64), batch_size=self.batch_size)

@@ -1,13 +1,10 @@
 """What is advised by r, against a formula worked out by hand, and against the page."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from lightning_sparse.cli import main
-from lightning_sparse.cli.plan import BackwardProfile, Network
+from lightning_sparse.cli.plan import Network
 from lightning_sparse.cli.plan.advice import BANDS, FAR, Ratio
 from tests.helpers.pages import DOCS, rows
 
@@ -68,59 +65,3 @@ def test_the_page_works_r_out_by_this_formula() -> None:
             network = Network(gbit * 1e9, 0.0, 4)
             found = Ratio(4 * parameters, network, 6 * parameters * 8192 / (0.4 * peak)).r
             assert float(r) == pytest.approx(found, rel=0.03), (gpu, gbit)
-
-
-NETWORK = ["--bandwidth=10gbit", "--latency=100us", "--workers=4"]
-
-
-def test_parameters_and_seconds_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "--parameters=124M", "--compute=100ms", *NETWORK]
-    main([*words, f"--json={tmp_path / 'r.json'}"])
-    said = capsys.readouterr().out
-    assert said in PAGE.read_text()
-    found = json.loads((tmp_path / "r.json").read_text())["ratio"]
-    assert found["r"] == pytest.approx((1.5 * 124e6 * 32 / 1e10 + 6e-4) / 0.1)
-    assert (found["gradient_bytes"], found["compute_seconds"]) == (496e6, 0.1)
-    assert found["advice"] == "sparse_lags"
-
-
-@pytest.mark.parametrize(("more", "seconds", "origin"), [([], 0.06, "measured"), (["--compute=6s"], 6.0, "given")])
-def test_a_model_comes_with_its_seconds_or_is_told_them(
-    more: list[str],
-    seconds: float,
-    origin: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    profile = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.03, element_bytes=2)
-    monkeypatch.setattr("lightning_sparse.cli.plan.command.profile_model", lambda args: profile)
-    main(["plan", *NETWORK, *more, "--densities", "0.01", f"--json={tmp_path / 'plan.json'}"])
-    said = capsys.readouterr().out
-    assert said.startswith("r = ")
-    assert f" {origin}" in said.splitlines()[2]
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["ratio"]["compute_seconds"] == pytest.approx(seconds)
-    assert plan["ratio"]["r"] == pytest.approx((1.5 * 700_000 * 16 / 1e10 + 6e-4) / seconds)
-    assert plan["profile"]["backward_seconds"] == pytest.approx(seconds / 2)
-    assert plan["rows"][0]["step_seconds"] == pytest.approx(seconds, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--parameters=124M"], "--compute"),
-        (["--parameters=many", "--compute=1s"], "parameters='many'"),
-        (["--parameters=0", "--compute=1s"], "parameters='0'"),
-        (["--parameters=1M", "--compute=0"], "compute='0'"),
-        (["--parameters=1M", "--compute=0ms"], "compute='0ms'"),
-        (["--compute=100"], "compute='100'"),
-        (["--parameters=1M", "--compute=1s", "--model=Mine"], "--model=Mine"),
-        (["--parameters=1M", "--compute=1s", "--picture=plan.png"], "--picture"),
-    ],
-)
-def test_what_gives_no_r_is_refused(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *NETWORK, *args])
-    assert stop.value.code == 2
-    assert named in capsys.readouterr().err.splitlines()[-1]

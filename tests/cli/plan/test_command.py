@@ -1,7 +1,6 @@
 """The command ``lightning-sparse plan``."""
 
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.cli.plan import BackwardProfile, Candidate, Network, draw
 from lightning_sparse.strategy.names import systems
-from tests.helpers.commands import COMMAND, Interpreter
+from tests.helpers.commands import COMMAND, Interpreter, refusal
+from tests.helpers.pages import DOCS, shown_commands
 
-ROOT = Path(__file__).parents[3]
 MODEL = ["--model=tests.cli.plan.models.WithData", "--trainer.accelerator=cpu"]
 NETWORK = ["--bandwidth=1gbit", "--latency=100us", "--workers=4"]
 PROFILE = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.03)
@@ -26,20 +25,13 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.cli.plan.command.profile_model", lambda args: PROFILE)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Return what is said of arguments that are refused."""
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *args])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_from_a_model_to_a_table_and_numbers(interpreter: Interpreter, tmp_path: Path) -> None:
     words = ["plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", f"--json={tmp_path / 'plan.json'}"]
     done = interpreter.run(Path(COMMAND), *words)
     assert done.returncode == 0, done.stderr
     assert "4,192 gradient elements in 4 tensors" in done.stdout
-    assert "4 workers, 1 Gbit/s, 100 us latency" in done.stdout
+    assert done.stdout.startswith("r = ")
+    assert "measured here, on cpu" in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["network"] == {"bandwidth": 1e9, "latency": 1e-4, "workers": 4}
     names = ["ddp", "ddp + bf16 hook", *(system.name for system in systems() if system.name != "sparse_auto")]
@@ -48,23 +40,40 @@ def test_from_a_model_to_a_table_and_numbers(interpreter: Interpreter, tmp_path:
     assert [row["density"] for row in plan["rows"] if row["name"] == "sparse_topk"] == [0.1, 0.01]
 
 
-@pytest.mark.usefixtures("profiled")
-def test_json_may_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_may_stand_alone(profiled: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--bandwidth=100mbit", "--latency=1ms", "--workers=2", "--densities", "0.01", "--json=-"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["profile"]["elements"] == 700_000
     # 2.8 MB at 100 Mbit/s take DDP 224 ms, of which backward hides less than 20.
-    best = plan["rows"][plan["best"]]
-    assert best["speedup"] > 1.5
+    assert plan["rows"][plan["best"]]["speedup"] > 1.5
     assert plan["rows"][0]["step_seconds"] == pytest.approx(0.224 + 0.06, abs=0.03)
+    assert plan["ratio"]["r"] == pytest.approx((0.224 + 2e-3) / 0.06)
+    assert plan["ratio"]["advice"] == "sparse_lags"
 
 
-@pytest.mark.usefixtures("profiled")
-def test_the_command_of_the_pages_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_may_be_given(profiled: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["plan", *NETWORK, "--compute=6s", "--densities", "0.01", f"--json={tmp_path / 'plan.json'}"])
+    assert capsys.readouterr().out.startswith("r = ")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["ratio"]["r"] == pytest.approx((1.5 * 2.8e6 * 8 / 1e9 + 6e-4) / 6)
+    assert plan["profile"]["backward_seconds"] == pytest.approx(3)
+    assert plan["rows"][0]["step_seconds"] == pytest.approx(6, rel=0.1)
+
+
+def test_parameters_and_seconds_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--bandwidth=10gbit", "--latency=100us", "--workers=4", "--parameters=124M", "--compute=100ms"]
+    main(["plan", *words, f"--json={tmp_path / 'r.json'}"])
+    assert capsys.readouterr().out in (DOCS / "which-strategy.md").read_text()
+    ratio = json.loads((tmp_path / "r.json").read_text())["ratio"]
+    assert ratio["r"] == pytest.approx((1.5 * 124e6 * 32 / 1e10 + 6e-4) / 0.1)
+
+
+def test_the_commands_of_the_pages_draw_a_picture(
+    profiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    pages = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    for command in set(re.findall(r"^lightning-sparse (plan .*)$", pages, re.MULTILINE)):
-        main(shlex.split(command))
+    for command in shown_commands("plan"):
+        main(["plan", *shlex.split(command)])
     picture = tmp_path / "plan.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
@@ -80,26 +89,30 @@ def test_a_picture_of_small_differences_has_plain_numbers(tmp_path: Path) -> Non
 
 def test_a_picture_without_matplotlib_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-        assert "pip install 'lightning-sparse[plot]'" in refusal(capsys, *MODEL, *NETWORK, "--picture=plan.png")
+        assert "lightning-sparse[plot]" in refusal(capsys, "plan", *MODEL, *NETWORK, "--picture=plan.png")[-1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's own parser calls what jsonargparse has renamed
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--bandwidth=1gib"], "bandwidth='1gib'"),
-        (["--latency=100"], "latency='100'"),
-        (["--workers=1"], "workers=1"),
-        (["--ranks-per-node=3"], "--ranks-per-node"),
-        (["--densities", "0.1", "7"], "density=7.0"),
-        (["--model=tests.cli.plan.models.Frozen"], "no parameter of the model requires a gradient"),
+        (MODEL, "--bandwidth, --latency, --workers"),
+        ([*NETWORK, *MODEL, "--bandwidth=1gib"], "bandwidth='1gib'"),
+        ([*NETWORK, *MODEL, "--latency=100"], "latency='100'"),
+        ([*NETWORK, *MODEL, "--workers=1"], "workers=1"),
+        ([*NETWORK, *MODEL, "--ranks-per-node=3"], "--ranks-per-node"),
+        ([*NETWORK, *MODEL, "--densities", "0.1", "7"], "density=7.0"),
+        ([*NETWORK, *MODEL, "--model.flaw=frozen"], "no parameter of the model requires a gradient"),
+        ([*NETWORK, *MODEL, "--compute=100"], "compute='100'"),
+        ([*NETWORK, *MODEL, "--compute=0ms"], "compute='0ms'"),
+        ([*NETWORK, "--parameters=124M"], "--compute"),
+        ([*NETWORK, "--compute=1s", "--parameters=many"], "parameters='many'"),
+        ([*NETWORK, "--compute=1s", "--parameters=0"], "parameters='0'"),
+        ([*NETWORK, "--compute=1s", "--parameters=1M", *MODEL], "--model"),
+        ([*NETWORK, "--compute=1s", "--parameters=1M", "--picture=plan.png"], "--picture"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
     args: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert named in refusal(capsys, *MODEL, *NETWORK, *args)
-
-
-def test_a_network_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--bandwidth, --latency, --workers" in refusal(capsys, *MODEL)
+    assert named in refusal(capsys, "plan", *args)[-1]
