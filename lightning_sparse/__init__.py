@@ -25,7 +25,7 @@ from lightning_sparse.strategy.names import TABLES, register_names
 if TYPE_CHECKING:
     from lightning_sparse.engine.settings import LocalSteps
     from lightning_sparse.engine.step.hook import bucket_cap_mb
-    from lightning_sparse.engine.wire import Owners
+    from lightning_sparse.engine.wire.owners import Owners
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
     from lightning_sparse.strategy.fabric import SparseFabricStrategy
@@ -36,7 +36,7 @@ __version__ = version("lightning-sparse")
 # What takes long to import, and not every script needs.
 _LATER = {
     "LocalSteps": "lightning_sparse.engine.settings",
-    "Owners": "lightning_sparse.engine.wire",
+    "Owners": "lightning_sparse.engine.wire.owners",
     "Schedule": "lightning_sparse.schedule",
     "SparseDDPStrategy": "lightning_sparse.strategy.trainer",
     "SparseFabricStrategy": "lightning_sparse.strategy.fabric",

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection, SelectionSize
-from lightning_sparse.engine.wire import WIRES, WireFormat, build_wires
+from lightning_sparse.engine.wire import WIRES, build_wires
+from lightning_sparse.engine.wire.base import WireFormat
 from lightning_sparse.functional.codes import (
     BLOCK,
     dequantize,

@@ -29,7 +29,7 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.engine.wire import Payload
+from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, round_to
 from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.schedule import Schedule

@@ -21,7 +21,8 @@ from lightning_sparse.engine.adam.correction import AdamCorrection, falling_dens
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
-from lightning_sparse.engine.wire import Exchange, Owners, exchange_of, wire_values
+from lightning_sparse.engine.wire import Exchange, exchange_of, wire_values
+from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 

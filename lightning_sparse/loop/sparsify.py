@@ -25,7 +25,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, Settings, refuse
-from lightning_sparse.engine.wire import Owners
+from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
 from lightning_sparse.loop.optimizers import (
     TAKES_MOMENTUM,

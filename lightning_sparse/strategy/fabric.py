@@ -20,7 +20,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, Settings
-from lightning_sparse.engine.wire import Owners
+from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
 from lightning_sparse.schedule import Plan, Schedule

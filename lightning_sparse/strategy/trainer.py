@@ -23,7 +23,7 @@ from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
-from lightning_sparse.engine.wire import Owners
+from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
 from lightning_sparse.loop.optimizers import (
     TAKES_MOMENTUM,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.wire import Arrival, Payload, Phases
+from lightning_sparse.engine.wire.base import Arrival, Payload, Phases
 
 
 def run_phases(phases: Sequence[Phases]) -> tuple[list[Arrival], list[list[Payload]]]:

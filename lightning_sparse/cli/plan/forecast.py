@@ -19,7 +19,8 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor, element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.local_steps import fitting_steps
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.wire import Transfer, build_wires
+from lightning_sparse.engine.wire import build_wires
+from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.cost.network import Network, sent_bytes

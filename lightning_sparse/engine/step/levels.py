@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
-from lightning_sparse.engine.wire import Payload
+from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import round_to
 
 _MESSAGE_ELEMENTS = 1 << 22  # of all ranks together: two such messages are held, whatever the size of a group

@@ -53,7 +53,8 @@ from lightning_sparse.engine.planning.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.step.worker import Channel
-from lightning_sparse.engine.wire import Arrival, Payload, Wires
+from lightning_sparse.engine.wire import Wires
+from lightning_sparse.engine.wire.base import Arrival, Payload
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.norms import layer_deltas, norm_of
 

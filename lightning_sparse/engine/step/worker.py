@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe.record import Recorder
-from lightning_sparse.engine.wire import Payload
+from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]

@@ -7,13 +7,12 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from lightning_sparse.compressors.selection import SelectionSize
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
+from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
-from lightning_sparse.engine.wire.local import LocalFormat
 from lightning_sparse.engine.wire.owners import LEAST_FOR_AN_OWNER, Owners, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.engine.wire.union import UnionFormat
-from lightning_sparse.registry import unknown_name
+from lightning_sparse.registry import one_of
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "gather": GatherFormat,
@@ -43,9 +42,7 @@ WIRES = {
 
 def wire_values(wire: str) -> WireValues:
     """Return the meaning of a ``wire`` argument; raise ``ValueError`` if the name is unknown."""
-    if wire not in WIRES:
-        raise ValueError(unknown_name("wire", str(wire), WIRES))
-    return WIRES[wire]
+    return WIRES[one_of("wire", wire, tuple(WIRES))]
 
 
 class Exchange(NamedTuple):
@@ -62,9 +59,7 @@ def exchange_of(exchange: Union[str, Owners]) -> Exchange:
     """Return the meaning of an ``exchange`` argument; raise ``ValueError`` if the name is unknown."""
     if isinstance(exchange, Owners):
         return Exchange(exchange)
-    if exchange not in EXCHANGES:
-        raise ValueError(unknown_name("exchange", str(exchange), EXCHANGES))
-    return EXCHANGES[exchange]
+    return EXCHANGES[one_of("exchange", exchange, tuple(EXCHANGES))]
 
 
 class Wires(NamedTuple):
@@ -140,22 +135,3 @@ def build_wires(
         return Wires(wire, whole)
     owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)
     return Wires(wire, whole, owners, exchange.chooses)
-
-
-__all__ = [
-    "EXCHANGES",
-    "WIRES",
-    "WIRE_FORMATS",
-    "Arrival",
-    "Exchange",
-    "Owners",
-    "Payload",
-    "Phases",
-    "Transfer",
-    "WireFormat",
-    "WireValues",
-    "Wires",
-    "build_wires",
-    "exchange_of",
-    "wire_values",
-]

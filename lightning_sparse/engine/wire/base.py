@@ -6,8 +6,9 @@ from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import GroupSelection
+from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
 from lightning_sparse.compressors.selection import SelectionSize
 
 
@@ -66,3 +67,23 @@ class WireFormat(ABC):
     @abstractmethod
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked."""
+
+
+class LocalFormat(WireFormat):
+    """Hand selections back as means, all counting as sent, for a method whose ranks agree only at the end of a step."""
+
+    collectives: tuple[str, ...] = ()
+
+    @override
+    def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
+        yield from ()
+        return Arrival(
+            finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
+            used=None,
+            means=selection,
+            kept=WholeSelection.of([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
+        )
+
+    @override
+    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+        return []

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.wire import Arrival, Wires, build_wires, exchange_of
+from lightning_sparse.engine.wire import Wires, build_wires, exchange_of
+from lightning_sparse.engine.wire.base import Arrival
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
 from tests.helpers.lockstep import run_phases
 

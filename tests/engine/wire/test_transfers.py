@@ -10,7 +10,7 @@ from lightning_sparse.cli.plan import Network, SettingsOf
 from lightning_sparse.cli.plan.forecast import sent_by, step_transfers, transfers
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.engine.step.step import LocalGradient
-from lightning_sparse.engine.wire import Transfer
+from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.cost.network import sent_bytes
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp

@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
-from lightning_sparse.engine.wire import Arrival, build_wires
+from lightning_sparse.engine.wire import build_wires
+from lightning_sparse.engine.wire.base import Arrival
 from tests.helpers.lockstep import run_phases
 
 NUMELS = (7, 300, 1, 40)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.wire import Arrival
+from lightning_sparse.engine.wire.base import Arrival
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, devices, moved
 from tests.helpers.lockstep import run_phases
