@@ -72,7 +72,7 @@ def train_late(rank: int, schedule: str, steps: int) -> tuple[list[Tensors], lis
             optimizer.step()
             arrived.append({name: gradient.flatten().clone() for name, gradient in gradients.items()})
             history.append({name: tensor.detach().clone() for name, tensor in ddp.module.named_parameters()})
-        engine.raise_error()
+        engine.worker.raise_error()
     return arrived, history
 
 
@@ -130,7 +130,7 @@ def backward_without_waiting(rank: int, settings: dict[str, Any]) -> Optional[st
                 # Sizes, codecs and buckets are settled in the first steps, which may wait.
                 torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
                 loss.backward()
-                engine.raise_error()
+                engine.worker.raise_error()
             except RuntimeError as error:
                 return "".join(traceback.format_exception(error))
             finally:

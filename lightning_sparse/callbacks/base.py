@@ -54,7 +54,7 @@ class StepObserver(Callback):
             self._looks = self.looks_at(trainer, step_of(trainer))
             engine = sparse_strategy(trainer).engine
             if self._looks and engine is not None:
-                engine.settle()  # what is still on its way would hear of the question on a slow rank only
+                engine.worker.settle()  # what is still on its way would hear of the question on a slow rank only
                 self.before_step(trainer, engine)
 
     @override
@@ -69,7 +69,7 @@ class StepObserver(Callback):
             self._looks = False
             strategy = sparse_strategy(trainer)
             if strategy.engine is not None:
-                strategy.engine.settle()
+                strategy.engine.worker.settle()
                 self.after_step(trainer, pl_module, strategy, step_of(trainer))
 
 

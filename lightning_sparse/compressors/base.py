@@ -91,7 +91,7 @@ class Compressor(ABC):
 
         Args:
             names: parameter names, in the order in which they were exchanged.
-            means: what arrived for each, see :class:`~lightning_sparse.engine.wire.base.Arrival`; returned unless changed.
+            means: what arrived for each (:class:`~lightning_sparse.engine.wire.base.Arrival`); returned unless changed.
             finite: bool ``[]``; where false, the step does not count, and the state has to stay as it is.
             all_gather: gathers a small tensor ``[n]``, of equal size on all ranks, as ``[ranks, n]``; to be called
                 equally often on all ranks.

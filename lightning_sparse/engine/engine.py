@@ -9,7 +9,6 @@ from typing import Any, Optional, Union
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors.base import Densities
@@ -73,8 +72,8 @@ class Engine(Uncopied):
         self.planner = self._planner_of(settings, say)
         parts = (wires, across, self.recorder, self.densities.of, self.levels, self.planner)
         self.pipeline = Pipeline(self.compressor, self.memory, *parts)
-        self._worker = ExchangeWorker(device)
-        self._stream = self._stream_from(ddp)
+        self.worker = ExchangeWorker(device)
+        self.stream = self._stream_from(ddp)
         self.replicas = self._replicas_of(ddp.module, say)
 
     def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
@@ -120,17 +119,17 @@ class Engine(Uncopied):
             return NoStream()
         if settings.has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self.arrived.watch(ddp.module.parameters())
-        parts = (self.pipeline, settings.schedule, self._worker)
+        parts = (self.pipeline, settings.schedule, self.worker)
         return GradientStream(ddp, *parts, settings.overlaps_backward, self._begin, self.arrived)
 
     def _replicas_of(self, module: nn.Module, say: Callable[[str], None]) -> Replicas:
         settings = self._settings
         if settings.local_steps is not None:
-            parts = (settings.local_steps, self.pipeline, settings.schedule, self._worker)
+            parts = (settings.local_steps, self.pipeline, settings.schedule, self.worker)
             return Rounds(module, self.parameter_names, *parts, self._begin_exchange, say)
         if self.compressor.replicas_diverge:
             averager = ReplicaAverager(module, self._collectives)
-            return AveragedReplicas(averager, self.compressor.param_sync_every, self._worker, self.recorder)
+            return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker, self.recorder)
         return Replicas()
 
     @property
@@ -138,23 +137,18 @@ class Engine(Uncopied):
         """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
-    @property
-    def used_parameters(self) -> Optional[AbstractSet[Parameter]]:
-        """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
-        return self._stream.used
-
     def detach(self) -> None:
         """Let go of the wrapped model, between two steps; what is kept stays."""
         self.replicas.detach()
-        self._stream.close()
+        self.stream.close()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Exchange the gradients of a new wrapper of the same model, whichever are trained now."""
         layout = layout_of(ddp.module, *self._layout[2:5])
         if layout != self._layout:
-            self._worker.run(lambda: self._train_others(layout))
+            self.worker.run(lambda: self._train_others(layout))
         self.planner.expect_other_order()
-        self._stream = self._stream_from(ddp)
+        self.stream = self._stream_from(ddp)
         self.replicas.follow(ddp.module, layout.names)
 
     def _train_others(self, layout: ModelLayout) -> None:
@@ -169,7 +163,7 @@ class Engine(Uncopied):
     def leave_optimizers(self) -> None:
         """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
         self.arrived.clear()
-        self._worker.run(self.memory.leave)
+        self.worker.run(self.memory.leave)
 
     def target_density(self, name: str) -> float:
         """Return the density of a parameter when warm-up is over, as the user asked for it."""
@@ -186,7 +180,7 @@ class Engine(Uncopied):
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
         means: list[float] = []
-        self._worker.run(lambda: means.append(float(self._collectives.gather_numbers([number]).mean())))
+        self.worker.run(lambda: means.append(float(self._collectives.gather_numbers([number]).mean())))
         return means[0]
 
     def _planner_of(self, settings: Settings, say: Callable[[str], None]) -> Planner:
@@ -249,10 +243,6 @@ class Engine(Uncopied):
 
         return prepare
 
-    def raise_error(self) -> None:
-        """Raise what the exchange worker has raised, if it has."""
-        self._worker.raise_error()
-
     def compression_stats(self) -> dict[str, float]:
         """Return the facts of the last step that ended; empty before the first."""
         recorder = self.recorder
@@ -261,10 +251,6 @@ class Engine(Uncopied):
         totals = recorder.totals.as_stats(recorder.has_levels, self.replicas.waited_seconds)
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
         return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
-
-    def settle(self) -> None:
-        """Wait for the exchanges that are queued, so that the state is that of a whole step, or raise what failed."""
-        self._worker.run(lambda: None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
@@ -286,7 +272,7 @@ class Engine(Uncopied):
 
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
-        self._worker.run(load)
+        self.worker.run(load)
 
     def restore_plan(self, state: Mapping[str, Any], topology: tuple[int, int]) -> bool:
         """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
@@ -298,12 +284,12 @@ class Engine(Uncopied):
 
         Return whether what is kept is that of a whole step: no exchange has failed, or hangs.
         """
-        self._stream.close()
+        self.stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        has_ended = self._worker.close()
+        has_ended = self.worker.close()
         if has_ended:
-            self.levels.close(has_failed or self._worker.error is not None)
-        return has_ended and self._worker.error is None
+            self.levels.close(has_failed or self.worker.error is not None)
+        return has_ended and self.worker.error is None
 
 
 def _levels_of(

@@ -388,7 +388,7 @@ class Rounds(Replicas):
         """Put the shared model, if rounds have begun, into the model's tensors until :meth:`hide`; nothing is sent."""
         if self._away is not None or not self._has_begun:
             return
-        self._worker.run(lambda: None)  # an exchange that is on its way ends first: the same model on all ranks
+        self._worker.settle()  # an exchange that is on its way ends first: the same model on all ranks
         self._away = {}
         for name, tensor in self._tensors().items():
             self._away[name] = tensor.clone()

@@ -220,8 +220,8 @@ class UnfinishedStep:
             names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
             state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
             state["undecayed"] = engine.memory.undecayed()
-            if engine.used_parameters is not None:
-                state["used"] = [names[parameter] for parameter in engine.used_parameters]
+            if engine.stream.used is not None:
+                state["used"] = [names[parameter] for parameter in engine.stream.used]
         return state
 
     def restore(self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]) -> None:

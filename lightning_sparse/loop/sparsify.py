@@ -226,7 +226,7 @@ class Sparsifier:
         if self.engine is None:
             self._check_open()
             return {}
-        self.engine.settle()
+        self.engine.worker.settle()
         state = self.engine.state_dict()
         return {
             "ranks": self.engine.topology[0],
@@ -303,7 +303,7 @@ class Sparsifier:
         self._check_open()
         assert self.engine is not None
         assert self._view is not None
-        self.engine.raise_error()
+        self.engine.worker.raise_error()
         if self._epoch is None and self._settings.warmup_epochs:
             raise RuntimeError(
                 f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
@@ -323,7 +323,7 @@ class Sparsifier:
 
     def _end_backward(self) -> None:
         if self.engine is not None:
-            self.engine.raise_error()
+            self.engine.worker.raise_error()
 
     def _forget_arrived(self, optimizer: Optimizer, *step: Any) -> None:
         if self.engine is not None:

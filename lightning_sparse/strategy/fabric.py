@@ -296,7 +296,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
         for key, ddp in models.items():
             engine = self._handles[ddp].engine
             if engine is not None:
-                engine.settle()
+                engine.worker.settle()
                 states[key] = engine.state_dict()
                 clipping[key] = list(self._handles[ddp].clipping)
                 layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))

@@ -518,7 +518,7 @@ class SparseDDPStrategy(DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self.engine is not None:
-            self.engine.raise_error()
+            self.engine.worker.raise_error()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -613,7 +613,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _used_parameters(self) -> Iterable[Parameter]:
         """Return those that the step in progress has used since the last exchange."""
-        known = None if self.engine is None or self.is_plain else self.engine.used_parameters
+        known = None if self.engine is None or self.is_plain else self.engine.stream.used
         if known is not None:
             return known
         return self._ddp.parameters() if self._step.is_begun else ()
@@ -652,7 +652,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Return what this rank has to save; ``None`` if nothing is compressed."""
         engine_state = self._final_state
         if self.engine is not None:
-            self.engine.settle()
+            self.engine.worker.settle()
             engine_state = self.engine.state_dict()
         if engine_state is None:
             return None

@@ -58,7 +58,7 @@ def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) ->
     """Replace the gradients of a wrapped model by those of ``loss``, exchanged; raise what the worker has raised."""
     ddp.zero_grad()
     loss.backward()
-    engine.raise_error()
+    engine.worker.raise_error()
 
 
 def sgd_steps(ddp: DistributedDataParallel, engine: Engine, losses: Iterable[Tensor], **settings: Any) -> Iterator[int]:

@@ -134,7 +134,7 @@ class Dawdling(Callback):
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.engine is not None
         if trainer.global_rank == batch_idx % 2:
-            trainer.strategy.engine._worker.submit(lambda: time.sleep(0.1))
+            trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
 
 
 def fit_dawdling(rank: int, overlap_steps: int, directory: str) -> list[int]:

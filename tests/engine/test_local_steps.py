@@ -165,7 +165,7 @@ def train_looking(rank: int, local: LocalSteps, looks: bool) -> tuple[list[Tenso
                 with engine.rounds.shared_model():
                     flat(ddp.parameters())
             history.append(flat(ddp.parameters()))
-        engine.settle()
+        engine.worker.settle()
         counts.append(engine.recorder.totals.wire_bytes)
     return history, counts
 
@@ -328,11 +328,11 @@ def ask_late(rank: int) -> list[list[str]]:
                 for parameter in ddp.parameters():
                     parameter.add_(torch.randn_like(parameter))
             if rank == 1:
-                engine._worker.submit(lambda: time.sleep(0.1))
+                engine.worker.submit(lambda: time.sleep(0.1))
             engine.end_step()
             if step == 1:
                 engine.recorder.samples_deltas = True
-            engine.settle()
+            engine.worker.settle()
             last = engine.recorder.last
             sampled.append(sorted(last.deltas) if last else [])
     return sampled
@@ -370,7 +370,7 @@ def disagree(rank: int) -> None:
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2)) as (_, engine):
         for _ in range(3):
             engine.end_step(agreed=[0.1 * (rank + 1)])
-            engine.settle()
+            engine.worker.settle()
 
 
 def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None:
@@ -407,7 +407,7 @@ def take_up(rank: int, steps: int) -> list[int]:
     with sparse_ddp(Edges(), "dense", local_steps=second) as (_, engine):
         for _ in range(steps):
             engine.end_step()
-        engine.settle()
+        engine.worker.settle()
         state = engine.state_dict()
     with sparse_ddp(Edges(), "dense", local_steps=second) as (_, engine):
         engine.load_state_dict(state)
@@ -416,7 +416,7 @@ def take_up(rank: int, steps: int) -> list[int]:
         sent = []
         for _ in range(4):
             engine.end_step()
-            engine.settle()
+            engine.worker.settle()
             sent.append(engine.recorder.totals.wire_bytes)
     return sent
 
@@ -436,7 +436,7 @@ def two_optimizers(rank: int) -> list[int]:
                 engine.rounds.begin()
             engine.end_step(0)
             engine.end_step(1)
-            engine.settle()
+            engine.worker.settle()
             sent.append(engine.recorder.totals.wire_bytes)
     return sent
 

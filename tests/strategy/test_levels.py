@@ -161,7 +161,7 @@ class Freezing(Trained):
         self.network[0].requires_grad_(self.current_epoch != 1)
         if self.current_epoch:
             strategy: Any = self.trainer.strategy
-            strategy.engine.settle()
+            strategy.engine.worker.settle()
             waiting = strategy.engine.memory.state_dict()["residual"]["network.0.weight"].clone()
             self.has_waited = self.current_epoch == 1 or torch.equal(waiting, self.waiting)
             self.waiting = waiting

@@ -88,6 +88,10 @@ class ExchangeWorker:
         self.submit(task, settle=done.set)
         self.wait(done)
 
+    def settle(self) -> None:
+        """Wait for the tasks that are queued, or raise what failed."""
+        self.run(lambda: None)
+
     def wait(self, done: threading.Event) -> None:
         """Wait for a task that sets ``done`` when it is settled; on a device the calling thread's stream waits, too."""
         done.wait()

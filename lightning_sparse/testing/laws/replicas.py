@@ -44,7 +44,7 @@ def train_both(rank: int, settings: dict[str, Any], micro_batches: int) -> tuple
                         model(batch(rank, 100 * step + micro)).backward()
                 model(batch(rank, 100 * step + 99)).backward()
                 optimizer.step()
-        engine.raise_error()
+        engine.worker.raise_error()
         return parameters_of(ddp), parameters_of(twin)
 
 

@@ -98,7 +98,7 @@ def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
                 optimizer.zero_grad()
                 model(batch(rank, step)).backward()
                 optimizer.step()
-        engine.raise_error()
+        engine.worker.raise_error()
         return parameters_of(ddp), parameters_of(twin)
 
 

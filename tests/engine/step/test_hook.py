@@ -114,7 +114,7 @@ def train_watched(rank: int) -> tuple[int, int, int]:
         ddp.module.register_forward_pre_hook(lambda *_: alive.append(sum(each() is not None for each in first)))
         for step in range(3):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
-            engine.settle()
+            engine.worker.settle()
             first[:] = first or seen
     return len(first), alive[1], alive[2]
 

@@ -282,7 +282,7 @@ def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any,
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
-        engine.settle()
+        engine.worker.settle()
         return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
 
