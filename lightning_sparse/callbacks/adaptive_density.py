@@ -17,7 +17,7 @@ from lightning_sparse.callbacks.base import (
     step_of,
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
-from lightning_sparse.callbacks.over_ranks import gather_rows
+from lightning_sparse.callbacks.over_ranks import mean_over_ranks
 from lightning_sparse.callbacks.tensorboard import log_text, table
 from lightning_sparse.compressors.base import RULES, is_other_density
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
@@ -137,9 +137,8 @@ class AdaptiveDensity(StepObserver):
             return  # the step was left to plain DDP: nothing waits
         facts = samples.facts()
         names = [name for name in self._asked if name in facts]
-        rows = gather_rows(strategy, [norm**2 for name in names for norm in facts[name][2:]])
-        means = [math.sqrt(sum(column) / len(column)) for column in zip(*rows)]
-        gradients, residuals, added = (dict(zip(names, means[kind::3])) for kind in range(3))
+        squares = mean_over_ranks(strategy, [norm**2 for name in names for norm in facts[name][2:]])
+        gradients, residuals, added = (dict(zip(names, map(math.sqrt, squares[kind::3]))) for kind in range(3))
         updates = {name: norm for name, norm in added.items() if name in samples.update_norms}
         measurement = Measurement(gradients, residuals, updates)
         for rule in self.rules:
@@ -197,14 +196,11 @@ class AdaptiveDensity(StepObserver):
 
 
 def _checked_rules(rules: Sequence[Rule]) -> list[Rule]:
-    examples = "such as [ErrorBudget(budget=10.0), CriticalRegime()] from lightning_sparse.callbacks"
-    if isinstance(rules, Rule):
-        raise TypeError(f"rules={type(rules).__name__}(...) must be a list, also of a single rule: {examples}")
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"rules holds {rule!r}, which is not a rule: give a list of objects, {examples}")
+    example = "rules=[ErrorBudget(budget=10.0), CriticalRegime()], of lightning_sparse.callbacks"
+    if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"rules={rules!r} must be a list of rules, such as {example}")
     if not rules:
-        raise ValueError(f"rules=[] leaves nothing to decide: give at least one, {examples}")
+        raise ValueError(f"rules=[] leaves nothing to decide: give at least one, such as {example}")
     return list(rules)
 
 

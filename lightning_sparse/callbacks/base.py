@@ -1,6 +1,6 @@
 """The base of this package's callbacks: which strategy they look at, at which steps, and what they refuse."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -15,8 +15,6 @@ class StepObserver(Callback):
 
     A step is known before its first batch, so that more can be asked for; it is looked at after the optimizer's step.
     """
-
-    cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or remove the callback"
 
     every_n_steps = 1
     _looks = False
@@ -40,7 +38,10 @@ class StepObserver(Callback):
         if not isinstance(trainer, Trainer):
             raise TypeError(f"this {name} is {CURE}")
         if not isinstance(trainer.strategy, SparseDDPStrategy):
-            raise TypeError(f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: {self.cure}")
+            raise TypeError(
+                f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: choose one, such as"
+                " Trainer(strategy='sparse_topk'), or remove the callback"
+            )
         alike = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if alike > 1:
             raise ValueError(f"callbacks holds {alike} {name}, which would write over each other: give one")

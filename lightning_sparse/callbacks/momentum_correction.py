@@ -1,6 +1,6 @@
 """Momentum before compression instead of after it, whatever is compressed with."""
 
-from typing import ClassVar, Optional, Union
+from typing import Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -49,8 +49,6 @@ class MomentumCorrection(StepObserver):
 
         >>> correction = MomentumCorrection(clip_norm=0.25)
     """
-
-    cure: ClassVar[str] = "choose one, such as Trainer(strategy='sparse_topk'), or leave momentum to the optimizer"
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import mean
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -31,10 +31,15 @@ def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[l
     return rows
 
 
+def mean_over_ranks(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[float]:
+    """Return the mean over ranks of each of equally many numbers."""
+    return list(map(fmean, zip(*gather_rows(strategy, numbers))))
+
+
 def reduce_over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[str, float]:
     """Return the mean over ranks by name; exposed times are those of the slowest rank, samples those of all."""
     columns = zip(*gather_rows(strategy, list(mine.values())))
-    return {name: _REDUCTIONS.get(name, mean)(column) for name, column in zip(mine, columns)}
+    return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, columns)}
 
 
 def sum_over_ranks(strategy: SparseDDPStrategy, counts: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -286,7 +287,8 @@ def draw_step(figure: Any, recorded: RecordedStep) -> None:
         axes = figure.subplots()
         _draw_ranks(axes, ranks)
         some = f" (the first {_DRAWN_RANKS} of {count} ranks)" if count > _DRAWN_RANKS else ""
-        axes.set_title(f"step {recorded.step}{some}: {_summary(recorded.ranks)}", fontsize=_FONT_SIZE)
+        exposed = [each.end - each.start for rank in recorded.ranks for each in rank if each.stage == "wait"]
+        axes.set_title(f"step {recorded.step}{some}: {1e3 * fmean(exposed):.0f} ms exposed", fontsize=_FONT_SIZE)
         axes.set_xlabel("ms")
         handles = [Patch(color=colour, label=_LABELS.get(stage, stage)) for stage, colour in _COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
@@ -307,25 +309,6 @@ def _draw_ranks(axes: Any, ranks: Sequence[Sequence[Slice]]) -> None:
     axes.set_yticks(list(places), list(places.values()))
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-
-
-def _summary(ranks: Sequence[Sequence[Slice]]) -> str:
-    """Say what the collectives of a step took, in the mean of its ranks."""
-    rows = [(stage_seconds(rank, "exchange"), hidden_seconds(rank), stage_seconds(rank, "wait")) for rank in ranks]
-    exchange, hidden, exposed = (1e3 * sum(column) / len(ranks) for column in zip(*rows))
-    return f"{exchange:.0f} ms in collectives,\n{hidden:.0f} of them behind backward; {exposed:.0f} exposed"
-
-
-def hidden_seconds(slices: Sequence[Slice]) -> float:
-    """Return for how long exchange and backward went on at the same time."""
-    backward, exchange = ([each for each in slices if each.stage == stage] for stage in ("backward", "exchange"))
-    pairs = [(one, other) for one in exchange for other in backward]
-    return sum(max(0.0, min(one.end, other.end) - max(one.start, other.start)) for one, other in pairs)
-
-
-def stage_seconds(slices: Sequence[Slice], stage: str) -> float:
-    """Return the time spent in a stage."""
-    return sum(each.end - each.start for each in slices if each.stage == stage)
 
 
 def _figure_class() -> Any:

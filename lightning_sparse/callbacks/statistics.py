@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparse.callbacks.base import engine_of
-from lightning_sparse.callbacks.over_ranks import gather_rows, reduce_over_ranks
+from lightning_sparse.callbacks.over_ranks import mean_over_ranks, reduce_over_ranks
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe.record import StepFacts, compression_ratio, mean_stats
 from lightning_sparse.engine.observe.samples import ParameterSamples
@@ -66,7 +66,7 @@ def parameters_over_ranks(strategy: SparseDDPStrategy, samples: ParameterSamples
         for fact in map(facts.__getitem__, names)
         for number in (fact.sent, fact.gradient_norm**2, fact.residual_norm**2, fact.added_norm**2)
     ]
-    means = iter([sum(column) / len(column) for column in zip(*gather_rows(strategy, mine))])
+    means = iter(mean_over_ranks(strategy, mine))
     return {
         name: {
             "density": sent / facts[name].numel,

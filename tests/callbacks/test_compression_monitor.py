@@ -337,7 +337,7 @@ class LongValidation(Small):
 
     def on_validation_start(self) -> None:
         """Wait."""
-        time.sleep(2.4)
+        time.sleep(1.2)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return 4 batches for two ranks."""
@@ -346,4 +346,4 @@ class LongValidation(Small):
 
 def test_validation_does_not_count_as_training(fitted: Any, tmp_path: Path) -> None:
     fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
-    assert all(float(row["sparse/step_seconds"]) < 0.55 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])
+    assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

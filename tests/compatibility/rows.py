@@ -1,4 +1,4 @@
-"""The rows of the table: what people do with Lightning, and what shows that it was done."""
+"""The rows of the table in docs/compatibility.md: what people do with Lightning, and what shows that it was done."""
 
 from functools import partial
 
@@ -14,7 +14,6 @@ _SOON = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, ref
 ROWS = (
     Feature(
         "`accumulate_grad_batches=4`, the last window short",
-        "a step and an exchange after 4 batches and after the last 2, none in between",
         checks.windows,
         lambda folder: {
             "accumulate_grad_batches": 4,
@@ -23,42 +22,28 @@ ROWS = (
             "max_epochs": 2,
         },
     ),
-    Feature(
-        "`gradient_clip_val`",
-        "gradients that were longer reach the optimizer with this norm",
-        checks.norms,
-        lambda folder: {"gradient_clip_val": checks.CLIP},
-    ),
+    Feature("`gradient_clip_val`", checks.norms, lambda folder: {"gradient_clip_val": checks.CLIP}),
     Feature(
         '`precision="bf16-mixed"`',
-        "the network computes in bfloat16, parameters stay float32",
         checks.types,
         lambda folder: {"precision": "bf16-mixed"},
         use=checks.fit_noting_types,
     ),
-    Feature(
-        "manual optimization, two optimizers in turn",
-        "one of them steps in each batch",
-        checks.one_step_a_batch,
-        module=modules.ByHand,
-    ),
+    Feature("manual optimization, two optimizers in turn", checks.one_step_a_batch, module=modules.ByHand),
     Feature(
         "manual optimization, two optimizers that toggle (GAN), `find_unused_parameters=True`",
-        "both step in each batch",
         checks.two_steps_a_batch,
         module=modules.Adversaries,
         strategy={"find_unused_parameters": True},
     ),
     Feature(
         "the same, batches accumulated by `toggle_model(sync_grad=...)`",
-        "both step in every second batch",
         checks.two_steps_in_two_batches,
         module=modules.PatientAdversaries,
         strategy={"find_unused_parameters": True},
     ),
     Feature(
         "`find_unused_parameters=True`",
-        "a layer that no rank uses stays, one that a single rank uses now and then is trained",
         checks.one_step_a_batch,
         module=modules.Unused,
         strategy={"find_unused_parameters": True},
@@ -66,14 +51,12 @@ ROWS = (
     ),
     Feature(
         "`static_graph=True`",
-        "the model is wrapped so",
         checks.static,
         strategy={"static_graph": True},
         refusals={"sparse_loco": "is about gradients that DDP exchanges"},
     ),
     Feature(
         "`sync_batchnorm=True`",
-        "statistics are the same on all ranks after every batch",
         checks.normalized_together,
         lambda folder: {"sync_batchnorm": True},
         module=modules.Normalized,
@@ -82,41 +65,19 @@ ROWS = (
     ),
     Feature(
         "a `LayerSync` plugin whose layers communicate in forward and backward",
-        "the same",
         checks.normalized_together,
         lambda folder: {"plugins": [modules.NormSync()]},
         module=modules.Normalized,
     ),
+    Feature("a learning rate scheduled by step", checks.halved_rates, module=modules.Scheduled),
+    Feature("`validate`, `test`, `predict` after `fit`", checks.evaluated, use=checks.fit_and_evaluate),
+    Feature("two `fit`s of one Trainer", checks.continued, use=checks.fit_twice),
     Feature(
-        "a learning rate scheduled by step",
-        "each step has the rate of the schedule",
-        checks.halved_rates,
-        module=modules.Scheduled,
+        "SGD without momentum", checks.no_velocity, module=partial(modules.Plain, partial(torch.optim.SGD, lr=0.1))
     ),
-    Feature(
-        "`validate`, `test`, `predict` after `fit`",
-        "ranks agree on the loss, which is that of the predictions; parameters stay",
-        checks.evaluated,
-        use=checks.fit_and_evaluate,
-    ),
-    Feature(
-        "two `fit`s of one Trainer",
-        "the second goes on from the parameters and the step of the first",
-        checks.continued,
-        use=checks.fit_twice,
-    ),
-    Feature(
-        "SGD without momentum",
-        "no velocity is kept",
-        checks.no_velocity,
-        module=partial(modules.Plain, partial(torch.optim.SGD, lr=0.1)),
-    ),
-    Feature(
-        "Adam", "both moments are kept", checks.moments, module=partial(modules.Plain, modules.adam), strategy=_SOON
-    ),
+    Feature("Adam", checks.moments, module=partial(modules.Plain, modules.adam), strategy=_SOON),
     Feature(
         "AdamW, `gradient_clip_val`, `accumulate_grad_batches=2`",
-        "the same, and a step after every second batch",
         checks.moments_of_windows,
         lambda folder: {"gradient_clip_val": checks.CLIP, "accumulate_grad_batches": 2, "max_epochs": 2},
         module=partial(modules.Plain, modules.adamw),
@@ -124,7 +85,6 @@ ROWS = (
     ),
     Feature(
         "AdamW, manual optimization, two optimizers in turn",
-        "one of them steps in each batch",
         checks.two_epochs_by_turns,
         lambda folder: {"max_epochs": 2},
         module=partial(modules.ByHand, modules.adamw),
@@ -132,14 +92,12 @@ ROWS = (
     ),
     Feature(
         "AdamW, two optimizers that toggle (GAN), `find_unused_parameters=True`",
-        "both step in each batch",
         checks.two_steps_a_batch,
         module=partial(modules.Adversaries, modules.adamw),
         strategy={"find_unused_parameters": True, **_SOON},
     ),
     Feature(
         "AdamW, `find_unused_parameters=True`",
-        "a layer that no rank uses stays, one that a single rank uses now and then is trained",
         checks.one_step_a_batch,
         module=partial(modules.Unused, modules.adamw),
         strategy={"find_unused_parameters": True, **_SOON},
@@ -148,7 +106,6 @@ ROWS = (
     ),
     Feature(
         "`torch.compile` of the LightningModule, whose step does not log",
-        "graphs have been compiled, each batch is a step",
         checks.compiled,
         lambda folder: {"limit_val_batches": 0},
         module=modules.Silent,
@@ -156,63 +113,43 @@ ROWS = (
     ),
     Feature(
         "`torch.compile` of a network inside",
-        "the same",
         checks.compiled,
         module=modules.PartlyCompiled,
         use=checks.fit_counting_graphs,
     ),
-    Feature("an `IterableDataset`", "each row is seen once", checks.each_row_once, module=modules.Streaming),
-    Feature("an uneven last batch", "the last batch is short", checks.short_last, module=modules.Uneven),
+    Feature("an `IterableDataset`", checks.each_row_once, module=modules.Streaming),
+    Feature("an uneven last batch", checks.short_last, module=modules.Uneven),
     Feature(
         "`ModelCheckpoint`, `EarlyStopping`",
-        "training stops early; the best checkpoint loads, and has the loss it was kept for",
         checks.stopped_early,
         lambda folder: {"max_epochs": 5, "callbacks": checks.keepers(folder, patience=1), "enable_checkpointing": True},
         use=checks.fit_and_load_the_best,
     ),
     Feature(
         "`ModelCheckpoint`, `EarlyStopping`, `StochasticWeightAveraging`",
-        "what is trained is the mean of the weights of the epochs averaged",
         checks.averaged,
         lambda folder: {**checks.averaging(folder), "enable_checkpointing": True},
         use=checks.fit_and_load_the_best,
     ),
     Feature(
         "a callback that swaps weights in `on_validation_start`, and back in `on_validation_end` (EMA)",
-        "the average is validated, and training goes on from the weights",
         checks.swapped,
         lambda folder: {"val_check_interval": 4},
         use=checks.fit_swapping,
     ),
     Feature(
-        "a buffer that each step assigns anew",
-        "ranks start each step with the same, and with local steps end with it",
-        checks.tracked,
-        module=modules.Tracking,
-        use=checks.fit_noting_the_start,
+        "a buffer that each step assigns anew", checks.tracked, module=modules.Tracking, use=checks.fit_noting_the_start
     ),
     Feature(
         "a frozen parameter that follows a trained one (teacher, target network)",
-        "it has followed, to the same on both ranks",
         checks.one_step_a_batch,
         module=modules.Taught,
     ),
-    Feature("`self.log(..., sync_dist=True)`", "the mean of what the ranks logged", checks.means),
-    Feature(
-        "`overfit_batches=2`",
-        "the same two batches in each of three epochs",
-        checks.same_batches,
-        lambda folder: {"overfit_batches": 2, "max_epochs": 3},
-    ),
-    Feature(
-        "`fast_dev_run=True`",
-        "one batch trains, one validates",
-        checks.one_batch,
-        lambda folder: {"fast_dev_run": True},
-    ),
+    Feature("`self.log(..., sync_dist=True)`", checks.means),
+    Feature("`overfit_batches=2`", checks.same_batches, lambda folder: {"overfit_batches": 2, "max_epochs": 3}),
+    Feature("`fast_dev_run=True`", checks.one_batch, lambda folder: {"fast_dev_run": True}),
     Feature(
         "`Tuner.lr_find`",
-        "ranks agree on a rate, no parameter changes, no file stays, and `fit` uses the rate",
         checks.found_rate,
         lambda folder: {"default_root_dir": folder, "enable_checkpointing": True, "max_epochs": 4},
         use=checks.find_a_rate,

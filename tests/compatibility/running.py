@@ -166,7 +166,6 @@ class Feature(NamedTuple):
     """A row: what people do, how, and what it must have done."""
 
     name: str  # what people do
-    effect: str  # what ``check`` asks for
     check: Callable[[Outcome, Outcome], None]  # is given what happened on each of two ranks
     trainer: Callable[[str], dict[str, Any]] = nothing  # arguments, of a folder to write in
     module: Callable[[], LightningModule] = Plain

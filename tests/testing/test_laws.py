@@ -1,11 +1,12 @@
 """Our own compressors keep the laws of the conformance kit, which gets them by their being registered."""
 
 # ruff: noqa: F403
+import pytest
 import torch
 
 from lightning_sparse.testing.laws.edges import *
 from lightning_sparse.testing.laws.finiteness import *
-from lightning_sparse.testing.laws.marks import each_schedule, each_world
+from lightning_sparse.testing.laws.marks import each_schedule
 from lightning_sparse.testing.laws.mass import *
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.laws.replicas import *
@@ -13,7 +14,7 @@ from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE, moved
 
 
-@each_world
+@pytest.mark.parametrize("ranks", [2, 3])
 @each_schedule
 def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools: dict[int, Pool], ranks: int, schedule: str) -> None:
     books = pools[ranks].run(balance, {"compressor": "topk", "density": 0.05, "schedule": schedule}, 4)

@@ -6,7 +6,6 @@ from lightning_sparse.testing.subjects import SCHEDULE_NAMES, WIRES
 
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 each_wire = pytest.mark.parametrize("wire", WIRES)
-each_world = pytest.mark.parametrize("ranks", [2, 3])
 # Every schedule, and every wire.
 each_way = pytest.mark.parametrize(
     ("schedule", "wire"), [("layerwise", "bfloat16"), ("merged", "float32"), ("single", "float16")]
