@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 
 def _load(name: str) -> Any:
     # The scripts find each other as a user's python does: in the folder of the script.
-    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
+    with mock.patch.object(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path]):
         return importlib.import_module(name)
 
 
@@ -49,6 +49,11 @@ connection.sendall(b"x"), connection.recv(1)
 print(time.monotonic() - start)
 connection.sendall(bytes(4_000_000))
 """
+
+
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_begins(script: Path) -> None:
+    _load(script.stem)
 
 
 def test_rates_and_delays_are_read_or_refused_and_bursts_grow_with_fast_links_only() -> None:
