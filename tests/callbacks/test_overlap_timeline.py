@@ -203,7 +203,8 @@ def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> No
     events = timed_events(tmp_path / "overlap.json")
     assert [event["args"]["step"] for event in events if event["cat"] == "commit"] == [1, 1, 3, 3]
     first, second = ([event["dur"] for event in events if event["pid"] == rank] for rank in range(2))
-    assert first != second  # each rank shows its own
+    # Each rank shows its own, of other lengths by more than rounding.
+    assert any(abs(one - other) > 1.0 for one, other in zip(first, second))
 
 
 def fit_drawn(rank: int, directory: str) -> None:
