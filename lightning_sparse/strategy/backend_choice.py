@@ -140,7 +140,8 @@ class BackendChoice(Uncopied):
         self._is_comparing = False
         if not is_plain:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
-            self._exposed = self._engine.mean_over_ranks(median(exposed))
+            # A step in which Adam's second moment learns is DDP's own, and nobody knows what was exposed of it.
+            self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed).nanmedian()))
         return seen
 
     def _settle(self, is_plain: bool) -> Steps:

@@ -74,6 +74,7 @@ def test_it_says_what_it_does_and_what_came_of_it() -> None:
     )
     # Hopeless: a step of each turn is enough, after two that settle.
     assert sum(were_plain) == 6
+    assert "r =" not in live(lambda step: 0.1, lambda step: 0.04, 200, exposed=float("nan"))[1][-1]
 
 
 @pytest.mark.parametrize(
