@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Optional
 
@@ -122,7 +123,6 @@ class Cluster:
         return done.stdout
 
     def submit(self, *options: str, folder: Path) -> str:
-        """Return the number of a job that ``sbatch`` has taken."""
         return self.run("sbatch", "--parsable", *options, folder=folder).strip()
 
     def wait_until_ended(self, job: str, timeout: float) -> dict[str, str]:
@@ -137,12 +137,10 @@ class Cluster:
         raise TimeoutError(f"job {job} has not ended within {timeout} s: {facts}\n{self.logs()}")
 
     def logs(self) -> str:
-        """Return the ends of all logs."""
         paths = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
     def stop(self) -> None:
-        """End the cluster and all of its jobs."""
         self._process.kill()
         self._process.wait(timeout=30)
 
@@ -176,17 +174,13 @@ class Cluster:
 
 
 def _path() -> str:
-    """Return the search path with the system's daemons in it."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
 def _free_ports(count: int) -> list[int]:
     """Return ports that nobody listens at; held together until all are known, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
