@@ -39,17 +39,14 @@ ENGINE = [
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return what a file is made of."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
 def noun(path: Path) -> str:
-    """Return the noun that a file belongs to: its folder, or its own name."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> set[str]:
-    """Return the dotted names of the modules that a file imports."""
     names = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -61,7 +58,6 @@ def imported(path: Path) -> set[str]:
 
 
 def floor_of(name: str, floors: list[set[str]]) -> int:
-    """Return how high a name stands."""
     return next(height for height, names in enumerate(floors) if name in names)
 
 

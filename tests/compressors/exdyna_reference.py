@@ -39,7 +39,6 @@ class Reference:
         self.loads = [0.0] * blocks
 
     def partition(self, index: int) -> tuple[int, int]:
-        """Return where a partition starts and ends."""
         first = sum(self.owner_blocks[:index])
         return self.edges[first], self.edges[first + self.owner_blocks[index]]
 

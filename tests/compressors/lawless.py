@@ -14,7 +14,6 @@ class HidesNaN(TopK):
     """Sends the largest finite magnitudes, and so tells nobody of those that are not finite."""
 
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
-        """Select from a copy without them."""
         finite = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in accumulated]
         return super().select(names, finite, counts)
 
@@ -23,7 +22,6 @@ class LosesMass(TopK):
     """Sends a little less than was there, and keeps nothing of the difference."""
 
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
-        """Shrink what is selected."""
         selections = super().select(names, accumulated, counts)
         return [selection._replace(values=0.99 * selection.values) for selection in selections]
 
@@ -32,7 +30,6 @@ class LooksAround(TopK):
     """Scales its choice by what else is in the group, without declaring it."""
 
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
-        """Start each selection where the group's largest parameter says."""
         offset = max(tensor.numel() for tensor in accumulated)
         return [self._strided(tensor, count, offset) for tensor, count in zip(accumulated, counts)]
 

@@ -31,11 +31,9 @@ class Simulation:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the model."""
         return sum(self.numels)
 
     def begin(self) -> None:
-        """Start all compressors anew."""
         for rank, compressor in enumerate(self.compressors):
             layout = ModelLayout(tuple(self.names), tuple(self.numels), rank, len(self.compressors), DEVICE)
             compressor.begin(layout)

@@ -15,7 +15,6 @@ from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sgd_steps, spa
 
 
 def flat_parameters(model: nn.Module) -> Tensor:
-    """Copy all parameters into one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -93,7 +92,6 @@ class Given(nn.Module):
         self.right = nn.Parameter(torch.zeros(2, dtype=dtype))
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return a loss with these gradients."""
         return (self.left * left).sum() + (self.right * right).sum()
 
 

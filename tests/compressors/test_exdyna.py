@@ -27,7 +27,6 @@ NUMELS = {"one": 1, "prime": 997, "matrix": 34_000, "pair": 2}
 
 
 def draw(rank: int, step: int, numel: int) -> Tensor:
-    """Draw normal numbers that depend on rank and step."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(100_003 * rank + step)).to(DEVICE)
 
 
@@ -59,15 +58,7 @@ class Recorded:
         return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
 
 
-class RecordedExDyna(Recorded, ExDyna):
-    """ExDyna that writes down what it selects."""
-
-
-class RecordedMiCRO(Recorded, MiCRO):
-    """MiCRO that writes down what it selects."""
-
-
-RECORDED = {"exdyna": RecordedExDyna, "micro": RecordedMiCRO}
+RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.items()}
 
 
 class Tensors(nn.Module):
@@ -80,12 +71,10 @@ class Tensors(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(numel)))
 
     def forward(self, gradient: Tensor) -> Tensor:
-        """Return a loss whose gradient is the flat ``gradient``."""
         pieces = zip(self.parameters(), gradient.split(self.numels))
         return sum((parameter * piece).sum() for parameter, piece in pieces)
 
     def flat(self) -> Tensor:
-        """Return all parameters end to end."""
         return torch.cat([parameter.detach() for parameter in self.parameters()])
 
 
@@ -235,7 +224,6 @@ def test_its_state_is_the_hosts_whatever_the_default_device() -> None:
 
 
 def gradients_of(simulation: Simulation, step: int, scale: float = 1.0) -> list[Tensor]:
-    """Draw normal gradients that depend on rank and step."""
     generator = torch.Generator().manual_seed(step)
     return [scale * torch.randn(simulation.numel, generator=generator) for _ in simulation.compressors]
 

@@ -36,7 +36,6 @@ class LayerByLayer(Schedule):
     """Close a group where the layers of the virtual workers' network end, in whatever order parameters come."""
 
     def closes_group(self, newest: str, numel: int) -> bool:
-        """Recognise a complete layer by its size."""
         return numel in (64 * 48 + 48, 48 * 20 + 20)
 
 
@@ -81,7 +80,6 @@ def test_omgs_equals_its_reference(
 
 
 def train(rank: int, settings: dict[str, Any], steps: int = 4) -> Tensors:
-    """Train; return the parameters."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         losses = (ddp(batch(rank, step)) for step in range(steps))
@@ -110,7 +108,6 @@ class ManyTypes(Edges):
         self.halves = nn.Parameter(torch.ones(40, dtype=torch.float16))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Use all of them."""
         extra = self.doubles.sum() + self.brains.double().square().sum() + self.halves.double().square().sum()
         return super().forward(inputs) + extra * inputs[0, 0]
 
@@ -155,7 +152,6 @@ class Rare(nn.Module):
         self.rare = nn.Parameter(torch.zeros(1000))
 
     def forward(self, inputs: Tensor, uses_rare: bool) -> Tensor:
-        """Return a loss that may leave one out."""
         loss = (self.common * inputs).sum()
         return loss + (self.rare * inputs).sum() * 1000 if uses_rare else loss
 
@@ -209,7 +205,6 @@ class Everything(Compressor):
     selects_across_group = True
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
-        """Take note of the names, and select."""
         self.names = names
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 

@@ -36,7 +36,6 @@ class VirtualSDAGC:
         return means
 
     def worker(self, key: tuple[int, str], gradient: Tensor, ratio: float) -> Tensor:
-        """Return what one worker sends of one layer."""
         momentum = self.momentum * self.momenta.get(key, torch.zeros_like(gradient)) + gradient
         velocity = self.velocities.get(key, torch.zeros_like(gradient)) * ratio + momentum
         wanted = max(1, round(DENSITY * gradient.numel()))

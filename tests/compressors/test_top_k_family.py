@@ -78,7 +78,6 @@ class VirtualDGC:
         return {name: mean_of([rows[name] for rows in sent]) for name in gradients[0]}
 
     def worker(self, rank: int, gradient: Tensors, ranks: int) -> Tensors:
-        """Return what one worker sends."""
         norm = torch.cat(list(gradient.values())).norm()
         factor = min(1.0, float(self.clip_norm / ranks**0.5 / norm))
         rows = {}
@@ -146,7 +145,6 @@ def test_bad_settings_are_refused(build: Any, arguments: dict[str, Any]) -> None
 
 
 def refused_layer(rank: int) -> str:
-    """Name a layer that does not exist."""
     try:
         with sparse_ddp(torch.nn.Linear(3, 3), compressor=LAGS({"wieght": 0.1})):
             return "was not refused"

@@ -24,12 +24,10 @@ class Net(nn.Module):
         self.second = nn.Linear(48, 20)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map ``[batch, 64]`` to one loss."""
         return (self.second(torch.tanh(self.first(inputs))) - inputs[:, :20]).square().mean()
 
 
 def learning_rate(step: int) -> float:
-    """Return a rate that falls by ten at step 12."""
     return 0.1 if step < 12 else 0.01
 
 

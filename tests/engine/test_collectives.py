@@ -78,7 +78,6 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(
 
 
 def added_up_sparse(rank: int) -> Tensor:
-    """Add up one element of each rank, of a sparse layout."""
     collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
     try:
         mine = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (4,), check_invariants=True)

@@ -11,12 +11,10 @@ from tests.helpers.devices import devices
 
 
 def normal(numel: int) -> Tensor:
-    """Return what gradients look like at their best."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
 
 
 def spike(numel: int) -> Tensor:
-    """Return zeros with one huge element."""
     tensor = torch.zeros(numel)
     tensor[numel // 3] = -1e30
     return tensor

@@ -11,7 +11,6 @@ from lightning_sparse.engine.settings import Settings
 
 
 def context(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> RuleContext:
-    """Return a context in the life of one parameter."""
     return RuleContext(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
 
 

@@ -44,15 +44,12 @@ class Event:
         self.has_passed = has_passed
 
     def query(self) -> bool:
-        """Tell whether it has passed."""
         return self.has_passed
 
     def synchronize(self) -> None:
-        """Wait for it."""
         self.has_passed = True
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return the milliseconds to another one, both of which have passed."""
         assert self.has_passed
         assert end.has_passed
         return 1e3 * (end.seconds - self.seconds)

@@ -109,7 +109,6 @@ def test_momentum_of_what_is_sent_whole_goes_on(pair: Pool) -> None:
 
 
 def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Exchange one step; return its statistics and deltas."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         engine.recorder.samples_deltas = True

@@ -32,7 +32,6 @@ def settings_of(name: str, wire: str = "float32", **more: Any) -> dict[str, Any]
 
 
 def wire_bytes(rank: int, settings: dict[str, Any]) -> float:
-    """Return the bytes that a rank hands in during a step."""
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
         return engine.compression_stats()["wire_bytes"]

@@ -81,7 +81,6 @@ class Mixed(nn.Module):
 
 
 def train_mixed(rank: int, is_static: bool) -> dict[str, Tensor]:
-    """Train; return the parameters that are those of all ranks."""
     torch.manual_seed(0)
     with sparse_ddp(Mixed(), static_graph=is_static) as (ddp, engine):
         for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(3)), lr=0.01):

@@ -224,7 +224,6 @@ def test_the_mean_gradient_of_a_node_is_clipped_as_one(nodes: Pool, density: flo
 
 
 def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], int]:
-    """Return the facts of a step, and how many bytes are kept."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
     with sparse_ddp(model, **settings) as (ddp, engine):

@@ -49,7 +49,6 @@ def gradients(ranks: int, numels: Sequence[int]) -> list[list[Tensor]]:
 
 
 def written(arrival: Arrival, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the means, and what stays of each tensor."""
     means, kept = ([tensor.clone() for tensor in tensors] for _ in range(2))
     arrival.means.scatter(means)
     arrival.kept.overwrite(kept)
@@ -169,7 +168,6 @@ def test_the_bytes_are_those_that_were_told(numels: tuple[int, ...], counts: tup
 
 
 def received(wires: Wires, sizes: Sequence[SelectionSize], ranks: int) -> float:
-    """Return the bytes that a rank receives."""
     shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
     return sum(shares[name] * nbytes for name, nbytes in wires.transfers(sizes))
 

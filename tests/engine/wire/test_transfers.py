@@ -29,7 +29,6 @@ class Block(nn.Module):
         self.narrow = nn.Linear(1500, 7)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map ``[batch, 64]`` to one loss."""
         return self.narrow(torch.tanh(self.wide(inputs))).square().mean()
 
 

@@ -38,7 +38,6 @@ class Answers(Compressor):
         self._whole = whole
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
-        """Select."""
         return selections_of(accumulated, self._whole)
 
 
