@@ -63,7 +63,7 @@ class Engine(Uncopied):
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
         self.compressor.begin(self._exchanged_layout())
         self._numels = self._exchanged_numels()
-        self._learned: Optional[Mapping[str, Any]] = None
+        self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
         self._density_of: Optional[tuple[int, float]] = None  # epoch, and how much of the warm-up lies behind
         # Those of frozen parameters, too: they may be unfrozen.
@@ -234,6 +234,7 @@ class Engine(Uncopied):
 
     def _begin_exchange(self) -> Callable[[], StepContext]:
         """Return what the worker calls before an exchange of local steps that begins now: others come before it."""
+        self._learned = None
         epoch = self._epoch
         samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 

@@ -159,10 +159,11 @@ class Training:
     def is_resumable(self) -> bool:
         """Whether files hold all that there is: of buffers and of what callbacks average, what rank 0 has.
 
-        By hand, and where batches are accumulated, DDP does not make buffers alike before each forward.
+        By hand, and where batches are accumulated, DDP does not make buffers alike before each forward; nor ever those
+        of an average, nor, once that has been validated in the model's place, the model's before the next forward.
         """
         is_ddp = self.local is None or self.local.synchronous_steps > 0
-        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last) and is_ddp
+        keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
         averages_own = self.averages == "SWA" or bool(
             self.averages and self.drifts

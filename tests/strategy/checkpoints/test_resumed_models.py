@@ -211,16 +211,17 @@ class Thawing(Numbered):
     ("settings", "arguments", "save_after"),
     [
         ({"local_steps": 3}, {}, 8),
+        ({"compressor": "exdyna", "local_steps": 3}, {}, 4),
         ({"local_steps": 3}, {"precision": "bf16-true"}, 8),
         ({"local_steps": 2}, IN_PAIRS, 9),
         ({}, IN_PAIRS, 9),
     ],
-    ids=["within a round", "bf16", "within a step of a round", "within a step"],
+    ids=["within a round", "before the change", "bf16", "within a step of a round", "within a step"],
 )
 def test_it_goes_on_where_other_parameters_are_trained_than_at_the_start(
     pair: Pool, tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any], save_after: int
 ) -> None:
-    build, path = partial(SparseDDPStrategy, "topk", 0.05, **settings), str(tmp_path / "thawing.ckpt")
+    build, path = partial(SparseDDPStrategy, **{"density": 0.05, **settings}), str(tmp_path / "thawing.ckpt")
     for resumed, found in pair.run(resume_exactly, build, path, save_after, arguments, Thawing):
         assert resumed == list(range(save_after + 1, 13))
         assert found == []
