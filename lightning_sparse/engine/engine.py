@@ -253,12 +253,15 @@ class Engine(Uncopied):
         stats = {**mean_stats([recorder.last], recorder.has_levels), **totals}
         return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept and what the method has learned, as plain tensors and numbers (not copied)."""
+    def state_dict(self, together: bool = False) -> dict[str, Any]:
+        """Return what is kept and what the method has learned, as plain tensors and numbers (not copied).
+
+        ``together`` says that all ranks call: each then returns what they hold differently beside what is trained.
+        """
         state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
-        return {**state, **self.replicas.state_dict()}
+        return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace those parts that ``state`` holds by a copy; the others stay as they are."""

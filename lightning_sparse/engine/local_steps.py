@@ -257,6 +257,16 @@ class Rounds(Replicas):
         """Return for each tensor that is not shared whether this rank has written it since all had the same."""
         return {name: each != self._seen.get(name, ~each) for name, each in self._fingerprints().items()}
 
+    def _to_save(self, written: Sequence[str], together: bool) -> dict[str, Tensor]:
+        """Return what this rank has of what is not shared and ranks hold differently, or of what it has written."""
+        unshared = self._unshared()
+        if not (together and self._has_begun and self._may_have_news):
+            return {name: unshared[name] for name in written}
+        # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
+        names: list[str] = []
+        self._worker.run(lambda: names.extend(self._averager.differing(unshared)))
+        return {name: unshared[name] for name in names}
+
     def _fingerprints(self) -> dict[str, Tensor]:
         return {name: fingerprint(tensor) for name, tensor in self._unshared().items()}
 
@@ -412,13 +422,13 @@ class Rounds(Replicas):
         return {**stats, "exposed_seconds": self._last_wait, "local_steps": float(self.covered_steps)}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, together: bool = False) -> dict[str, Any]:
         # No exchange may be in progress. While steps are synchronous, Lightning's file holds all of the one model.
-        own, written = {}, {}
+        own: Mapping[str, Tensor] = {}
+        written: list[str] = []
         if self._has_begun:
             own = self._tensors() if self._away is None else self._away
-            unshared = self._unshared()
-            written = {name: unshared[name] for name, has_changed in self._have_changed().items() if has_changed}
+            written = [name for name, has_changed in self._have_changed().items() if has_changed]
         pending = self._pending
         rounds = {
             "has_begun": self._has_begun,
@@ -431,7 +441,7 @@ class Rounds(Replicas):
             "local": dict(own),
             "beside": self._beside,
             "written": written,
-            "writers": {name: torch.ones(()) for name in written},
+            "unshared": self._to_save(written, together),
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
             "momentum": dict(self._momenta),
@@ -459,7 +469,6 @@ class Rounds(Replicas):
             self.follow(self._module, names)  # others may be frozen here until training goes on
         unshared = self._unshared()
         self._shared |= {name: _wide(unshared[name]) for name in state["beside"] if name in unshared}
-        self._seen = self._fingerprints()
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
@@ -469,10 +478,10 @@ class Rounds(Replicas):
         if not isinstance(self._local.every, int) and state["every"] is not None:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
-        for name, tensor in state["written"].items():
+        for name, tensor in state["unshared"].items():
             if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
-                # Where other numbers of ranks go on, both are means: of all ranks, also those that have not written.
-                unshared[name].copy_(tensor / state["writers"][name].to(tensor.device))
+                unshared[name].copy_(tensor)
+        self._seen = {name: each for name, each in self._fingerprints().items() if name not in state["written"]}
         for name, tensor in self._tensors().items():
             self._shared[name].copy_(state["shared"].get(name, tensor))
             tensor.copy_(state["local"].get(name, tensor))

@@ -50,7 +50,7 @@ class AveragedReplicas(Replicas):
         return {**stats, "replica_divergence": float(self._averager.divergence)}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, together: bool = False) -> dict[str, Any]:
         return {"averager": {"steps": self._steps, "divergence": self._averager.divergence}}
 
     @override
@@ -85,6 +85,11 @@ class ReplicaAverager:
             if names:
                 self._average({name: tensors[name] for name in names})
         return names
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""
+        with self._collectives.telling_of("what tells tensors apart"):
+            return self._differing(tensors)
 
     def _differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]

@@ -297,7 +297,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
             engine = self._handles[ddp].engine
             if engine is not None:
                 engine.worker.settle()
-                states[key] = engine.state_dict()
+                states[key] = engine.state_dict(together=True)
                 clipping[key] = list(self._handles[ddp].clipping)
                 layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))
         if not states:

@@ -653,7 +653,7 @@ class SparseDDPStrategy(DDPStrategy):
         engine_state = self._final_state
         if self.engine is not None:
             self.engine.worker.settle()
-            engine_state = self.engine.state_dict()
+            engine_state = self.engine.state_dict(together=True)
         if engine_state is None:
             return None
         assert self.lightning_module is not None

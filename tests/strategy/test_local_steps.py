@@ -79,6 +79,14 @@ class Teaching(Local):
             teacher.data = 0.5 * (teacher.data + followed.data)
 
 
+class TeachingOnOne(Teaching):
+    """The teacher follows on rank 0 alone, until the others hear of it."""
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        if self.global_rank == 0:
+            super().on_before_zero_grad(*args)
+
+
 def resume(rank: int, kind: str, path: str, save_after: int, module: type[Numbered]) -> tuple[list[int], list[str]]:
     """Fit with a save in between, and go on from it."""
     return resume_exactly(rank, lambda: SparseDDPStrategy(**ROUNDS[kind]), path, save_after, {}, module)
@@ -98,6 +106,16 @@ def test_a_round_goes_on_to_the_bit(
 ) -> None:
     for gone_through, found in pair.run(resume, kind, str(tmp_path / "middle.ckpt"), save_after, module):
         assert gone_through == list(range(save_after + 1, 13))
+        assert not found
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_after"), [("diloco", 2), ("sparse", 2), ("late", 2), ("late", 5), ("synchronous", 5)]
+)
+def test_a_round_goes_on_to_the_bit_where_one_rank_has_written(
+    pair: Pool, tmp_path: Path, kind: str, save_after: int
+) -> None:
+    for _, found in pair.run(resume, kind, str(tmp_path / "middle.ckpt"), save_after, TeachingOnOne):
         assert not found
 
 

@@ -101,8 +101,11 @@ class Replicas:
         """Return the statistics of the last exchange with those of the replicas."""
         return stats
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return their part of the engine's state, by its name; plain tensors and numbers, not copied."""
+    def state_dict(self, together: bool = False) -> dict[str, Any]:
+        """Return their part of the engine's state, by its name; plain tensors and numbers, not copied.
+
+        ``together`` says that all ranks call.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
