@@ -13,15 +13,15 @@ from torch import Tensor
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.schedule import FixedSize, Layerwise, Schedule, Single
+from lightning_sparse.testing.laws.marks import each_schedule, each_wire
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.wrapping import Tensors
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
 from tests.helpers.sparse_ddp import (
     COMPRESSOR_NAMES,
     DENSITY,
-    SCHEDULE_NAMES,
-    WIRES,
     batch,
     sparse_ddp,
     watch_gradients,
@@ -29,9 +29,6 @@ from tests.helpers.sparse_ddp import (
 
 pytestmark = needs_cuda
 
-Tensors = dict[str, Tensor]
-
-each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the device falls far behind the host
 
 
@@ -94,7 +91,7 @@ def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other
             torch.testing.assert_close(trained[name], parameters[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@each_wire
 @each_schedule
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
 def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(
@@ -139,7 +136,7 @@ def backward_without_waiting(rank: int, settings: dict[str, Any]) -> Optional[st
     return None
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@each_wire
 @pytest.mark.parametrize("schedule", [Layerwise(), FixedSize(2000), Single()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("compressor", NEVER_WAITING)
 def test_the_host_never_waits_for_the_device(nccl: Pool, compressor: str, schedule: Schedule, wire: str) -> None:

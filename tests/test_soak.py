@@ -53,7 +53,6 @@ class Watching(Callback):
         self._plan: Any = None
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        """Look."""
         strategy, step = trainer.strategy, trainer.global_step
         self.plans += strategy.exchange_plan() is not self._plan
         self._plan = strategy.exchange_plan()
@@ -70,7 +69,6 @@ class Long(Small):
     """A small model with 1000 batches an epoch for two ranks."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return them."""
         return DataLoader(Rows(8000), batch_size=4)
 
 

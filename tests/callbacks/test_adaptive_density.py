@@ -41,12 +41,10 @@ class ByEpoch(Rule):
         self.densities = densities
 
     def minimum_densities(self, context: RuleContext) -> dict[str, float]:
-        """Look the epoch up."""
         is_over = context.epoch >= len(self.densities)
         return {} if is_over else dict.fromkeys(context.asked, self.densities[context.epoch])
 
     def reason(self, name: str) -> str:
-        """Say how many there are."""
         return f"one of {len(self.densities)}"
 
 
@@ -69,7 +67,6 @@ class Densities(Callback):
         trainer.strategy.engine.recorder.ask_for_samples()
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Take note of the error of one layer."""
         samples = trainer.strategy.engine.recorder.last_samples
         if samples is not None:
             facts = samples.facts()[WEIGHT]
@@ -130,7 +127,6 @@ class UpdateErrors(Callback):
         self.errors: dict[str, float] = {}
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Take note of what waits before the step."""
         engine = trainer.strategy.engine
         self.before = {name: kept.clone() for name, kept in engine.memory.state_dict()["update"].items()}
 
@@ -180,7 +176,6 @@ class Planned(Densities):
     """Take note of the largest density of the plan, too."""
 
     def on_train_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Look at the plan in force."""
         self.planned = max(trainer.strategy.exchange_plan().densities, default=0.0)
 
 
@@ -260,7 +255,6 @@ class Saving(Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save."""
         if (trainer.current_epoch, batch_idx) == (1, 1):
             trainer.save_checkpoint(self.path)
 

@@ -24,7 +24,6 @@ class Smallest(Compressor):
     wire_format = "gather"
 
     def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
-        """Choose them."""
         indices = [
             tensor.abs().topk(count, largest=False).indices.sort().values for tensor, count in zip(accumulated, counts)
         ]
@@ -57,7 +56,6 @@ class Freezing(Small):
     """A model whose first layer is frozen after some batches."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Freeze it."""
         self.network[0].requires_grad_(batch_idx < 6)
 
 

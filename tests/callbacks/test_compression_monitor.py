@@ -130,7 +130,6 @@ class Dawdling(Callback):
     """Let exchanges of one rank wait for their turn, now and then."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Queue something slow."""
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.engine is not None
         if trainer.global_rank == batch_idx % 2:
@@ -183,7 +182,6 @@ class Notes(Callback):
         self.stats: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Note it."""
         self.stats.append(trainer.strategy.compression_stats())
 
 
@@ -250,11 +248,9 @@ class Unsized(Small):
     """A model whose batches do not tell their size."""
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
-        """Add a tensor of another length."""
         return [batch, torch.zeros(7)]
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
-        """Reconstruct the first part."""
         return super().training_step(batch[0], batch_index)
 
 
@@ -317,11 +313,9 @@ class OnlySparseLayout(Small):
         self.network = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Pull some rows to one."""
         return (self.network(batch[:, :3].abs().mul(5).long().clamp(max=15)) - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD, which takes such gradients."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -336,11 +330,9 @@ class LongValidation(Small):
     """A model whose validation takes longer than its training."""
 
     def on_validation_start(self) -> None:
-        """Wait."""
         time.sleep(1.2)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return 4 batches for two ranks."""
         return DataLoader(Rows(32), batch_size=4)
 
 

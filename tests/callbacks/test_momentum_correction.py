@@ -31,7 +31,6 @@ class Restarting(WithSGD):
     """A model whose learning rate restarts every few steps."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with warm restarts."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

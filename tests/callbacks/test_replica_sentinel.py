@@ -16,7 +16,6 @@ class Tampered(Small):
     """A model in which the second rank's bits change after a step."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Change them."""
         if self.global_rank == 1 and batch_idx == 5:
             with torch.no_grad():
                 bias = self.network[2].bias

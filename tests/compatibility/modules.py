@@ -28,7 +28,6 @@ class Plain(Small):
         self.optimizer = optimizer
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of a part."""
         if self.optimizer is not None:
             return self.optimizer(module.parameters())
         return torch.optim.SGD(module.parameters(), lr=self.learning_rate, momentum=0.9)

@@ -139,7 +139,6 @@ class TakingTurns:
         self._step = 0
 
     def end_step(self) -> None:
-        """Decide about the next step."""
         self._step += 1
         self._engine.densities.sends_all = self._step % 6 == 2
         self.wants_plain = self._step % 6 in (3, 4)

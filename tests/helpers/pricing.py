@@ -53,10 +53,8 @@ class Priced(Small):
         return super().training_step(batch, batch_index)
 
     def fit(self, trainer: Any, **arguments: Any) -> None:
-        """Fit by this clock."""
         with mock.patch.object(backend_choice, "perf_counter", self.clock):
             trainer.fit(self, **arguments)
 
     def clock(self) -> float:
-        """Return the seconds that all steps have taken."""
         return self.seconds
