@@ -47,7 +47,8 @@ def fit_both(rank: int, settings: dict[str, Any], model: dict[str, Any], restart
     for compressor, callbacks in runs:
         module = Restarting() if restarts else WithSGD(**model)
         strategy = SparseDDPStrategy(compressor, density=0.05, warmup_epochs=0)
-        make_trainer(rank, strategy, max_epochs=2, callbacks=callbacks).fit(module)
+        short = {"limit_train_batches": 10, "limit_val_batches": 0}
+        make_trainer(rank, strategy, max_epochs=2, callbacks=callbacks, **short).fit(module)
         fitted.append(weights(module))
     return fitted
 
