@@ -228,7 +228,7 @@ class VirtualRank:
         self.recorder.begin_backward()
         self.recorder.add_ready([local.name for local in step])
         self.recorder.end_backward()
-        if self._pipeline.waits_for_whole_step:
+        if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()

@@ -13,6 +13,7 @@ formula, where its released code divides by the number of ranks that sent an ele
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from threading import Event
 from time import perf_counter
@@ -37,6 +38,7 @@ from lightning_sparse.schedule import Schedule
 COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges
 _FIRST_STEPS = 8  # of a round, until times are known
 _TIMED_ROUNDS = 3
+_SAVED = ("names", "due", "corrections", "has_news")  # of an exchange that is on its way
 _MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as well
 
 
@@ -49,16 +51,16 @@ def fitting_steps(step_seconds: float, exchange_seconds: float) -> int:
     return min(_MOST_STEPS, max(1, math.ceil(exchange_seconds / (COMMUNICATION_SHARE * step_seconds))))
 
 
+@dataclass
 class _PendingSync:
     """An exchange, from its beginning until it is applied after step ``due``."""
 
-    def __init__(self, names: Sequence[str], due: int, corrections: Optional[list[Tensor]]) -> None:
-        self.names = list(names)
-        self.due = due
-        self.corrections = corrections  # added to each tensor; ``None``: the shared model replaces them
-        self.changes: list[Tensor] = []  # held for as long as a device may read them
-        self.has_news = False  # whether a rank has written something that is not shared yet
-        self.done = Event()
+    names: list[str]
+    due: int
+    corrections: Optional[list[Tensor]]  # added to each tensor; ``None``: the shared model replaces them
+    has_news: bool = False  # whether a rank has written something that is not shared yet
+    changes: list[Tensor] = field(default_factory=list)  # held for as long as a device may read them
+    done: Event = field(default_factory=Event)
 
 
 class Rounds(Replicas):
@@ -445,14 +447,7 @@ class Rounds(Replicas):
             # In Lightning's file the shared model has the type of the parameters.
             "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
             "momentum": dict(self._momenta),
-            "pending": None
-            if pending is None
-            else {
-                "names": pending.names,
-                "due": pending.due,
-                "corrections": pending.corrections,
-                "has_news": pending.has_news,
-            },
+            "pending": None if pending is None else {name: getattr(pending, name) for name in _SAVED},
         }
         return {"rounds": rounds}
 
@@ -490,8 +485,7 @@ class Rounds(Replicas):
         saved, self._pending = state["pending"], None
         if saved is not None:
             corrections = [each.to(device) for each in saved["corrections"]]
-            self._pending = _PendingSync(saved["names"], saved["due"], corrections)
-            self._pending.has_news = saved["has_news"]
+            self._pending = _PendingSync(**{**saved, "corrections": corrections})
             self._pending.done.set()
 
 

@@ -134,7 +134,7 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
         start = int(torch.randint(noise.numel() // 2, ()))  # no time goes into drawing it
         gradient.copy_(noise[start : start + gradient.numel()])
     group = [LocalGradient(str(position), gradient, None) for position, gradient in enumerate(gradients)]
-    if pipeline.waits_for_whole_step:
+    if pipeline.memory.clips_gradients:
         pipeline.measure_norm(group)
     begin = _now(noise.device)
     exchanged = pipeline.exchange(group)

@@ -259,7 +259,7 @@ class GradientStream(Uncopied):
 
     def _submit_group(self) -> None:
         group, self._group, self._group_numel = self._group, [], 0
-        if group and (self._pipeline.waits_for_whole_step or not self._overlaps_backward):
+        if group and (self._pipeline.memory.clips_gradients or not self._overlaps_backward):
             self._held.append(group)
         elif group:
             self._submit_exchange(group)
@@ -270,7 +270,7 @@ class GradientStream(Uncopied):
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
-        if held and self._pipeline.waits_for_whole_step:
+        if held and self._pipeline.memory.clips_gradients:
             step = sorted((local for group in held for local in group), key=lambda local: self._positions[local.name])
             self._worker.submit(lambda: self._pipeline.measure_norm(step))
         for group in held:

@@ -110,11 +110,6 @@ class Pipeline:
         self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
-    @property
-    def waits_for_whole_step(self) -> bool:
-        """Whether :meth:`measure_norm` has to see the gradients of the whole model before any group is exchanged."""
-        return self.memory.clips_gradients
-
     def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
         """Tell the memory the norm of this rank's gradient, whose parts come in the order of definition."""
         names = [local.name for local in gradients]
