@@ -23,7 +23,7 @@ from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
 _POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
-_TRIAL_STEPS = {"merged": 76, "greedy": 76, "auto": 150}  # what schedules that measure first need at most
+_TRIAL_STEPS = {"merged": 76, "auto": 150}  # what schedules that measure first need at most
 
 Shapes = Sequence[Sequence[int]]
 
@@ -138,7 +138,7 @@ def _scheduled(name: str, compressor: Any, density: float, sizes: Sequence[int] 
         f"{name} {density}": _sparsifier(compressor, density),
         **{
             f"{name} {density} {schedule}": _sparsifier(compressor, density, schedule=schedule)
-            for schedule in ("single", "layerwise", "greedy")
+            for schedule in ("single", "layerwise")
         },
         **{
             f"{name} {density} size {size}k": _sparsifier(compressor, density, schedule=FixedSize(size << 10))

@@ -2,12 +2,11 @@
 
 from lightning_sparse.schedule.base import FixedSize, Layerwise, Schedule, Single
 from lightning_sparse.schedule.merge.exact import plan_groups
-from lightning_sparse.schedule.merged import Auto, Greedy, Merged
+from lightning_sparse.schedule.merged import Auto, Merged
 from lightning_sparse.schedule.plan import Grouping, Plan
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "auto": Auto,
-    "greedy": Greedy,
     "layerwise": Layerwise,
     "merged": Merged,
     "single": Single,
@@ -17,7 +16,6 @@ __all__ = [
     "SCHEDULES",
     "Auto",
     "FixedSize",
-    "Greedy",
     "Grouping",
     "Layerwise",
     "Merged",

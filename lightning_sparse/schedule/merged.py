@@ -6,9 +6,6 @@ from typing import ClassVar, Optional
 from typing_extensions import override
 
 from lightning_sparse.schedule.base import UNPLANNED_ELEMENTS, Schedule
-from lightning_sparse.schedule.merge.exact import earliest_stops
-from lightning_sparse.schedule.merge.greedy import greedy_stops
-from lightning_sparse.schedule.step_profile import Profile
 
 
 class Merged(Schedule):
@@ -19,7 +16,6 @@ class Merged(Schedule):
     It is made anew when the density, the graph, or a step's exposed time changes.
     """
 
-    keeps_fastest: ClassVar[bool] = True  # and not the plan, where another grouping has been seen to be faster
     adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says
 
     def __init__(self) -> None:
@@ -33,26 +29,9 @@ class Merged(Schedule):
         """Close groups after these parameters; only between two steps, and on all ranks at once."""
         self._ends = frozenset(ends)
 
-    def propose(self, profile: Profile) -> list[int]:
-        """Return where the groups of the plan stop."""
-        return earliest_stops(profile.ready, profile.task_seconds)
-
     @override
     def closes_group(self, newest: str, numel: int) -> bool:
         return numel >= UNPLANNED_ELEMENTS if self._ends is None else newest in self._ends
-
-
-class Greedy(Merged):
-    """Exchange in the groups of the greedy rule of OMGS-SGD (Shi et al., INFOCOM 2020), for comparison.
-
-    Measured like :class:`Merged`, but the rule is followed whether or not another grouping was faster.
-    """
-
-    keeps_fastest: ClassVar[bool] = False
-
-    @override
-    def propose(self, profile: Profile) -> list[int]:
-        return greedy_stops(profile)
 
 
 class Auto(Merged):

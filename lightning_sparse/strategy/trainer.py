@@ -86,9 +86,9 @@ class SparseDDPStrategy(DDPStrategy):
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
-        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, ``"greedy"``, or an
-            object. None of them changes the numbers, except where OMGS selects from what travels together. ``"auto"``
-            may send more than the density asks for, or leave steps to DDP.
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
+            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
+            than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
             send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
         warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's.

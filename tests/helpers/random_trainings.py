@@ -254,7 +254,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "layerwise": {"schedule": "layerwise"},
     "single": {"schedule": "single"},
     "merged": {"schedule": "merged"},
-    "greedy": {"schedule": "greedy"},
     "exchange after backward": {"overlaps_backward": False},
     "gradients of their own": {"gradient_as_bucket_view": False},
 }
@@ -864,7 +863,7 @@ def _callbacks(chance: random.Random, strategy: str, optimizer: str) -> tuple[st
 
 def _can(training: Training, name: str) -> bool:
     """Tell whether something changes no bit of a training, as pages say."""
-    if name in ("layerwise", "single", "merged", "greedy"):
+    if name in ("layerwise", "single", "merged"):
         return training.strategy != "auto" and is_grouping_free(training.subject)
     if name == "gradients of their own":
         # DDP itself, in synchronous and dense steps, rounds otherwise where it exchanges a gradient several times.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_sparse.schedule import plan_groups
-from lightning_sparse.schedule.merge.greedy import greedy_groups
 from lightning_sparse.schedule.merge.simulator import Prediction, predict
+from tests.schedule.greedy import greedy_groups
 from tests.schedule.problems import Problem, published, random_problem
 
 SELECTIONS = ("worker", "backward")
@@ -158,7 +158,7 @@ def test_the_greedy_rule_counts_on_a_queue_that_there_is_none_of() -> None:
     assert planned_total(problem, "backward") == 11
 
 
-@pytest.mark.parametrize("plan", [plan_groups, greedy_groups, lambda *arguments: predict([[0], [1]], *arguments)])
+@pytest.mark.parametrize("plan", [plan_groups, lambda *arguments: predict([[0], [1]], *arguments)])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -178,8 +178,6 @@ def test_the_greedy_rule_counts_on_a_queue_that_there_is_none_of() -> None:
 )
 def test_bad_input_is_refused_by_name(plan: Any, changes: dict[str, Any], message: str) -> None:
     problem = Problem([10, 10], [1.0, 1.0], lambda size: 0.1, lambda size: 0.1)._replace(**changes)
-    if plan is greedy_groups and len(problem.sizes) == 2 and "cost" in message:
-        problem = problem._replace(sizes=[10, 10, 10], backward_seconds=[1.0, 1.0, 1.0])  # two are merged unasked
     with pytest.raises(ValueError, match=message):
         plan(*problem)
 

@@ -106,7 +106,6 @@ FITS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
     "clipped before": ({"compressor": DGC(clip_norm=0.5), "warmup_epochs": 0}, torch.optim.SGD, {}),
     "bf16": ({"wire": "bfloat16"}, torch.optim.SGD, {"precision": "bf16-mixed"}),
     "auto": ({"schedule": "auto"}, torch.optim.SGD, {}),
-    "greedy": ({"schedule": "greedy"}, torch.optim.SGD, {}),
 }
 
 

@@ -21,6 +21,7 @@ from lightning_sparse.schedule import Merged
 from lightning_sparse.schedule.cost.model import CostModel
 from lightning_sparse.schedule.groupings import best_of, first_groupings, partly_whole_groupings
 from lightning_sparse.schedule.hidden_density import hidden_densities
+from lightning_sparse.schedule.merge.exact import earliest_stops
 from lightning_sparse.schedule.plan import Grouping, Plan
 from lightning_sparse.schedule.step_profile import Profile, StepSample, can_profile, dense_cost, profile_of
 
@@ -146,14 +147,12 @@ class StepPlanner(Planner):
             groupings = [best]
             if profile is not None:
                 planned = self._agreed(profile)
-                groupings = [planned, Grouping(planned.stops), best] if self._schedule.keeps_fastest else [planned]
+                groupings = [planned, Grouping(planned.stops), best]
             contest = yield from self._try(groupings, _CONTEST_ROUNDS)
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
             seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
-            choices = seen if self._schedule.keeps_fastest else groupings
-            is_confirmed = self._adopt(
-                best_of({grouping: _seconds(seen[grouping]) for grouping in choices}), seen, profile, why
-            )
+            fastest = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
+            is_confirmed = self._adopt(fastest, seen, profile, why)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             why = yield from self._watch(patience)
 
@@ -192,7 +191,7 @@ class StepPlanner(Planner):
         return _agreed(self._collectives, proposed, len(self._order))
 
     def _proposed(self, profile: Profile) -> Grouping:
-        stops = self._schedule.propose(profile)
+        stops = earliest_stops(profile.ready, profile.task_seconds)
         densities = hidden_densities(profile, stops) if profile.dense is not None else []
         densities = [min(density, self._densities.ceiling) for density in densities]
         return Grouping(tuple(stops), tuple(densities))

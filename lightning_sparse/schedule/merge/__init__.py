@@ -1,1 +1,1 @@
-"""Which gradients travel together: exact, greedy and simulated answers to one problem."""
+"""Which gradients travel together: exact and simulated answers to one problem."""

@@ -1,14 +1,13 @@
 """Which gradients travel together, so that the last of them arrives as early as possible: the exact answer.
 
-It is dynamic programming over prefixes for the problem of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule
-(``greedy.py``) is not optimal.
+It is dynamic programming over prefixes for the problem of OMGS-SGD (Shi et al., INFOCOM 2020), whose greedy rule is not
+optimal.
 """
 
 from collections.abc import Callable, Sequence
 
 from lightning_sparse.registry import one_of
 from lightning_sparse.schedule.merge.frontier import plan_in_backward
-from lightning_sparse.schedule.merge.greedy import groups_between
 from lightning_sparse.schedule.merge.simulator import SELECTIONS, Cost, MergeProblem, checked_problem, checked_seconds
 
 _NEVER = float("inf")
@@ -75,6 +74,11 @@ def earliest_stops(ready: Sequence[float], task_seconds: Callable[[int, int], fl
     while starts[stops[-1]] > 0:
         stops.append(starts[stops[-1]])
     return stops[::-1]
+
+
+def groups_between(stops: Sequence[int]) -> list[list[int]]:
+    """Return the positions of each group, given where each stops."""
+    return [list(range(start, stop)) for start, stop in zip([0, *stops], stops)]
 
 
 def _task_seconds(problem: MergeProblem) -> Callable[[int, int], float]:

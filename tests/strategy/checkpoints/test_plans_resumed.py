@@ -65,7 +65,7 @@ def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(p
         assert not any("plan" in line for line in lines)
 
 
-@pytest.mark.parametrize(("schedule", "freezes"), [("greedy", False), ("single", False), ("merged", True)])
+@pytest.mark.parametrize(("schedule", "freezes"), [("auto", False), ("single", False), ("merged", True)])
 def test_a_plan_for_something_else_is_left_aside_with_a_word(
     pair: Pool, tmp_path: Path, schedule: str, freezes: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""The published greedy merge of OMGS-SGD, to compare the exact planner with.
+"""The published greedy merge of OMGS-SGD, which the exact planner is compared with.
 
 Shi et al., "Communication-efficient distributed deep learning with merged gradient sparsification on GPUs", INFOCOM
 2020. It decides as the released code does (github.com/HKBU-HPML/OMGS-SGD), which is not optimal, for four reasons:
@@ -11,6 +11,7 @@ Shi et al., "Communication-efficient distributed deep learning with merged gradi
 
 from collections.abc import Sequence
 
+from lightning_sparse.schedule.merge.exact import groups_between
 from lightning_sparse.schedule.merge.simulator import Cost, Problem, checked_problem
 
 
@@ -36,11 +37,6 @@ def greedy_stops(problem: Problem) -> list[int]:
             stops.append(stop)
             start = stop
     return [*stops, problem.tensors]
-
-
-def groups_between(stops: Sequence[int]) -> list[list[int]]:
-    """Return the positions of each group, given where each stops."""
-    return [list(range(start, stop)) for start, stop in zip([0, *stops], stops)]
 
 
 def _extra_wait(problem: Problem, start: int, stop: int, queued: float) -> float:
