@@ -1,5 +1,6 @@
 """The conformance kit holds a compressor of the user's own to the laws, and the right one fails."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_the_plugin_leaves_other_runs_alone(tmp_path: Path) -> None:
     code, output = run_pytest(tmp_path)
     assert code == 0, output
     assert "1 passed" in output
+
+
+def seed_found(rank: int) -> "str | None":
+    """Leave a seed in the environment, as ``seed_everything`` of Lightning does; return the one that was there."""
+    found, os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED"), "1"
+    return found
+
+
+def test_what_a_function_leaves_in_the_environment_is_not_the_next_ones(pair: Pool) -> None:
+    assert [pair.run(seed_found) for _ in range(2)] == [[None, None]] * 2
 
 
 @pytest.mark.parametrize("name", ["tests.compressors.lawless:Missing", "nowhere:Missing", "topp"])
