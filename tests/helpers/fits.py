@@ -33,7 +33,7 @@ class Fitted(NamedTuple):
     stats: list[dict[str, float]]  # after each batch
     total: dict[str, float]  # statistics at the end
     kept: dict[str, Any]  # by the strategy
-    optimizers: list[Any]  # what they keep
+    optimizers: list[list[Any]]  # what each keeps of its parameters
     said: list[str]  # by the strategy
     notes: Any  # the model's own
 
@@ -105,7 +105,7 @@ def fit(rank: int, module: Module, settings: Settings, source: Optional[str], ar
         watch.stats,
         strategy.compression_stats() if is_ours else {},
         kept_at_end(trainer) if is_ours and strategy._final_state is not None else {},
-        [copy.deepcopy(each.state_dict()["state"]) for each in trainer.optimizers],
+        [copy.deepcopy(list(each.state.values())) for each in trainer.optimizers],
         [line for line in lines if line.startswith("SparseDDPStrategy")],
         getattr(model, "notes", None),
     )
@@ -128,18 +128,20 @@ def one_model(answers: Sequence[Fitted]) -> Fitted:
     return first
 
 
-def refuse(rank: int, module: Module, settings: Settings, arguments: Mapping[str, Any]) -> str:
+def refuse(rank: int, module: Module, settings: Settings, source: Optional[str], arguments: Mapping[str, Any]) -> str:
     """Fit what must be refused; return kind and message of the error."""
     try:
-        fit(rank, module, settings, None, arguments)
+        fit(rank, module, settings, source, arguments)
     except REFUSED as error:
         return f"{type(error).__name__}: {error}"
     return "was not refused"
 
 
-def refusals(pool: Pool, module: Module, settings: Settings, **arguments: Any) -> list[str]:
+def refusals(
+    pool: Pool, module: Module, settings: Settings, source: Optional[str] = None, **arguments: Any
+) -> list[str]:
     """Return, by rank, with which error a fit is refused."""
-    answers: list[str] = pool.run(refuse, module, settings, arguments)
+    answers: list[str] = pool.run(refuse, module, settings, source, arguments)
     return answers
 
 
@@ -159,7 +161,7 @@ def assert_goes_on(
     **arguments: Any,
 ) -> None:
     """Ask for the same bits from a fit that was saved after a batch and resumed as from one that never stopped."""
-    last = 6 * arguments.get("max_epochs", 2)
+    last, arguments = 6 * arguments.get("max_epochs", 2), {"limit_val_batches": 0, **arguments}
     for seen, found in pool.run(resume, module, settings, str(folder / "mid.ckpt"), save_after, arguments):
         assert found == []
         assert seen == list(range(save_after + 1, last + 1))

@@ -25,32 +25,11 @@ def much_later(step: int) -> float:
     return much(step) if step >= SETTLED else 0.0
 
 
-class PricedByHand(Priced):
-    """The same with two optimizers that the user steps, each of which sees half of the model."""
-
-    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
-        super().__init__(plain_cost, engine_cost)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        loss = super().training_step(batch, batch_index)
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss.detach()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.network[layer].parameters(), lr=0.1, momentum=0.9) for layer in (0, 2)]
-
-
-def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, arguments: dict[str, Any], module: Any = Priced) -> Any:
+def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, module: Any = Priced) -> Any:
     """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
     model = module(*costs)
-    strategy = SparseDDPStrategy("lags", 0.05, schedule="auto", **arguments.pop("strategy", {}))
-    trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0, **arguments)
+    strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
+    trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
     living: list[int] = []
     model.on_train_end = lambda: living.append(sum(wrapper() is not None for wrapper in model.wrappers))  # type: ignore
     model.fit(trainer)
@@ -64,7 +43,7 @@ def assert_one_model(answers: list[Any]) -> None:
 
 
 def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
-    answers = pair.run(fit_priced, (nothing, much), SETTLED, {})
+    answers = pair.run(fit_priced, (nothing, much), SETTLED)
     assert_one_model(answers)
     for _, were_plain, waiting, (wrappers, living), stats in answers:
         turns = [len(list(run)) for was_plain, run in groupby(were_plain) if was_plain]
@@ -78,7 +57,7 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
 
 
 def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
-    answers = pair.run(fit_priced, (much, nothing), SETTLED, {})
+    answers = pair.run(fit_priced, (much, nothing), SETTLED)
     assert_one_model(answers)
     for _, were_plain, waiting, _, _ in answers:
         assert 0 < sum(were_plain) < 12
@@ -87,7 +66,7 @@ def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
 
 
 def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) -> None:
-    answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130, {})
+    answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130)
     assert_one_model(answers)
     for _, were_plain, *_ in answers:
         assert all(were_plain[SETTLED - 30 : SETTLED])
@@ -111,29 +90,12 @@ class WorseOnceLookedAt:
 
 
 def test_a_change_right_after_a_look_in_vain_is_noticed(pair: Pool) -> None:
-    answers = pair.run(fit_priced, (WorseOnceLookedAt(), a_little), SETTLED + 200, {})
+    answers = pair.run(fit_priced, (WorseOnceLookedAt(), a_little), SETTLED + 200)
     assert_one_model(answers)
     for _, were_plain, *_ in answers:
         after = [is_plain for is_plain, _ in groupby(were_plain[SETTLED:])]
         assert after[:4] == [True, False, True, False]
         assert not were_plain[-1]
-
-
-WAYS_TO_TRAIN = {
-    "accumulation": (Priced, {"accumulate_grad_batches": 2}, 1),
-    "unused parameters": (Priced, {"strategy": {"find_unused_parameters": True}}, 1),
-    "static graph": (Priced, {"strategy": {"static_graph": True}}, 1),
-    "two optimizers by hand": (PricedByHand, {}, 2),
-}
-
-
-@pytest.mark.parametrize("way", WAYS_TO_TRAIN)
-def test_it_changes_hands_however_one_trains(pair: Pool, way: str) -> None:
-    module, arguments, steps_a_batch = WAYS_TO_TRAIN[way]
-    answers = pair.run(fit_priced, (nothing, much), SETTLED * steps_a_batch, arguments, module)
-    assert_one_model(answers)
-    for _, were_plain, _, _, _ in answers:
-        assert all(were_plain[-60:])
 
 
 class FrozenLater(Priced):
@@ -156,4 +118,4 @@ class FrozenLater(Priced):
 
 @pytest.mark.parametrize("costs", [(nothing, much), (much, nothing)], ids=["left to DDP", "compressed"])
 def test_what_is_frozen_stands_still_whoever_exchanges(pair: Pool, costs: tuple[Cost, Cost]) -> None:
-    assert_one_model(pair.run(fit_priced, costs, SETTLED, {}, FrozenLater))
+    assert_one_model(pair.run(fit_priced, costs, SETTLED, FrozenLater))

@@ -1,56 +1,41 @@
 """What a training tells of itself at its end: one line, and the same numbers."""
 
 import re
-from typing import Any, Optional
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
-from pytorch_lightning import LightningModule
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.testing.pool import Pool
+from tests.helpers.fits import fits, listening
 from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.trainers import Small, WithAdam, make_trainer
 
 ELEMENTS = 32 * 64 + 64 + 64 * 32 + 32  # of Small
 DENSE = 4.0 * ELEMENTS  # bytes that leave one of two ranks in a step of DDP
+SIXTEEN = {"limit_train_batches": 16}
 
 
 class Stopping(Small):
-    """A model that ends its training, or breaks it off with an error, after five steps."""
+    """A model that notes statistics at the end, and may end its training after five batches, or fail then."""
 
-    has_failed = False
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            if self.has_failed:
-                raise KeyError("five")
-            self.trainer.should_stop = True
+        if batch_idx == 4 and self.how == "fails":
+            raise KeyError("five")
+        self.trainer.should_stop = batch_idx == 4 and self.how == "stops"
+
+    def on_train_end(self) -> None:
+        self.notes = self.trainer.strategy.compression_stats()  # type: ignore[union-attr]
 
 
-class Failing(Stopping):
-    """One that breaks off."""
-
-    has_failed = True
-
-
-def fit(
-    rank: int, settings: dict[str, Any], module: Any = Small, arguments: Optional[dict[str, Any]] = None
-) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """Fit; return the lines that the strategy says, the statistics in the midst of it and after it."""
-    lines: list[str] = []
-    seen: dict[str, float] = {}
-    strategy = SparseDDPStrategy(**settings)
-    model: LightningModule = module()
-    trainer = make_trainer(rank, strategy, **{"limit_val_batches": 0, **(arguments or {})})
-    model.on_train_end = lambda: seen.update(strategy.compression_stats())  # type: ignore[method-assign]
-    with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
-        if module is Failing:
-            with pytest.raises(KeyError):
-                trainer.fit(model)
-        else:
-            trainer.fit(model)
-    return lines, seen, strategy.compression_stats()
+class StoppingAdam(Stopping, WithAdam):
+    """The same with Adam."""
 
 
 def closing_of(lines: list[str]) -> str:
@@ -60,59 +45,64 @@ def closing_of(lines: list[str]) -> str:
     return line
 
 
-@pytest.mark.parametrize("module", [Small, WithAdam])
+@pytest.mark.parametrize("module", [Stopping, StoppingAdam])
 def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair: Pool, module: Any) -> None:
     settings = {"compressor": "topk", "density": 0.01, "schedule": "single"}
-    for lines, seen, stats in pair.run(fit, settings, module, {"max_epochs": 2, "limit_val_batches": 1}):
+    answers = fits(pair, module, settings, limit_val_batches=1, **SIXTEEN)
+    for stats, seen in ((each.total, each.notes) for each in answers):
         assert stats["total_steps"] == 32
         assert stats["total_dense_bytes"] == 32 * DENSE
         assert stats["total_compression_ratio"] == stats["total_dense_bytes"] / stats["total_wire_bytes"]
-        if module is WithAdam:  # whose warm-up the last step knows nothing of
+        if module is StoppingAdam:  # whose warm-up the last step knows nothing of
             assert stats["total_compression_ratio"] < 0.5 * stats["compression_ratio"]
         assert 0 < stats["exposed_share"] < 1
         assert stats == seen
-        sent = re.fullmatch(
-            r"SparseDDPStrategy: 32 steps sent (.+) kB where DDP sends (.+) kB, compression ratio (.+);"
-            r" exposed: (.+) % of the time\.",
-            closing_of(lines),
-        )
-        assert sent is not None, lines[-1]
-        expected = (stats["total_wire_bytes"] / 1e3, stats["total_dense_bytes"] / 1e3, stats["total_compression_ratio"])
-        assert [float(number) for number in sent.groups()[:3]] == pytest.approx(expected, rel=5e-3)
-        assert float(sent[4]) == pytest.approx(100 * stats["exposed_share"], abs=0.06)
+    stats, line = answers[0].total, closing_of(answers[0].said)
+    told = [float(number) for number in re.findall(r"[\d.]+(?=[ ,;])", line)]
+    ratio = stats["total_compression_ratio"]
+    assert told[:4] == pytest.approx([32, stats["total_wire_bytes"] / 1e3, 32 * DENSE / 1e3, ratio], rel=5e-3)
+    assert told[4] == pytest.approx(100 * stats["exposed_share"], abs=0.06)
+
+
+def fit_failing(rank: int) -> list[str]:
+    """Fit what fails; return what was said."""
+    with listening() as lines, pytest.raises(KeyError):
+        make_trainer(rank, SparseDDPStrategy(density=0.01)).fit(Stopping("fails"))
+    return lines
 
 
 def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair: Pool) -> None:
-    for lines, _, stats in pair.run(fit, {"density": 0.01}, Stopping):
-        assert "5 steps sent" in closing_of(lines)
-        assert stats["total_steps"] == 5
-    for lines, _, _ in pair.run(fit, {"density": 0.01}, Failing):
-        assert lines
-        assert not any("steps sent" in line for line in lines)
+    first, other = fits(pair, partial(Stopping, "stops"), {"density": 0.01})
+    assert "5 steps sent" in closing_of(first.said)
+    assert first.total["total_steps"] == other.total["total_steps"] == 5
+    lines, _ = pair.run(fit_failing)
+    assert lines
+    assert not any("steps sent" in line for line in lines)
 
 
 def test_one_process_has_sent_nothing_to_tell_of(pools: dict[int, Pool]) -> None:
-    ((lines, _, stats),) = pools[1].run(fit, {"density": 0.01})
-    assert "one process" in lines[-1]
-    assert stats == {}
+    (alone,) = fits(pools[1], Small, {"density": 0.01})
+    assert "one process" in alone.said[-1]
+    assert alone.total == {}
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair: Pool, accumulated: int) -> None:
+    arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated, **SIXTEEN}
     local, none = (
-        {"compressor": "dense", "local_steps": LocalSteps(4, synchronous_steps=synchronous)} for synchronous in (5, 100)
+        fits(pair, Small, {"compressor": "dense", "local_steps": LocalSteps(4, synchronous_steps=each)}, **arguments)
+        for each in (5, 100)
     )
-    arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated}
-    for lines, _, stats in pair.run(fit, local, Small, arguments):
-        assert stats["total_steps"] == 32
-        assert stats["total_dense_bytes"] == 32 * DENSE
+    for each in local:
+        assert each.total["total_steps"] == 32
+        assert each.total["total_dense_bytes"] == 32 * DENSE
         # 5 steps of DDP, and 27 local ones in 7 rounds.
-        assert stats["total_wire_bytes"] == pytest.approx(12 * DENSE, rel=0.01)
-        assert 0 < stats["exposed_share"] < 1
-        assert "32 steps sent" in closing_of(lines)
-    for lines, _, stats in pair.run(fit, none, Small, arguments):
-        assert stats["total_wire_bytes"] == stats["total_dense_bytes"] == 32 * DENSE
-        assert "exposed" not in closing_of(lines)
+        assert each.total["total_wire_bytes"] == pytest.approx(12 * DENSE, rel=0.01)
+        assert 0 < each.total["exposed_share"] < 1
+    assert "32 steps sent" in closing_of(local[0].said)
+    for each in none:
+        assert each.total["total_wire_bytes"] == each.total["total_dense_bytes"] == 32 * DENSE
+    assert "exposed" not in closing_of(none[0].said)
 
 
 def test_a_second_fit_counts_from_its_own_start(pair: Pool) -> None:
@@ -134,10 +124,10 @@ def fit_twice(rank: int) -> list[float]:
 
 def fit_auto(rank: int, steps: int) -> tuple[list[str], list[bool], dict[str, float]]:
     """Fit a model that DDP trains faster; return what is said, which steps were plain, and statistics."""
-    lines: list[str] = []
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     model = Priced(nothing, much)
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
+    lines: list[str] = []
     with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
         model.fit(trainer)
     return lines, model.were_plain, strategy.compression_stats()

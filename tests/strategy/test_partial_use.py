@@ -1,83 +1,70 @@
 """Parameters that are frozen, unfrozen, added late, shared or unused: nobody waits in vain, no replica goes astray."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BackboneFinetuning
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.strategy.ddp_wrapping import TrainedParameters
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
+from tests.helpers.fits import Fitted, NotingLogger, Settings, Tensors, assert_goes_on, fit, fits, one_model, refusals
+from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
-from tests.helpers.trainers import run_fit, weights
 
-Tensors = dict[str, Tensor]
 FROZEN = range(4, 8)  # of twelve batches
+UNUSED = {"find_unused_parameters": True}
+OWN_BUCKETS = {"gradient_as_bucket_view": False}
+IN_PAIRS = {"accumulate_grad_batches": 2}
 
 
 class Parts(Numbered):
-    """A model whose two layers have the names that finetuning callbacks want."""
+    """A model whose two layers have the names that finetuning callbacks want, with notes of what waits."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.network = nn.Sequential()
         self.backbone = nn.Linear(32, 64)
         self.head = nn.Linear(64, 32)
+        self.notes: list[Tensors] = []
+
+    @property
+    def batches_before(self) -> int:
+        return 6 * self.current_epoch + self.trainer.fit_loop.epoch_loop.batch_idx
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         return (self.head(self.backbone(self.rows(batch_index)).relu()) - self.rows(batch_index)).square().mean()
 
-
-def batches_before(model: Parts) -> int:
-    """Return how many batches have been gone through."""
-    return 6 * model.current_epoch + model.trainer.fit_loop.epoch_loop.batch_idx
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        engine = getattr(self.trainer.strategy, "engine", None)
+        kept = {} if engine is None else engine.memory.state_dict().get("residual", {})
+        self.notes.append({name: tensor.clone() for name, tensor in kept.items()})
 
 
 class Freezing(Parts):
     """Its backbone is frozen for a while, by hand."""
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        self.backbone.requires_grad_(6 * self.current_epoch + batch_index not in FROZEN)
+        self.backbone.requires_grad_(self.batches_before not in FROZEN)
 
 
 class Discarding(Parts):
     """What freezing should come to: every gradient is there, and those of the backbone are dropped for a while."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if batches_before(self) in FROZEN:
-            for parameter in self.backbone.parameters():
-                parameter.grad = None
-
-
-class Observed(Callback):
-    """Copy weights and residuals after every batch."""
-
-    def __init__(self) -> None:
-        self.weights: list[Tensors] = []
-        self.residuals: list[Tensors] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        self.weights.append(weights(pl_module))
-        engine = getattr(trainer.strategy, "engine", None)
-        if engine is not None:
-            kept = engine.memory.state_dict().get("residual", {})
-            self.residuals.append({name: tensor.clone() for name, tensor in kept.items()})
+        if self.batches_before in FROZEN:
+            self.backbone.zero_grad(set_to_none=True)
 
 
 def settings_of(compressor: str, **others: Any) -> dict[str, Any]:
@@ -85,110 +72,57 @@ def settings_of(compressor: str, **others: Any) -> dict[str, Any]:
     return {"compressor": compressor, "density": DENSITY[compressor], "warmup_epochs": 0, **others}
 
 
-def watch(
-    rank: int,
-    module: Callable[[], Parts],
-    settings: Optional[dict[str, Any]],
-    callbacks: Callable[[], Iterable[Callback]] = tuple,
-    **arguments: Any,
-) -> tuple[list[Tensors], list[Tensors]]:
-    """Fit twelve batches; return the weights and the residuals after each. Without settings, with plain DDP."""
-    strategy = DDPStrategy() if settings is None else SparseDDPStrategy(**settings)
-    observed, model = Observed(), module()
-    fit_numbered(rank, strategy, model, callbacks=[observed, *callbacks()], **arguments)
-    return observed.weights, observed.residuals
-
-
-def assert_same_weights(answers: list[tuple[list[Tensors], list[Tensors]]]) -> None:
-    """Compare the replicas, after every batch, to the bit."""
-    assert_same(answers[0][0], answers[1][0])
-
-
-def assert_close(ours: list[Tensors], expected: list[Tensors]) -> None:
-    """Compare weights after every batch."""
-    for one, other in zip(ours, expected, strict=True):
-        for name in other:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
+def whole(compressor: str, **others: Any) -> dict[str, Any]:
+    """Return the arguments of one that sends everything."""
+    return settings_of(compressor, **{"density": None if DENSITY[compressor] is None else 1.0, **others})
 
 
 @pytest.fixture(scope="module")
-def with_ddp(pools: dict[int, Pool]) -> Callable[[type[Parts]], list[Tensors]]:
-    """Return what gives, for a model, its weights after every batch with plain DDP; each is fitted once."""
+def with_ddp(pools: dict[int, Pool]) -> Callable[..., Fitted]:
+    """Return what gives, for a model, what plain DDP makes of it; each is fitted once."""
 
     @cache
-    def fitted(module: type[Parts]) -> list[Tensors]:
-        (history, _), _ = pools[2].run(watch, module, None)
-        return history
+    def fitted(module: type[Parts], accumulated: int = 1) -> Fitted:
+        return fits(pools[2], module, accumulate_grad_batches=accumulated)[0]
 
     return fitted
 
 
-@pytest.mark.parametrize(
-    ("compressor", "schedule"),
-    [*((name, "merged") for name in EXACT_NAMES), ("topk", "layerwise"), ("exdyna", "layerwise"), ("dgc", "layerwise")],
-)
-def test_freezing_for_a_while_is_dropping_gradients_for_a_while(
-    pair: Pool, with_ddp: Any, compressor: str, schedule: str
-) -> None:
-    settings = settings_of(compressor, schedule=schedule)
-    settings["density"] = None if DENSITY[compressor] is None else 1.0
-    answers = pair.run(watch, Freezing, settings)
-    assert_same_weights(answers)
-    if compressor not in ("dgc", "sdagc"):  # which carry the momentum themselves, also where nothing is sent
-        assert_close(answers[0][0], with_ddp(Discarding))
-
-
-def freeze_with(rank: int, module: type[Parts], ddp: bool, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Fit with arguments of strategy and Trainer."""
-    return watch(rank, module, None if ddp else settings_of("topk", density=1.0, **settings), **arguments)
+def assert_close(ours: Fitted, expected: Fitted) -> None:
+    """Compare weights after every batch."""
+    torch.testing.assert_close(ours.batches, expected.batches, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("settings", "arguments"),
     [
-        ({"static_graph": True}, {}),
-        ({"find_unused_parameters": True}, {}),
-        ({"gradient_as_bucket_view": False}, {}),
-        ({}, {"accumulate_grad_batches": 2}),
-        ({"gradient_as_bucket_view": False}, {"accumulate_grad_batches": 2}),
-        ({}, {"gradient_clip_val": 0.05}),
+        *((whole(name), {}) for name in EXACT_NAMES),
+        *((whole(name, schedule="layerwise"), {}) for name in ("topk", "exdyna", "dgc")),
+        *((whole("topk", **more), {}) for more in ({"static_graph": True}, UNUSED, OWN_BUCKETS)),
+        *((whole("topk", **more), IN_PAIRS) for more in ({}, OWN_BUCKETS)),
+        (whole("topk"), {"gradient_clip_val": 0.05}),
     ],
     ids=str,
 )
-def test_freezing_goes_with_all_else(pair: Pool, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
-    answers = pair.run(freeze_with, Freezing, False, settings, arguments)
-    assert_same_weights(answers)
-    if "gradient_clip_val" not in arguments:  # which looks at the gradients that the reference drops
-        (expected, _), _ = pair.run(freeze_with, Discarding, True, {}, arguments)
-        assert_close(answers[0][0], expected)
+def test_freezing_for_a_while_is_dropping_gradients_for_a_while(
+    pair: Pool, with_ddp: Any, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    ours = one_model(fits(pair, Freezing, settings, **arguments))
+    # Some carry the momentum themselves, also where nothing is sent; clipping looks at what the reference drops.
+    if settings["compressor"] not in ("dgc", "sdagc") and "gradient_clip_val" not in arguments:
+        assert_close(ours, with_ddp(Discarding, *arguments.values()))
 
 
 @pytest.mark.parametrize("compressor", AGREEING_NAMES)
 def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair: Pool, compressor: str) -> None:
-    answers = pair.run(watch, Freezing, settings_of(compressor, wire="bfloat16"))  # so that all that can keep do
-    assert_same_weights(answers)
-    name = "backbone.weight"
-    for history, residuals in answers:
-        for batch in FROZEN:
-            assert torch.equal(history[batch][name], history[batch - 1][name])
-        assert not torch.equal(history[FROZEN.stop][name], history[FROZEN.stop - 1][name])
-        if compressor in KEEPING_NAMES:
-            assert residuals[FROZEN.start - 1][name].any()
-            for batch in FROZEN:
-                assert torch.equal(residuals[batch][name], residuals[FROZEN.start - 1][name])
-            assert not torch.equal(residuals[FROZEN.stop][name], residuals[FROZEN.start - 1][name])
-
-
-def freeze_within_the_window(rank: int) -> str:
-    """Freeze between two batches of one optimizer step; return the error."""
-    with pytest.raises(RuntimeError) as raised:
-        watch(rank, Freezing, settings_of("topk"), accumulate_grad_batches=3)
-    return str(raised.value)
-
-
-def test_freezing_within_an_accumulation_window_is_refused_with_a_cure(pair: Pool) -> None:
-    for message in pair.run(freeze_within_the_window):
-        assert message.startswith("frozen: 'backbone.weight', 'backbone.bias', between two batches of one optimizer st")
+    answers = fits(pair, Freezing, settings_of(compressor, wire="bfloat16"))  # so that all that can keep do
+    history = [weights["backbone.weight"] for weights in one_model(answers).batches]
+    for kept in (history, *([each["backbone.weight"] for each in answer.notes] for answer in answers)):
+        assert kept[FROZEN.start - 1].any()
+        assert all(torch.equal(kept[batch], kept[FROZEN.start - 1]) for batch in FROZEN)
+        assert not torch.equal(kept[FROZEN.stop], kept[FROZEN.start - 1])
+        if compressor not in KEEPING_NAMES:
+            break
 
 
 class Late(Parts):
@@ -213,31 +147,27 @@ class NeverFreezing(BackboneFinetuning):
         """Do nothing."""
 
 
-def finetuning(kind: type[BackboneFinetuning]) -> list[Callback]:
-    """Unfreeze in the second epoch."""
-    return [kind(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)]
+def fine_tuned(
+    pair: Pool, settings: Settings, module: type[Parts] = Late, kind: type[BackboneFinetuning] = BackboneFinetuning
+) -> list[Fitted]:
+    """Fit with a callback that unfreezes in the second epoch."""
+    return fits(pair, module, settings, callbacks=[kind(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)])
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
 def test_a_finetuning_callback_keeps_replicas_together(pair: Pool, compressor: str) -> None:
-    answers = pair.run(watch, Late, settings_of(compressor), partial(finetuning, BackboneFinetuning))
-    if compressor in AGREEING_NAMES:
-        assert_same_weights(answers)
-    history, _ = answers[0]
-    assert torch.equal(history[5]["backbone.weight"], weights(Late())["backbone.weight"])
-    assert not torch.equal(history[6]["backbone.weight"], history[5]["backbone.weight"])
+    answers = fine_tuned(pair, settings_of(compressor))
+    first = one_model(answers) if compressor in AGREEING_NAMES else answers[0]
+    history = [weights["backbone.weight"] for weights in first.batches]
+    assert torch.equal(history[5], first.start["backbone.weight"])
+    assert not torch.equal(history[6], history[5])
 
 
 def test_a_finetuning_callback_trains_what_dense_training_would(pair: Pool) -> None:
-    settings = settings_of("topk", density=1.0)
-    (ours, _), _ = pair.run(watch, Late, settings, partial(finetuning, BackboneFinetuning))
-    (expected, _), _ = pair.run(watch, LateDiscarding, None, partial(finetuning, NeverFreezing))
-    assert_close(ours, expected)
-
-
-def test_plain_ddp_lets_replicas_drift_apart_there(pair: Pool) -> None:
-    one, other = (history for history, _ in pair.run(watch, Late, None, partial(finetuning, BackboneFinetuning)))
-    assert not torch.equal(one[-1]["backbone.weight"], other[-1]["backbone.weight"])
+    expected, *_ = fine_tuned(pair, None, LateDiscarding, NeverFreezing)
+    assert_close(one_model(fine_tuned(pair, whole("topk"))), expected)
+    one, other = fine_tuned(pair, None)  # plain DDP lets replicas drift apart there
+    assert not torch.equal(one.end["backbone.weight"], other.end["backbone.weight"])
 
 
 class Growing(Parts):
@@ -248,7 +178,7 @@ class Growing(Parts):
         self.more = nn.ModuleList()
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        if (self.current_epoch, batch_index) == (1, 2):
+        if self.batches_before == 8:
             torch.manual_seed(self.global_rank)
             self.more.append(nn.Linear(32, 32).to(self.device))
             self.trainer.optimizers[0].add_param_group({"params": list(self.more.parameters()), "lr": 0.01})
@@ -260,30 +190,18 @@ class Growing(Parts):
         return loss
 
 
-@pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", partial(LAGS, error_feedback="update")])
+@pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", LAGS(error_feedback="update")])
 def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair: Pool, compressor: Any) -> None:
-    answers = pair.run(grow, compressor)
-    assert_same_weights(answers)
-    history, _ = answers[0]
+    settings = {"compressor": compressor, "density": 0.05, "warmup_epochs": 0}
+    history = one_model(fits(pair, Growing, settings)).batches
     assert not torch.equal(history[-1]["more.0.weight"], history[8]["more.0.weight"])
 
 
-def grow(rank: int, compressor: Any) -> Any:
-    """Fit a model that grows."""
-    built = compressor if isinstance(compressor, str) else compressor()
-    return watch(rank, Growing, {"compressor": built, "density": 0.05, "warmup_epochs": 0})
-
-
-def steer(rank: int, module: type[Parts], folder: str) -> Any:
-    """Fit with callbacks that look at every parameter by name, after every step."""
-    callbacks = [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
-    logger = TensorBoardLogger(folder)
-    return watch(rank, module, settings_of("topk"), lambda: callbacks, logger=logger, log_every_n_steps=1)
-
-
 @pytest.mark.parametrize("module", [Freezing, Growing])
-def test_callbacks_follow_what_is_trained(pair: Pool, tmp_path: Path, module: type[Parts]) -> None:
-    assert_same_weights(pair.run(steer, module, str(tmp_path)))
+def test_callbacks_follow_what_is_trained(pair: Pool, module: type[Parts]) -> None:
+    callbacks = [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
+    more = {"callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
+    one_model(fits(pair, module, settings_of("topk"), **more))
 
 
 class OneSided(Parts):
@@ -302,44 +220,11 @@ class OnOneRank(Parts):
             self.backbone.requires_grad_(False)
 
 
-def fail(rank: int, module: type[Parts]) -> str:
-    """Fit what cannot go well; return the error."""
-    with pytest.raises(RuntimeError) as raised:
-        watch(rank, module, settings_of("topk", timeout=timedelta(seconds=3)))
-    return str(raised.value)
-
-
-def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
-    for message in pair.run(fail, OneSided):
-        assert message.startswith(
-            "ranks are about to train different parameters. Rank 0: frozen: 'backbone.weight', 'backbone.bias'. Rank 1:"
-            " frozen: 'head.weight', 'head.bias'. What is trained has to change on all ranks"
-        )
-
-
-def groups_asked_for(rank: int) -> list[Any]:
-    """Freeze and unfreeze; return the backends of the process groups that were made."""
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-        watch(rank, Freezing, settings_of("topk"))
-    return [call.kwargs.get("backend") for call in made.call_args_list]
-
-
-def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair: Pool) -> None:
-    assert pair.run(groups_asked_for) == [[None, None]] * 2  # for exchanges, and for news of signals
-
-
-def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:
-    waiting, freezing = forked[2].run(fail, OnOneRank)
-    assert freezing.startswith("rank 1: frozen: 'backbone.weight', 'backbone.bias'; but not every other rank came to")
-    assert "waited in vain" in waiting
-    forked[2].stop()  # gloo's groups are out of step now
-
-
 class Inside(Parts):
     """The backbone is frozen, or unfrozen, when its gradients are already waited for."""
 
-    def __init__(self, *arguments: Any, unfreezes: bool = False) -> None:
-        super().__init__(*arguments)
+    def __init__(self, unfreezes: bool) -> None:
+        super().__init__()
         self.unfreezes = unfreezes
         self.backbone.requires_grad_(not unfreezes)
 
@@ -349,12 +234,48 @@ class Inside(Parts):
         return super().training_step(batch, batch_index)
 
 
-@pytest.mark.parametrize("unfreezes", [True, False])
-def test_a_change_inside_training_step_is_refused_with_a_cure(pair: Pool, unfreezes: bool) -> None:
-    for message in pair.run(fail, partial(Inside, unfreezes=unfreezes)):
-        change = "unfrozen" if unfreezes else "frozen"
-        assert message.startswith(f"{change}: 'backbone.weight', 'backbone.bias', inside training_step")
-        assert "on_train_batch_start" in message
+SOON = settings_of("topk", timeout=timedelta(seconds=3))
+BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
+
+
+def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
+    for message in refusals(pair, OneSided, SOON):
+        assert message.startswith("RuntimeError: ranks are about to train different parameters")
+        assert f"Rank 0: {BACKBONE}. Rank 1: frozen: 'head.weight', 'head.bias'" in message
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "where"),
+    [
+        (partial(Inside, True), {}, f"un{BACKBONE}, inside training_step"),
+        (partial(Inside, False), {}, f"{BACKBONE}, inside training_step"),
+        (Freezing, {"accumulate_grad_batches": 3}, f"{BACKBONE}, between two batches"),
+    ],
+    ids=["unfrozen", "frozen", "within a window"],
+)
+def test_a_change_inside_training_step_is_refused_with_a_cure(
+    pair: Pool, module: Any, arguments: dict[str, Any], where: str
+) -> None:
+    for message in refusals(pair, module, SOON, **arguments):
+        assert message.startswith(f"RuntimeError: {where}")
+
+
+def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:
+    waiting, freezing = refusals(forked[2], OnOneRank, SOON)
+    assert f"rank 1: {BACKBONE}; but not every other rank came to" in freezing
+    assert "waited in vain" in waiting
+    forked[2].stop()  # gloo's groups are out of step now
+
+
+def groups_asked_for(rank: int) -> list[Any]:
+    """Freeze and unfreeze; return the backends of the process groups that were made."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        fit(rank, Freezing, settings_of("topk"), None, {})
+    return [call.kwargs.get("backend") for call in made.call_args_list]
+
+
+def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair: Pool) -> None:
+    assert pair.run(groups_asked_for) == [[None, None]] * 2  # for exchanges, and for news of signals
 
 
 class TakingTurns(Parts):
@@ -364,30 +285,20 @@ class TakingTurns(Parts):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
-        optimizer = self.optimizers()[batch_index % 2]
-        self.toggle_optimizer(optimizer)
-        self.manual_backward(super().training_step(batch, batch_index))
-        optimizer.step()
-        optimizer.zero_grad()
-        self.untoggle_optimizer(optimizer)
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()[batch_index % 2]  # type: ignore[index]
+        with optimizer.toggle_model():
+            self.manual_backward(super().training_step(batch, batch_index))
+            optimizer.step()
+            optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.backbone, self.head)]
 
 
 def test_optimizers_that_take_turns_train_as_with_ddp(pair: Pool) -> None:
-    answers = pair.run(watch, TakingTurns, settings_of("topk", density=1.0, find_unused_parameters=True))
-    assert_same_weights(answers)
-    (expected, _), _ = pair.run(take_turns_with_ddp)
-    assert_close(answers[0][0], expected)
-
-
-def take_turns_with_ddp(rank: int) -> Any:
-    """Do the same with plain DDP."""
-    observed, model = Observed(), TakingTurns()
-    fit_numbered(rank, DDPStrategy(find_unused_parameters=True), model, callbacks=[observed])
-    return observed.weights, []
+    ours, theirs = (fits(pair, TakingTurns, settings) for settings in (whole("topk", **UNUSED), {"ddp": UNUSED}))
+    assert_close(one_model(ours), theirs[0])
 
 
 class Tied(Freezing):
@@ -399,13 +310,11 @@ class Tied(Freezing):
         self.head.weight = self.backbone.weight
 
 
-@pytest.mark.parametrize("compressor", AGREEING_NAMES)
+@pytest.mark.parametrize("compressor", ["topk", "dgc", "exdyna", "sdagc"])
 def test_a_shared_parameter_is_frozen_and_trained_as_one(pair: Pool, compressor: str) -> None:
-    answers = pair.run(watch, Tied, settings_of(compressor))
-    assert_same_weights(answers)
-    history, _ = answers[0]
-    assert torch.equal(history[FROZEN.stop - 1]["backbone.weight"], history[FROZEN.start - 1]["backbone.weight"])
-    assert not torch.equal(history[-1]["backbone.weight"], history[FROZEN.start]["backbone.weight"])
+    history = [weights["backbone.weight"] for weights in one_model(fits(pair, Tied, settings_of(compressor))).batches]
+    assert torch.equal(history[FROZEN.stop - 1], history[FROZEN.start - 1])
+    assert not torch.equal(history[-1], history[FROZEN.start])
 
 
 class Words(Parts):
@@ -417,13 +326,11 @@ class Words(Parts):
         self.words = nn.Embedding(20, 32, sparse=True)
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        if self.is_frozen:
-            self.words.requires_grad_(6 * self.current_epoch + batch_index not in FROZEN)
+        self.words.requires_grad_(not self.is_frozen or self.batches_before not in FROZEN)
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        loss = super().training_step(batch, batch_index)
         looked_up = self.words((self.rows(batch_index).abs() * 100).long() % 20)
-        return loss + looked_up.square().mean()
+        return super().training_step(batch, batch_index) + looked_up.square().mean()
 
     def configure_optimizers(self) -> Any:
         """Return SGD without momentum and decay, which take no sparse gradients."""
@@ -431,16 +338,14 @@ class Words(Parts):
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(
-    pair: Pool, with_ddp: Any, compressor: str, is_frozen: bool
-) -> None:
-    answers = pair.run(watch, partial(Words, is_frozen), settings_of(compressor))
+def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair: Pool, with_ddp: Any, compressor: str) -> None:
+    answers = fits(pair, Words, settings_of(compressor))
     if compressor in AGREEING_NAMES:
-        assert_same_weights(answers)
-    if not is_frozen:  # nothing else depends on it, nor it on anything else
-        for ours, theirs in zip(answers[0][0], with_ddp(Words), strict=True):
-            torch.testing.assert_close(ours["words.weight"], theirs["words.weight"], rtol=1e-5, atol=1e-6)
+        one_model(answers)
+        one_model(fits(pair, partial(Words, True), settings_of(compressor)))
+    # Nothing else depends on it, nor it on anything else.
+    ours, theirs = ([each["words.weight"] for each in of.batches] for of in (answers[0], with_ddp(Words)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 class Thawing(Parts):
@@ -452,42 +357,28 @@ class Thawing(Parts):
         self.backbone.requires_grad_(False)
 
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
-        self.backbone.requires_grad_(6 * self.current_epoch + batch_index >= self.thaws_at)
+        self.backbone.requires_grad_(self.batches_before >= self.thaws_at)
 
 
 @pytest.mark.parametrize(  # before the save and after it, in turn
     ("compressor", "thaws_at"),
-    [*zip(COMPRESSOR_NAMES, cycle([4, 10])), *zip(("topk", "dgc", "exdyna"), cycle([4, 10]))],
+    [*zip(COMPRESSOR_NAMES, cycle([4, 10])), ("topk", 4), ("dgc", 10), ("exdyna", 4)],
 )
 def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(
     pair: Pool, tmp_path: Path, compressor: str, thaws_at: int
 ) -> None:
-    settings = settings_of(compressor, schedule="layerwise")
-    path, module = str(tmp_path / "mid.ckpt"), partial(Thawing, thaws_at=thaws_at)
-    for resumed, found in pair.run(resume_exactly, partial(SparseDDPStrategy, **settings), path, 8, {}, module):
-        assert resumed == [9, 10, 11, 12]
-        assert found == []
-
-
-def freeze_alone(rank: int) -> list[Tensors]:
-    """Fit in one process, where nothing is exchanged."""
-    return watch(rank, Freezing, settings_of("topk"))[0]
-
-
-def test_one_process_freezes_and_unfreezes_too(forked: dict[int, Pool]) -> None:
-    (history,) = forked[1].run(freeze_alone)
-    assert torch.equal(history[7]["backbone.weight"], history[3]["backbone.weight"])
-    assert not torch.equal(history[8]["backbone.weight"], history[7]["backbone.weight"])
+    assert_goes_on(pair, tmp_path, settings_of(compressor, schedule="layerwise"), partial(Thawing, thaws_at=thaws_at))
 
 
 def test_a_density_may_be_given_for_what_is_frozen_at_first(pair: Pool) -> None:
-    assert_same_weights(pair.run(thaw_with_densities))
-
-
-def thaw_with_densities(rank: int) -> Any:
-    """Fit with a density for a parameter that is frozen when training starts."""
     compressor = LAGS(densities={"backbone.weight": 0.5})
-    return watch(rank, partial(Thawing, thaws_at=4), {"compressor": compressor, "density": 0.05})
+    one_model(fits(pair, partial(Thawing, thaws_at=4), {"compressor": compressor, "density": 0.05}))
+
+
+def test_one_process_freezes_and_unfreezes_too(forked: dict[int, Pool]) -> None:
+    history = [weights["backbone.weight"] for weights in fits(forked[1], Freezing, settings_of("topk"))[0].batches]
+    assert torch.equal(history[7], history[3])
+    assert not torch.equal(history[8], history[7])
 
 
 class Unused(Parts):
@@ -498,21 +389,11 @@ class Unused(Parts):
         self.beside = nn.Linear(2, 2)
 
 
-def advice(rank: int, strategy: Any, arguments: dict[str, Any]) -> str:
-    """Return what is said of a layer without gradients."""
-    with pytest.raises(RuntimeError) as said:
-        run_fit(rank, SparseDDPStrategy(**arguments) if strategy is None else strategy, Unused())
-    return str(said.value)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "named"), [("sparse_topk", "strategy='sparse_topk_find_unused_parameters_true' or "), (None, "")]
-)
-def test_the_advice_on_unused_parameters_stays_with_the_strategy(
-    pair: Pool, strategy: Optional[str], named: str
-) -> None:
-    for said in pair.run(advice, strategy, {"compressor": "lags"}):
-        assert said.endswith(f"have them looked for: {named}SparseDDPStrategy(..., find_unused_parameters=True)")
+@pytest.mark.parametrize("settings", ["sparse_topk", {"compressor": "lags"}], ids=["name", "arguments"])
+def test_the_advice_on_unused_parameters_stays_with_the_strategy(pair: Pool, settings: Settings) -> None:
+    for said in refusals(pair, Unused, settings):
+        assert said.endswith("SparseDDPStrategy(..., find_unused_parameters=True)")
+        assert ("strategy='sparse_topk_find_unused_parameters_true'" in said) == isinstance(settings, str)
         assert "'ddp" not in said
 
 

@@ -1,22 +1,20 @@
 """Several optimizers, several backwards for a step of each: a gradient is what has arrived and what is a rank's own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.resuming import Numbered, fit_numbered, resume_exactly
+from tests.helpers.fits import Fitted, assert_goes_on, fits, one_model
+from tests.helpers.resuming import Numbered
 
-Tensors = dict[str, Tensor]
 UNUSED = {"find_unused_parameters": True}
 OWN_BUCKETS = {**UNUSED, "gradient_as_bucket_view": False}
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
@@ -95,98 +93,72 @@ class SharingWithTurns(Sharing):
     losses = Adversaries.losses
 
 
-class NeverStepping(Sharing):
-    """The second optimizer makes no step and drops no gradient."""
+class Interfering(Adversaries):
+    """After the second batch something is done to the gradients of the second optimizer, which steps after six."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **{**settings, "every": (3, 100)})
-
-
-class Clearing(Adversaries):
-    """Gradients are dropped within a window, some after a further batch."""
-
-    def __init__(self, *arguments: Any, to_none: bool, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, how: str, **settings: Any) -> None:
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
-        self.to_none = to_none
+        self.how = how
 
     def interfere(self, batch_index: int) -> None:
-        if batch_index == 1:
-            self.optimizers()[1].zero_grad(set_to_none=self.to_none)  # type: ignore[index]
-
-
-class Replacing(Adversaries):
-    """Gradients are replaced within a window by some that no other rank has."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **{**settings, "every": (2, 6)})
-
-    def interfere(self, batch_index: int) -> None:
-        if batch_index == 1:
+        if batch_index != 1:
+            return
+        if self.how in ("cleared", "set to zero"):
+            self.optimizers()[1].zero_grad(set_to_none=self.how == "cleared")  # type: ignore[index]
+        elif self.how == "replaced":  # by some that no other rank has
             for parameter in self.critic.parameters():
                 parameter.grad = parameter.detach() * (self.global_rank + 1)
-
-
-class Bypassing(Adversaries):
-    """Now and then backward is called past Lightning, which exchanges nothing."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **{**settings, "every": (2, 6)})
-
-    def interfere(self, batch_index: int) -> None:
-        if batch_index == 1:
-            (self.losses(self.rows(50))[1]).backward(inputs=list(self.critic.parameters()))
-
-
-def fit(rank: int, module: Any, density: Optional[float], settings: dict[str, Any]) -> dict[int, Tensors]:
-    """Fit twelve batches; return the weights after each. Without a density, with plain DDP."""
-    model = module()
-    if density is None:
-        fit_numbered(rank, DDPStrategy(**settings), model)
-    else:
-        fit_numbered(rank, SparseDDPStrategy(density=density, **WITH[model.kind], **settings), model)
-    return model.history
+        else:  # past Lightning, which exchanges nothing
+            self.losses(self.rows(50))[1].backward(inputs=list(self.critic.parameters()))
 
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulating": (Adversaries, UNUSED),
-    "accumulating, own buckets": (Adversaries, OWN_BUCKETS),
     "one exchanges while the other's wait": (partial(Adversaries, every=(1, 3)), UNUSED),
-    "one exchanges while the other's wait, own buckets": (partial(Adversaries, every=(1, 3)), OWN_BUCKETS),
     "at different times": (partial(Adversaries, every=(3, 2)), UNUSED),
     "a shared layer, without toggling": (Sharing, {}),
     "a shared layer": (SharingWithTurns, UNUSED),
-    "a shared layer, own buckets": (SharingWithTurns, OWN_BUCKETS),
-    "one never steps": (NeverStepping, {}),
-    "cleared": (partial(Clearing, to_none=True), UNUSED),
-    "cleared, own buckets": (partial(Clearing, to_none=True), OWN_BUCKETS),
-    "set to zero": (partial(Clearing, to_none=False), UNUSED),
-    "replaced": (Replacing, UNUSED),
-    "replaced, own buckets": (Replacing, OWN_BUCKETS),
-    "past Lightning": (Bypassing, UNUSED),
+    "one never steps, and drops no gradient": (partial(Sharing, every=(3, 100)), {}),
+    **{
+        how: (partial(Interfering, how=how), UNUSED) for how in ("cleared", "set to zero", "replaced", "past Lightning")
+    },
 }
+CELLS = [(name, kind, {}) for name in MODELS for kind in WITH]
+CELLS += [
+    (name, kind, {"gradient_as_bucket_view": False})
+    for name in ("accumulating", "one exchanges while the other's wait", "a shared layer", "cleared", "replaced")
+    for kind in ("momentum", "AdamW")
+]
 # A layer has one momentum here and two in two optimizers; what is dropped has been taken up by it.
-WITH_OTHER_MOMENTA = (Sharing, Clearing, Replacing)
-each_model = pytest.mark.parametrize(("module", "settings"), MODELS.values(), ids=MODELS)
+WITH_OTHER_MOMENTA = ("shared", "never", "cleared", "zero", "replaced")
 
 
-@each_model
-@pytest.mark.parametrize("kind", WITH)
-def test_sent_whole_it_is_ddp(pair: Pool, module: Any, settings: dict[str, Any], kind: str) -> None:
-    ours, others = pair.run(fit, partial(module, kind=kind), 1.0, settings)
-    assert_same(ours, others)
-    if kind == "momentum" and issubclass(getattr(module, "func", module), WITH_OTHER_MOMENTA):
+@pytest.fixture(scope="module")
+def with_ddp(pools: dict[int, Pool]) -> Callable[..., Fitted]:
+    """Return what gives what plain DDP makes of a model; each is fitted once."""
+
+    @cache
+    def fitted(name: str, kind: str) -> Fitted:
+        module, settings = MODELS[name]
+        return fits(pools[2], partial(module, kind=kind), {"ddp": settings})[0]
+
+    return fitted
+
+
+@pytest.mark.parametrize(("name", "kind", "more"), CELLS, ids=str)
+def test_replicas_are_identical_and_sent_whole_it_is_ddp(
+    pair: Pool, with_ddp: Any, name: str, kind: str, more: dict[str, Any]
+) -> None:
+    module, settings = MODELS[name]
+    settings = {**WITH[kind], **settings, **more}
+    one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 0.05}))
+    if kind == "momentum" and any(part in name for part in WITH_OTHER_MOMENTA):
         return
-    expected, _ = pair.run(fit, partial(module, kind=kind), None, settings)
-    for seen in expected:
-        for name in expected[seen]:
-            torch.testing.assert_close(ours[seen][name], expected[seen][name], rtol=1e-4, atol=1e-5)
+    whole = one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 1.0}))
+    torch.testing.assert_close(whole.batches, with_ddp(name, kind).batches, rtol=1e-4, atol=1e-5)
 
 
-@each_model
-@pytest.mark.parametrize("kind", WITH)
-def test_replicas_are_identical(pair: Pool, module: Any, settings: dict[str, Any], kind: str) -> None:
-    one, other = pair.run(fit, partial(module, kind=kind), 0.05, settings)
-    assert_same(one, other)
+SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
 @pytest.mark.parametrize("settings", [UNUSED, OWN_BUCKETS], ids=["views", "own buckets"])
@@ -195,11 +167,8 @@ def test_replicas_are_identical(pair: Pool, module: Any, settings: dict[str, Any
 def test_resumed_within_the_steps_it_goes_on_to_the_bit(
     pair: Pool, tmp_path: Path, every: tuple[int, int], kind: str, settings: dict[str, Any], save_after: int
 ) -> None:
-    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **WITH[kind], **settings)
     module = partial(Adversaries, kind=kind, every=every)
-    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, module):
-        assert resumed == list(range(save_after + 1, 13))
-        assert found == []
+    assert_goes_on(pair, tmp_path, {**SPARSE, **WITH[kind], **settings}, module, save_after)
 
 
 class Turning(Sharing):
@@ -240,12 +209,9 @@ LATE = {
 
 @pytest.mark.parametrize("kind", LATE)
 def test_what_was_stepped_with_stays_where_it_is_added_to(pair: Pool, tmp_path: Path, kind: str) -> None:
-    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **LATE[kind], **UNUSED)
     optimizer = "momentum" if "frozen" in kind else "SGD" if kind == "SGD" else "AdamW"
     module = partial(Turning, toggles="frozen" in kind, kind=optimizer)
-    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "late.ckpt"), 8, {}, module):
-        assert resumed == [9, 10, 11, 12]
-        assert found == []
+    assert_goes_on(pair, tmp_path, {**SPARSE, **LATE[kind], **UNUSED}, module)
 
 
 class Cadence(Adversaries):
@@ -266,8 +232,6 @@ class Cadence(Adversaries):
 def test_resumed_between_backwards_of_one_step_second_moments_go_on(
     pair: Pool, tmp_path: Path, save_after: int
 ) -> None:
-    settings = {**WITH["AdamW"], "optimizer_correction": AdamCorrection(2, fall_steps=0, refresh_steps=1)}
-    build = partial(SparseDDPStrategy, density=0.05, schedule="layerwise", **settings)
-    for resumed, found in pair.run(resume_exactly, build, str(tmp_path / "mid.ckpt"), save_after, {}, Cadence):
-        assert resumed == list(range(save_after + 1, 13))
-        assert found == []
+    correction = AdamCorrection(2, fall_steps=0, refresh_steps=1)
+    settings = {**SPARSE, **WITH["AdamW"], "optimizer_correction": correction}
+    assert_goes_on(pair, tmp_path, settings, Cadence, save_after)

@@ -1,5 +1,7 @@
 """What was measured is not measured again: a resumed run follows the plan, and the choice, of the run before."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -8,78 +10,72 @@ import torch
 from pytorch_lightning import Callback
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.strategy.checkpoints import CheckpointError
 from lightning_sparse.testing.pool import Pool
+from tests.helpers.fits import Fitted, fits, refusals
 from tests.helpers.pricing import SETTLED, Priced, much, nothing
-from tests.helpers.resuming import Numbered, fit_numbered, heard
-from tests.helpers.trainers import make_trainer, weights
+from tests.helpers.resuming import Numbered
+from tests.helpers.trainers import make_trainer
 
-_PLANNED = 100  # steps after which there is a plan
-
-
-class Plans(Callback):
-    """Write down what is followed after every step."""
-
-    def __init__(self) -> None:
-        self.groups: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, *batch: Any) -> None:
-        plan = trainer.strategy.exchange_plan()
-        self.groups.append(None if plan is None else plan.groups)
+TOPK = {"compressor": "topk", "density": 0.05, "schedule": "merged"}
+PLANNED = {"max_epochs": -1, "max_steps": 100}  # after which there is a plan
+LONGER = {"max_epochs": -1, "max_steps": 108}
 
 
 class Steady(Numbered):
-    """Batches that follow from the number of the step alone."""
+    """Batches that follow from the number of the step alone; notes of what is followed after every step."""
 
-    def __init__(self) -> None:
-        super().__init__(learning_rate_factor=1.0)
+    def __init__(self, path: str = "", freezes: bool = False) -> None:
+        super().__init__(None, path, learning_rate_factor=1.0)
+        self.network[0].requires_grad_(not freezes)
+        self.notes: list[Any] = []
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        plan = self.trainer.strategy.exchange_plan()
+        self.notes.append(None if plan is None else plan.groups)
 
-def fit_on(
-    rank: int, path: str, steps: int, schedule: str, freezes: bool = False, is_resumed: bool = True
-) -> tuple[list[Any], list[str], Any]:
-    """Fit until so many steps have been made, and save; return what was followed, what was said, and the weights."""
-    plans, model = Plans(), Steady()
-    model.network[0].requires_grad_(not freezes)
-    strategy = SparseDDPStrategy("topk", 0.05, schedule=schedule)
-    limits = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0}
-    with heard() as lines:
-        source = path if is_resumed else None
-        trainer = fit_numbered(rank, strategy, model, ckpt_path=source, callbacks=[plans], **limits)
-    trainer.save_checkpoint(path)
-    return plans.groups, lines, weights(model)
+    def on_fit_end(self) -> None:
+        if self.path:
+            self.trainer.save_checkpoint(self.path)
 
 
-def fit_twice(rank: int, path: str, schedule: str, freezes: bool) -> Any:
-    """Fit until there is a plan, and go on."""
-    before, _, _ = fit_on(rank, path, _PLANNED, "merged", is_resumed=False)
-    after, lines, _ = fit_on(rank, path, _PLANNED + 8, schedule, freezes)
-    return before, after, lines
+@pytest.fixture(scope="module")
+def planned(pools: dict[int, Pool], tmp_path_factory: Any) -> tuple[Path, Fitted]:
+    """Fit until there is a plan; return a checkpoint, and what came of it."""
+    path = tmp_path_factory.mktemp("planned") / "planned.ckpt"
+    return path, fits(pools[2], partial(Steady, str(path)), TOPK, **PLANNED)[0]
 
 
-def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(pair: Pool, tmp_path: Path) -> None:
-    for before, after, lines in pair.run(fit_twice, str(tmp_path / "planned.ckpt"), "merged", False):
-        assert before[40] is None
-        assert before[-1] is not None
-        assert after[4:] == [before[-1]] * 4
-        assert not any("plan" in line for line in lines)
+def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(pair: Pool, planned: Any) -> None:
+    path, before = planned
+    assert before.notes[40] is None
+    assert before.notes[-1] is not None
+    answers = fits(pair, Steady, TOPK, str(path), **LONGER)
+    assert [each.notes[4:] for each in answers] == [[before.notes[-1]] * 4] * 2
+    assert not any("plan" in line for line in answers[0].said if "ckpt" in line)
 
 
-@pytest.mark.parametrize(("schedule", "freezes"), [("auto", False), ("single", False), ("merged", True)])
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "freezes"),
+    [(2, "auto", False), (2, "single", False), (2, "merged", True), (3, "merged", False)],
+)
 def test_a_plan_for_something_else_is_left_aside_with_a_word(
-    pair: Pool, tmp_path: Path, schedule: str, freezes: bool
+    pools: dict[int, Pool], planned: Any, ranks: int, schedule: str, freezes: bool
 ) -> None:
-    (_, after, lines), (_, other, _) = pair.run(fit_twice, str(tmp_path / "planned.ckpt"), schedule, freezes)
-    assert after == other == [None] * 8
-    assert any("not used" in line and "its plan, which is for another number of ranks" in line for line in lines)
+    module, settings = partial(Steady, freezes=freezes), {**TOPK, "schedule": schedule}
+    answers = fits(pools[ranks], module, settings, str(planned[0]), **LONGER)
+    assert [each.notes for each in answers] == [[None] * 8] * ranks
+    assert any("not used" in line and "its plan" in line for line in answers[0].said)
 
 
-def test_another_number_of_ranks_plans_anew(pools: dict[int, Pool], tmp_path: Path) -> None:
-    path = str(tmp_path / "planned.ckpt")
-    pools[2].run(fit_on, path, _PLANNED, "merged", False, False)
-    answers = pools[3].run(fit_on, path, _PLANNED + 8, "merged")
-    assert [groups for groups, _, _ in answers] == [[None] * 8] * 3
-    assert any("its plan" in line for line in answers[0][1])
+def test_a_damaged_plan_is_refused_with_a_cure(pair: Pool, planned: Any, tmp_path: Path) -> None:
+    shutil.copytree(planned[0].parent, tmp_path / "copy")
+    for part in tmp_path.rglob("rank_*.pt"):
+        shard = torch.load(part, weights_only=True)
+        shard["engine"]["plan"]["groups"] = 3
+        torch.save(shard, part)
+    for message in refusals(pair, Steady, TOPK, str(tmp_path / "copy" / planned[0].name), **LONGER):
+        assert message.startswith("CheckpointError")
+        assert "resume_compression=False" in message
 
 
 def fit_priced(rank: int, path: str, costs: Any, steps: int, source: Optional[str]) -> list[bool]:
@@ -116,22 +112,3 @@ def test_a_choice_is_not_made_again(pair: Pool, tmp_path: Path, costs: Any, is_p
     for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):
         assert before[-60:] == [is_plain] * 60
         assert after == [is_plain] * 16
-
-
-def damage(rank: int, path: str) -> str:
-    """Go on from a part whose plan is none."""
-    for part in Path(path).parent.rglob(f"rank_{rank:05d}.*.pt"):
-        shard = torch.load(part, weights_only=True)
-        shard["engine"]["plan"]["groups"] = 3
-        torch.save(shard, part)
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError) as raised:
-        fit_on(rank, path, _PLANNED + 8, "merged")
-    return str(raised.value)
-
-
-def test_a_damaged_plan_is_refused_with_a_cure(pair: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path / "planned.ckpt")
-    pair.run(fit_on, path, _PLANNED, "merged", False, False)
-    for message in pair.run(damage, path):
-        assert "resume_compression=False" in message

@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS
-from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.resuming import Numbered, fit_numbered, heard, kept_at_end, resume_exactly
+from tests.helpers.fits import Tensors, assert_goes_on, fits, one_model
+from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, kept_at_end
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
 from tests.helpers.trainers import weights
-
-
-def build(compressor: Any, settings: dict[str, Any]) -> SparseDDPStrategy:
-    """Build a strategy, and its compressor if that is not a name."""
-    return SparseDDPStrategy(compressor if isinstance(compressor, str) else compressor(), **settings)
-
 
 # A method whose numbers depend on the grouping is exact where that is given, and not left to what is measured.
 REPRODUCIBLE = [
@@ -38,39 +32,166 @@ REPRODUCIBLE = [
 def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(
     pair: Pool, tmp_path: Path, compressor: str, schedule: str
 ) -> None:
-    settings = {"density": DENSITY[compressor], "schedule": schedule}
-    answers = pair.run(resume_exactly, partial(build, compressor, settings), str(tmp_path / "mid.ckpt"), 8, {})
-    for resumed, found in answers:
-        assert resumed == [9, 10, 11, 12]
-        assert found == []
+    settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
+    assert_goes_on(pair, tmp_path, settings, limit_val_batches=1)
     for path in tmp_path.rglob("*.*t"):
         assert path.is_dir() or torch.load(path, weights_only=True)["lightning_sparse"]["ranks"] == 2
 
 
-EXACT = {
-    "rates in the memory": (partial(LAGS, error_feedback="update"), {"density": 0.05}, {}),
-    "local clipping": (partial(DGC, clip_norm=0.5), {"density": 0.05}, {}),
-    "warm-up": ("dgc", {"density": 0.01, "warmup_epochs": 2}, {}),
-    "drift": (partial(A2SGD, param_sync_every=5), {}, {}),
-    "thresholds that follow": ("sdagc", {"density": 0.05}, {}),
-    "sixteen bits": ("dgc", {"density": 0.05, "wire": "bfloat16"}, {}),
-    "unused parameters": ("dgc", {"density": 0.05, "find_unused_parameters": True}, {}),
-    "bf16": ("dgc", {"density": 0.05}, {"precision": "bf16-mixed"}),
-    "between two batches of one step": ("dgc", {"density": 0.05}, {"accumulate_grad_batches": 2}),
-    "after the first of three": ("exdyna", {"density": 0.05}, {"accumulate_grad_batches": 3}),
-    "own buckets": ("topk", {"gradient_as_bucket_view": False}, {"accumulate_grad_batches": 2}),
-    "drift between two batches": ("a2sgd", {}, {"accumulate_grad_batches": 2}),
+class OneCycle(Numbered):
+    """A schedule writes the momentum after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Decaying(Numbered):
+    """The weight decay is written before every step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
+
+
+class Cadence(Numbered):
+    """One optimizer steps after every batch, the other one after three, with all that has gathered."""
+
+    def __init__(self, *arguments: Any, momentum: float = 0.0) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+        self.momentum = momentum
+        self.slow = nn.Linear(32, 32)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        rows = self.rows(batch_index)
+        fast, slow = self.optimizers()  # type: ignore[misc]
+        fast.zero_grad()
+        self.manual_backward((self.network(rows) - rows).square().mean() + (self.slow(rows) - rows).square().mean())
+        fast.step()
+        if batch_index % 3 == 2:
+            slow.step()
+            slow.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        layers = self.network, self.slow
+        return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=self.momentum) for layer in layers]
+
+
+class Heads(Numbered):
+    """A head for even batches, another one for odd batches, and a layer that nobody needs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.spare = nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        rows = self.rows(batch_index)
+        return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
+
+
+class Edges(Numbered):
+    """Parameters without an element, without a dimension, and of one element."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        rows = self.rows(batch_index)
+        return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
+
+
+class Sparse(Numbered):
+    """An embedding whose gradients have a sparse layout."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.table = nn.Embedding(50, 32, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        rows = self.rows(batch_index)
+        picked = self.table((20 * rows[:, :3].abs()).long().clamp(max=49)).sum(dim=1)
+        return (self.network(rows + picked) - rows).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD without weight decay, which sparse layouts do not go with."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Thawing(Numbered):
+    """A model of which a part is frozen in the first epoch, and when a training begins."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Unfreeze it for good."""
+        self.network[0].requires_grad_(self.current_epoch > 0)
+
+
+IN_PAIRS = {"accumulate_grad_batches": 2}
+UNUSED = {"find_unused_parameters": True}
+DGC_ = {"compressor": "dgc", "density": 0.05}
+TOPK = {"compressor": "topk", "density": 0.05}
+LAYERS = {"schedule": "layerwise"}
+SYNCHRONOUS = LocalSteps(2, synchronous_steps=100)
+EXACT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "rates in the memory": (Numbered, {"compressor": LAGS(error_feedback="update"), "density": 0.05}, {}),
+    "local clipping": (Numbered, {"compressor": DGC(clip_norm=0.5), "density": 0.05}, {}),
+    "warm-up": (Numbered, {"compressor": "dgc", "density": 0.01, "warmup_epochs": 2}, {}),
+    "drift": (Numbered, {"compressor": A2SGD(param_sync_every=5)}, {}),
+    "thresholds that follow": (Numbered, {"compressor": "sdagc", "density": 0.05}, {}),
+    "sixteen bits": (Numbered, {**DGC_, "wire": "bfloat16"}, {}),
+    "unused parameters": (Numbered, {**DGC_, **UNUSED}, {}),
+    "bf16": (Numbered, DGC_, {"precision": "bf16-mixed"}),
+    "between two batches of one step": (Numbered, DGC_, IN_PAIRS),
+    "after the first of three": (Numbered, {"compressor": "exdyna", "density": 0.05}, {"accumulate_grad_batches": 3}),
+    "own buckets": (Numbered, {"compressor": "topk", "gradient_as_bucket_view": False}, IN_PAIRS),
+    "drift between two batches": (Numbered, {"compressor": "a2sgd"}, IN_PAIRS),
+    "a momentum that is scheduled": (OneCycle, {**DGC_, **LAYERS}, {}),
+    "a weight decay that is scheduled": (Decaying, {**DGC_, **LAYERS}, {}),
+    "an optimizer that steps less often": (Cadence, {**TOPK, **LAYERS}, {}),
+    "the same, with momentum": (partial(Cadence, momentum=0.9), {**DGC_, **LAYERS}, {}),
+    "used before the save only": (Heads, {"compressor": "exdyna", "density": 0.05, **LAYERS, **UNUSED}, IN_PAIRS),
+    "the same, own buckets": (Heads, {**TOPK, **LAYERS, **UNUSED, "gradient_as_bucket_view": False}, IN_PAIRS),
+    "sparse layout": (Sparse, {**TOPK, **LAYERS}, IN_PAIRS),
+    **{
+        f"edges, {name}": (Edges, {"compressor": name, "density": DENSITY[name], **LAYERS}, IN_PAIRS)
+        for name in ("topk", "exdyna", "sdagc")
+    },
+    "within a round, thawed": (Thawing, {**TOPK, "local_steps": 3}, {}),
+    "the same, bf16": (Thawing, {**TOPK, "local_steps": 3}, {"precision": "bf16-true"}),
+    "within a step of a round, thawed": (Thawing, {**TOPK, "local_steps": 2}, IN_PAIRS),
+    "within a step, thawed": (Thawing, TOPK, IN_PAIRS),
+    "within a round, before it thaws": (Thawing, {"compressor": "exdyna", "density": 0.05, "local_steps": 3}, {}),
 }
 
 
-@pytest.mark.parametrize(("compressor", "settings", "arguments"), EXACT.values(), ids=EXACT)
-def test_nothing_that_is_kept_is_left_out(
-    pair: Pool, tmp_path: Path, compressor: Any, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    answers = pair.run(resume_exactly, partial(build, compressor, settings), str(tmp_path / "all.ckpt"), 7, arguments)
-    for resumed, found in answers:
-        assert resumed == [8, 9, 10, 11, 12]
-        assert found == []
+# Batches after which to save; 7 where nothing is said. What thaws does so after the sixth.
+SAVED_AFTER = {
+    "within a round, thawed": 8,
+    "the same, bf16": 8,
+    "within a step of a round, thawed": 9,
+    "within a step, thawed": 9,
+    "within a round, before it thaws": 4,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_that_is_kept_is_left_out(pair: Pool, tmp_path: Path, name: str) -> None:
+    module, settings, arguments = EXACT[name]
+    assert_goes_on(pair, tmp_path, settings, module, SAVED_AFTER.get(name, 7), **arguments)
+
+
+def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools: dict[int, Pool], tmp_path: Path) -> None:
+    settings = {"compressor": "topk", "local_steps": SYNCHRONOUS, **UNUSED}
+    assert_goes_on(pools[3], tmp_path, settings, save_after=7, **IN_PAIRS)
 
 
 class Holding(Numbered):
@@ -79,30 +200,23 @@ class Holding(Numbered):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not self.history:
             self.taken_up = [weakref.ref(parameter.grad) for parameter in self.parameters()]
-            self.held: list[int] = []
+            self.notes: list[int] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.held.append(self.count())
+        self.notes.append(self.count())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.held.append(self.count())
+        self.notes.append(self.count())
 
     def count(self) -> int:
         return sum(gradient() is not None for gradient in self.taken_up)
 
 
-def go_on_holding(rank: int, path: str) -> list[int]:
-    """Save between two batches of one step, and go on."""
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2}
-    fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), Numbered(7, path), **settings)
-    model = Holding()
-    fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), model, ckpt_path=path, **settings)
-    return model.held[:2]
-
-
 def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair: Pool, tmp_path: Path) -> None:
-    assert pair.run(go_on_holding, str(tmp_path / "held.ckpt")) == [[4, 0], [4, 0]]
+    path = str(tmp_path / "held.ckpt")
+    fits(pair, partial(Numbered, 7, path), DGC_, **IN_PAIRS)
+    assert [each.notes[:2] for each in fits(pair, Holding, DGC_, path, **IN_PAIRS)] == [[4, 0], [4, 0]]
 
 
 class Idle(Numbered):
@@ -112,34 +226,28 @@ class Idle(Numbered):
         return 0.0 * super().training_step(batch, batch_index)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not hasattr(self, "gradients"):
-            self.gradients = {name: each.grad.clone() for name, each in self.named_parameters()}
-
-
-def go_on_with_other_windows(rank: int, path: str) -> Any:
-    """Save after two batches of three, go on in pairs; return what had gathered, and the gradients of the next step."""
-    model = Idle()
-    fit_numbered(rank, SparseDDPStrategy("dense"), Numbered(8, path), accumulate_grad_batches=3)
-    (part,) = Path(path).parent.rglob(f"rank_{rank:05d}.*.pt")
-    fit_numbered(rank, SparseDDPStrategy("dense"), model, ckpt_path=path, accumulate_grad_batches=2)
-    return torch.load(part, weights_only=True)["gradients"], model.gradients
+        if not hasattr(self, "notes"):
+            self.notes = {name: each.grad.clone() for name, each in self.named_parameters()}
 
 
 def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair: Pool, tmp_path: Path) -> None:
-    (one, stepped), (other, alike) = pair.run(go_on_with_other_windows, str(tmp_path / "windows.ckpt"))
-    for name, gradient in stepped.items():
-        assert torch.equal(gradient, alike[name])
+    path, settings = str(tmp_path / "windows.ckpt"), {"compressor": "dense"}
+    fits(pair, partial(Numbered, 8, path), settings, accumulate_grad_batches=3)
+    one, other = (
+        torch.load(next(tmp_path.rglob(f"rank_{rank:05d}.*.pt")), weights_only=True)["gradients"] for rank in (0, 1)
+    )
+    first, second = fits(pair, Idle, settings, path, accumulate_grad_batches=2)
+    assert_same(first.notes, second.notes)
+    for name, gradient in first.notes.items():
         assert gradient.any()
-        torch.testing.assert_close(gradient, (one[name] + other[name]) / 2)
+        torch.testing.assert_close(gradient.cpu(), (one[name] + other[name]) / 2)
 
 
 def test_plain_ddp_loses_what_it_had_accumulated(pair: Pool, tmp_path: Path) -> None:
     # Which is why ours is kept, though Lightning's file has no place for it.
-    path, arguments = str(tmp_path / "ddp.ckpt"), {"accumulate_grad_batches": 2}
-    for _, found in pair.run(resume_exactly, DDPStrategy, path, 7, arguments):
-        assert found != []
-    for _, found in pair.run(resume_exactly, DDPStrategy, path, 8, arguments):
-        assert found == []
+    assert_goes_on(pair, tmp_path, None, **IN_PAIRS)
+    with pytest.raises(AssertionError):
+        assert_goes_on(pair, tmp_path, None, save_after=7, **IN_PAIRS)
 
 
 def fit_twice(rank: int, path: str) -> list[str]:
@@ -163,11 +271,11 @@ class GoesBack(Numbered):
         """Note what is kept when saving, and after going back."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx == 2:
-            self.saved = self.kept()
+            self.notes = [self.kept()]
         if batch_idx == 4:
-            self.before = self.kept()
+            self.notes.append(self.kept())
             self.trainer._checkpoint_connector.restore(self.path)
-            self.after = self.kept()
+            self.notes.append(self.kept())
             self.trainer.should_stop = True
 
     def kept(self) -> Any:
@@ -175,113 +283,84 @@ class GoesBack(Numbered):
         return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in state.items()}
 
 
-def go_back(rank: int, path: str) -> tuple[bool, list[str]]:
-    """Tell whether what was kept had changed, and how it differs after going back."""
-    model = GoesBack(3, path)
-    fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), model, max_epochs=1)
-    return differences(model.saved, model.before) != [], differences(model.saved, model.after)
-
-
 def test_restoring_during_training_restores_what_is_kept(pair: Pool, tmp_path: Path) -> None:
-    assert pair.run(go_back, str(tmp_path / "back.ckpt")) == [(True, [])] * 2
+    for each in fits(pair, partial(GoesBack, 3, str(tmp_path / "back.ckpt")), DGC_, max_epochs=1):
+        saved, before, after = each.notes
+        assert differences(saved, before)
+        assert_same(saved, after)
 
 
 class Starting(Numbered):
-    """A model that notes what its rank starts with."""
+    """A model that notes what its rank starts with, and saves when training has ended."""
 
     def on_train_start(self) -> None:
         engine = getattr(self.trainer.strategy, "engine", None)
-        self.weights_at_start = weights(self)
-        self.at_start = {} if engine is None else engine.state_dict()
-        memory = self.at_start.get("memory", {})
-        self.at_start = {
-            **self.at_start,
-            "memory": {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in memory.items()},
-            "optimizers": [
-                value["momentum_buffer"].clone()
-                for value in self.trainer.optimizers[0].state.values()
-                if value.get("momentum_buffer") is not None
-            ],
+        kept: dict[str, Any] = {"memory": {}} if engine is None else engine.state_dict()
+        memory = {kind: {name: each.clone() for name, each in of.items()} for kind, of in kept["memory"].items()}
+        self.notes = {
+            **kept,
+            "memory": memory,
+            "optimizers": momenta(self.trainer.optimizers[0].state.values()),
+            "weights": weights(self),
         }
 
-
-def fit_stage(rank: int, compressor: str, steps: int, source: Any, path: str) -> tuple[Any, Any, list[str]]:
-    """Go on from ``source`` and save to ``path``; return what was kept at start and end, and what was said."""
-    model = Starting()
-    strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
-    with heard() as lines:
-        trainer = fit_numbered(rank, strategy, model, source, max_steps=steps, max_epochs=-1)
-    trainer.save_checkpoint(path)
-    optimizers = [value.get("momentum_buffer") for value in trainer.optimizers[0].state.values()]
-    end = {**kept_at_end(trainer), "optimizers": [tensor for tensor in optimizers if tensor is not None]}
-    return model.at_start, end, lines
+    def on_fit_end(self) -> None:
+        if self.path:
+            self.trainer.save_checkpoint(self.path)
 
 
-def means(states: list[Any]) -> list[tuple[str, Tensor]]:
+def momenta(state: Any) -> list[Tensor]:
+    """Return what an optimizer keeps."""
+    found = (each.get("momentum_buffer") for each in state)
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
+def means(states: list[Any]) -> dict[str, Tensor]:
     """Return the means over ranks of all that has mass."""
-    kept = [(f"{kind}.{name}", kind, name) for kind in states[0]["memory"] for name in states[0]["memory"][kind]]
-    found = [
-        (label, torch.stack([state["memory"][kind][name].double() for state in states]).mean(dim=0))
-        for label, kind, name in kept
-    ]
+    kept = [(kind, name) for kind, of in states[0]["memory"].items() for name in of]
+    found = {
+        f"{kind}.{name}": torch.stack([state["memory"][kind][name].double() for state in states]).mean(dim=0)
+        for kind, name in kept
+    }
     buffers = zip(*(state["optimizers"] for state in states))
-    return found + [(str(place), torch.stack(rows).double().mean(dim=0)) for place, rows in enumerate(buffers)]
+    return found | {str(place): torch.stack(rows).double().mean(dim=0) for place, rows in enumerate(buffers)}
 
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", "a2sgd"])
 def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(
     pools: dict[int, Pool], tmp_path: Path, compressor: str
 ) -> None:
-    source, before, ranks_before = None, None, 0
+    source, before, settings = None, [], {"compressor": compressor, "density": DENSITY[compressor]}
     for stage, ranks in enumerate((4, 2, 3, 1, 4)):
         path = str(tmp_path / f"{stage}.ckpt")
-        answers = pools[ranks].run(fit_stage, compressor, 4 * (stage + 1), source, path)
-        if before is not None:
-            present = dict(means([start for start, _, _ in answers]))
-            expected = dict(means(before))
-            assert present.keys() == expected.keys()
+        limits = {"max_steps": 4 * (stage + 1), "max_epochs": -1}
+        answers = fits(pools[ranks], partial(Starting, None, path), settings, source, **limits)
+        starts = [each.notes for each in answers]
+        if before:
+            expected = means(before)
             assert len(expected) >= 4
-            for label, value in present.items():
-                torch.testing.assert_close(value, expected[label], rtol=1e-6, atol=1e-9)
-            said = [line for line in answers[0][2] if f"{ranks_before} ranks saved" in line]
-            assert len(said) == 1
-            assert f"{ranks} go on" in said[0]
-        if before is not None and compressor == "exdyna":
-            assert {len(start["compressor"]["cuts"]) for start, _, _ in answers} == {ranks + 1}
-            learned = [[state["compressor"][key] for key in ("step", "threshold")] for state in before]
-            assert all(
-                [start["compressor"][key] for key in ("step", "threshold")] in learned for start, _, _ in answers
+            torch.testing.assert_close(means(starts), expected, rtol=1e-6, atol=1e-9)
+            assert (
+                sum(f"{len(before)} ranks saved" in line and f"{ranks} go on" in line for line in answers[0].said) == 1
             )
-        source, before, ranks_before = path, [end for _, end, _ in answers], ranks
+        if before and compressor == "exdyna":
+            assert {len(start["compressor"]["cuts"]) for start in starts} == {ranks + 1}
+            learned = [[state["compressor"][key] for key in ("step", "threshold")] for state in before]
+            assert all([start["compressor"][key] for key in ("step", "threshold")] in learned for start in starts)
+        source = path
+        before = [{**each.kept, "optimizers": momenta(each.optimizers[0])} for each in answers]
 
 
-def switch(rank: int, first: Any, second: Any, path: str) -> tuple[list[str], Any, list[str]]:
-    """Save with one strategy and go on with another.
-
-    Returns:
-        where weights differ at the start, what is kept at the start, and what was said.
-    """
-    saved = Numbered(4, path)
-    fit_numbered(rank, first(), saved, max_steps=4)
-    went_on = Starting()
-    with heard() as lines:
-        fit_numbered(rank, second(), went_on, path, max_steps=8)
-    assert went_on.trainer.global_step == 8
-    return differences(saved.history[4], went_on.weights_at_start), went_on.at_start, lines
-
-
-TOPK, LAGS_, DGC_, EXDYNA, DENSE = (
-    partial(build, name, {"density": DENSITY[name]}) for name in ("topk", "lags", "dgc", "exdyna", "dense")
-)
+EXDYNA, DENSE = ({"compressor": name, "density": DENSITY[name]} for name in ("exdyna", "dense"))
 SWITCHES = {
-    "dense to sparse": (DDPStrategy, TOPK, False, "holds nothing that a sparse strategy kept"),
-    "sparse to dense": (TOPK, DDPStrategy, False, None),
-    "alike": (TOPK, LAGS_, True, None),
+    "dense to sparse": (None, TOPK, False, "holds nothing that a sparse strategy kept"),
+    "sparse to dense": (TOPK, None, False, None),
+    "alike": (TOPK, {"compressor": "lags", "density": 0.05}, True, None),
     "momentum": (DGC_, TOPK, False, "not used of .*: momentum and residual, because TopK keeps other things"),
     "learned": (EXDYNA, TOPK, True, "not used of .*: what ExDyna had learned, because TopK goes on"),
     "to none": (TOPK, DENSE, False, "not used of .*: residual, because Dense keeps other things"),
     "from none": (DENSE, TOPK, False, None),
-    "refused": (TOPK, partial(build, "topk", {"resume_compression": False}), False, "was read without it; residuals"),
+    "refused": (TOPK, {**TOPK, "resume_compression": False}, False, "was read without it; residuals"),
 }
 
 
@@ -289,11 +368,61 @@ SWITCHES = {
 def test_strategies_may_change_and_say_what_they_do_not_use(
     pair: Pool, tmp_path: Path, first: Any, second: Any, is_kept: bool, message: Any
 ) -> None:
-    for found, start, lines in pair.run(switch, first, second, str(tmp_path / "switch.ckpt")):
-        assert found == []
-        assert any(kept.any() for kept in start["memory"].get("residual", {}).values()) == is_kept
-        if message is None:
-            assert lines == []
-        else:
-            assert len(lines) == 1
-            assert re.search(message, lines[0])
+    path = str(tmp_path / "switch.ckpt")
+    saved, *_ = fits(pair, partial(Numbered, 4, path), first, max_steps=4)
+    answers = fits(pair, Starting, second, path, max_steps=8)
+    for each in answers:
+        assert_same(each.notes["weights"], saved.batches[-1])
+        assert len(each.batches) == 4
+        assert any(kept.any() for kept in each.notes["memory"].get("residual", {}).values()) == is_kept
+    said = [line for line in answers[0].said if "ckpt" in line]
+    assert len(said) == (message is not None)
+    assert message is None or re.search(message, said[0])
+
+
+class Convolving(Numbered):
+    """A convolution, and a weight that is kept transposed; notes of what waits before each batch."""
+
+    def __init__(self, *arguments: Any, is_other: bool = False) -> None:
+        super().__init__(*arguments)
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+        matrix = torch.randn(16, 8)
+        self.matrix = nn.Parameter(matrix if is_other else matrix.t().contiguous().t())
+        if is_other:
+            self.convolution = self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.notes: list[Tensors] = []
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        rows = self.rows(batch_index)
+        outputs = self.convolution(rows.view(4, 2, 4, 4)), rows.view(16, 8) @ self.matrix.t(), self.network(rows)
+        return torch.stack([output.square().mean() for output in outputs]).sum()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note what waits, each element at its place of the parameter."""
+        kept = self.trainer.strategy.engine.memory.state_dict()["residual"]  # type: ignore[union-attr]
+        likes = dict(self.named_parameters())
+        self.notes.append(
+            {name: kept[name].as_strided(likes[name].shape, likes[name].stride()).clone() for name in kept}
+        )
+
+
+def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(pair: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "mid.ckpt")
+    saved = fits(pair, partial(Convolving, 4, path), TOPK)
+    for one, other in zip(saved, fits(pair, partial(Convolving, is_other=True), TOPK, path)):
+        assert one.notes[4]["convolution.weight"].any()
+        assert differences(one.notes[4], other.notes[0]) == []
+
+
+class Flickering(Heads):
+    """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.spare.requires_grad_(batch_idx != 2)
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_wrapping_anew_within_a_step_changes_nothing(pair: Pool, is_view: bool) -> None:
+    settings = {**TOPK, **LAYERS, **UNUSED, "gradient_as_bucket_view": is_view}
+    flickering, steady = (one_model(fits(pair, module, settings, **IN_PAIRS)) for module in (Flickering, Heads))
+    assert_same(flickering.batches, steady.batches)
