@@ -52,7 +52,7 @@ def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("system", "schedule"),
-    zip(systems(), cycle(["layerwise", "merged", "single"])),
+    [*zip(systems(), cycle(["layerwise", "merged", "single"]))],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_every_system_is_registered_trains_and_ends_as_one_model(pair: Pool, system: Any, schedule: str) -> None:
