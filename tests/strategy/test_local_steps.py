@@ -518,7 +518,8 @@ def test_weights_that_callbacks_average_are_there_at_the_end(
     swa = NotedSWA(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
     callbacks = [Averages() if averages == "EMA" else swa]
     module = Numbered if averages == "SWA" else Local
-    one, other = fits(pair, module, ROUNDS[kind], callbacks=callbacks, limit_train_batches=batches)
+    more = {"callbacks": callbacks, "limit_train_batches": batches, "limit_val_batches": 2}
+    one, other = fits(pair, module, ROUNDS[kind], **more)
     own = ("num_batches_tracked",)
     assert not [name for name in one.end if not name.endswith(own) and not torch.equal(one.end[name], other.end[name])]
     for name in one.notes:

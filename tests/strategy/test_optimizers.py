@@ -26,8 +26,8 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair: Po
 
 
 def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair: Pool) -> None:
-    # In 96 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
-    module, long = partial(WithSGD, weight_decay=0.02, lr=0.05), {"max_epochs": 6, "limit_train_batches": 16}
+    # In 192 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
+    module, long = partial(WithSGD, weight_decay=0.01, lr=0.05), {"max_epochs": 12, "limit_train_batches": 16}
     ours, ddp = (fits(pair, module, settings, **long)[0].end for settings in (WHOLE, None))
     for name in ("network.0.weight", "network.2.weight"):
         assert (ours[name] - ddp[name]).norm() < 0.05 * ddp[name].norm()

@@ -102,46 +102,31 @@ def fit_struck(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "victim", "arguments", "where"),
+    ("owner", "name", "victim", "more", "where"),
     [
         (DistributedDataParallel, "_sync_buffers", 0, {}, BUFFERS),
         (DistributedDataParallel, "_sync_buffers", 1, {}, f"{BUFFERS}|all_gather of the group of"),
         (Busy, "log", 1, {}, "barrier"),
         (Busy, "validation_step", 1, {}, "barrier"),
         (SparseDDPStrategy, "barrier", 1, {}, "barrier"),
+        (SparseDDPStrategy, "barrier", 1, {"saves": True}, "broadcast"),  # by a callback, after the error
+        (SparseDDPStrategy, "on_train_start", 1, {"batch": None, "timeout": timedelta(seconds=3)}, ""),
         (Signals, "tell", 0, {}, f"{BUFFERS}|barrier|all_to_all_single"),
-        (
-            SparseDDPStrategy,
-            "pre_backward",
-            1,
-            {"local_steps": LocalSteps(4, synchronous_steps=8)},
-            "_engine_run_backward",
-        ),
+        (SparseDDPStrategy, "pre_backward", 1, {"local_steps": FIRST_DDPS}, "_engine_run_backward"),
     ],
 )
 def test_a_rank_that_dies_is_told_of_wherever_others_wait(
-    forked: dict[int, Pool], owner: Any, name: str, victim: int, arguments: dict[str, Any], where: str
+    forked: dict[int, Pool], tmp_path: Path, owner: Any, name: str, victim: int, more: dict[str, Any], where: str
 ) -> None:
-    answers = forked[2].answers(fit_struck, owner, name, victim, "dies", arguments)
-    _, (kind, message) = answers[1 - victim]
+    arguments = {key: value for key, value in more.items() if key in ("timeout", "local_steps")}
+    folder = str(tmp_path) if "saves" in more else None
+    struck = (fit_struck, owner, name, victim, "dies", arguments, more.get("batch", 3), Busy, folder)
+    _, (kind, message) = forked[2].answers(*struck)[1 - victim]
     assert kind == "ExchangeError", message
-    assert re.search(rf"rank {1 - victim} of 2 waited in vain in ({where}).*: another rank has died", message), message
-    assert [each for each in ADVICE if each not in message] == []
-
-
-def test_it_is_told_at_the_start_of_training(forked: dict[int, Pool]) -> None:
-    (_, (kind, message)), _ = forked[2].answers(
-        fit_struck, SparseDDPStrategy, "on_train_start", 1, "dies", {"timeout": timedelta(seconds=4)}, None
-    )
-    assert kind == "ExchangeError", message
-    assert "rank 0 of 2 waited in vain in " in message
-
-
-def test_it_is_told_by_a_callback_that_saves_after_the_error(forked: dict[int, Pool], tmp_path: Any) -> None:
-    more = ({}, 3, Busy, str(tmp_path))
-    (_, (kind, message)), _ = forked[2].answers(fit_struck, SparseDDPStrategy, "barrier", 1, "dies", *more)
-    assert kind == "ExchangeError", message
-    assert "rank 0 of 2 waited in vain in broadcast" in message
+    assert re.search(rf"rank {1 - victim} of 2 waited in vain in ({where})", message), message
+    if arguments.get("timeout") is None and folder is None:
+        assert ": another rank has died" in message
+        assert [each for each in ADVICE if each not in message] == []
 
 
 @pytest.mark.parametrize("victim", [0, 1])
