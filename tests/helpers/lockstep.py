@@ -29,4 +29,4 @@ def run_phases(phases: Sequence[Phases]) -> tuple[list[Arrival], list[list[Paylo
         handed_in.append(payloads)
         rows = torch.stack([each.tensor for each in payloads])
         gathers = payloads[0].collective == "all_gather"
-        received = [rows if gathers else rows[:, rank].contiguous() for rank in range(len(phases))]
+        received = [rows.clone() if gathers else rows[:, rank].contiguous() for rank in range(len(phases))]

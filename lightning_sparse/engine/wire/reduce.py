@@ -14,6 +14,8 @@ from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to
 
+_WORTH_A_ROUND_TRIP = 1 << 16  # bytes: half a millisecond at 1 Gbit/s, which is what a round trip over gloo takes
+
 
 class ReduceFormat(WireFormat):
     """A dense mean in two phases, of the same volume as a ring all-reduce.
@@ -26,13 +28,19 @@ class ReduceFormat(WireFormat):
     of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
     scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Where unused parameters are
     tracked, one byte a tensor travels in a third, small phase.
+
+    With ``gathers_short``, a short message goes to all ranks whole (all-gather), and every rank computes what owners
+    would have sent back: the same bits in one round trip, for some more bytes.
     """
 
     collectives: tuple[str, ...] = ("all_to_all", "all_gather")
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None, gathers_short: bool = False
+    ) -> None:
         super().__init__(dtype, rank, ranks)
         self._bits = bits
+        self._gathers_short = gathers_short
         # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
         self._workspace: dict[str, Tensor] = {}
         self._is_in_use = False
@@ -42,16 +50,23 @@ class ReduceFormat(WireFormat):
         self._is_in_use = True
         values = self._end_to_end([each.values for each in selection])
         written, sent = self._write(values)
-        parts = self._read((yield Payload("all_to_all", written, out=self._reused("parts", written))), values)
-        mean = self._mean(parts, values.dtype)
-        written, returned = self._write(mean.unsqueeze(0))
-        received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
+        if self._is_gathered(written.nbytes):
+            everything = (yield Payload("all_gather", written.flatten())).view(-1, *written.shape[1:])
+            means = self._mean(self._read(everything, values).view(self.ranks, *values.shape), values.dtype)
+            received = self._write(means)[1].to(values.dtype)
+            mean, returned = means[self.rank], received[self.rank]
+        else:
+            parts = self._read((yield Payload("all_to_all", written, out=self._reused("parts", written))), values)
+            mean = self._mean(parts, values.dtype)
+            written, read_back = self._write(mean.unsqueeze(0))
+            received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
+            returned = read_back.squeeze(0)
         used_by_any = None if used is None else (yield Payload("all_gather", used)).bool().any(dim=0)
         return Arrival(
             finite=torch.stack(torch.aminmax(received)).isfinite().all(),
             used=used_by_any,
             means=self._split(received, selection.numels),
-            kept=self._split(self._left_here(values, sent, mean, returned.squeeze(0)), selection.numels),
+            kept=self._split(self._left_here(values, sent, mean, returned), selection.numels),
         )
 
     @override
@@ -64,7 +79,13 @@ class ReduceFormat(WireFormat):
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         shard = sum(self._shard_numel(size.numel) for size in sizes)
         nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
+        if self._is_gathered(nbytes * self.ranks):
+            return [Transfer("all_gather", nbytes * self.ranks)]
         return [Transfer("all_to_all", nbytes * self.ranks), Transfer("all_gather", nbytes)]
+
+    def _is_gathered(self, nbytes: int) -> bool:
+        """Tell whether a message of all shards is so short that a round trip takes longer than its further bytes."""
+        return self._gathers_short and (self.ranks - 1) * (1 - 2 / self.ranks) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average(self, chosen: FlatSelection) -> Phases:
         """Write elements at which all ranks send, the same on all of them and at least one.

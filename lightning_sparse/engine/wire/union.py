@@ -1,8 +1,8 @@
 """Every rank selects elements of its own, and all ranks contribute their values wherever anybody selected."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -12,20 +12,22 @@ from lightning_sparse.compressors.group_selection import FlatSelection, GroupSel
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
-from lightning_sparse.functional.elements import index_codec, read_as
+from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
 
 _COUNT_BYTES = 8
 
 
 class UnionFormat(WireFormat):
-    """The mean over all ranks of the elements that any rank selected, in three phases.
+    """The mean over all ranks of the elements that any rank selected, in two phases.
 
-    1. How many elements each rank selected of the group, 8 bytes, and whether it used each parameter, 1 byte a tensor
-       where that is tracked (all-gather). Where nobody selected anything, this is all.
-    2. Their positions in the tensors laid end to end (see :mod:`lightning_sparse.functional.elements`), padded to the
-       largest count with positions beyond the last element (all-gather).
-    3. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-to-all and
-       all-gather): a small dense tensor, or one of each tensor where the wire rounds (its place does not count).
+    1. How many elements each rank selected of the group, 8 bytes, whether it used each parameter, 1 byte a tensor where
+       that is tracked, and their positions in the tensors laid end to end (see
+       :mod:`lightning_sparse.functional.elements`; all-gather). There is room for some more positions than any rank
+       selected in the last steps, filled with positions beyond the last element. Positions for which there is no room
+       follow in a phase of their own: in a first step, for one, all of them.
+    2. Everybody's values there, by :class:`~lightning_sparse.engine.wire.reduce.ReduceFormat` (all-gather, and
+       all-to-all where they are many): a small dense tensor, or one of each tensor where the wire rounds (its place
+       does not count). Where nobody selected anything, this is left out.
 
     Ranks may select different numbers of elements, and the same ones.
     """
@@ -34,40 +36,82 @@ class UnionFormat(WireFormat):
 
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)
-        self._values = ReduceFormat(dtype, rank, ranks)
+        self._values = ReduceFormat(dtype, rank, ranks, gathers_short=True)
+        self._room: dict[tuple[int, ...], int] = {}  # positions by group; it decides on bytes alone, never on values
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        union = selection.flat().indices
-        headers = yield Payload("all_gather", _header(union, used))
-        # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
-        counts = _read_counts(headers)
-        if max(counts):
-            universe = selection.numel + max(counts) - min(counts)
-            codec = index_codec(universe, max(counts))
-            padding = torch.arange(
-                selection.numel, selection.numel + max(counts) - counts[self.rank], device=union.device
-            )
-            wires = yield Payload("all_gather", codec.encode(torch.cat([union, padding]), universe))
-            union = codec.decode(wires, universe, max(counts)).unique()
-        chosen = FlatSelection.at(accumulated, *_cut(union, selection.numels))
-        used_by_any = None if used is None else headers[:, _COUNT_BYTES:].bool().any(dim=0)
+        union = yield from self._positions(selection, used)
+        chosen = FlatSelection.at(accumulated, *_cut(union.positions, selection.numels))
         if not len(chosen.values):
-            finite = torch.ones((), dtype=torch.bool, device=union.device)
-            return Arrival(finite, used_by_any, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
+            finite = torch.ones((), dtype=torch.bool, device=union.positions.device)
+            return Arrival(finite, union.used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
         arrival = yield from self._values.average(chosen)
-        return arrival._replace(used=used_by_any)
+        return arrival._replace(used=union.used)
+
+    def _positions(self, selection: GroupSelection, used: Optional[Tensor]) -> Generator[Payload, Tensor, "_Union"]:
+        mine = selection.flat().indices
+        header, room = _header(mine, used), self._room.get(selection.numels, 0)
+        first = _Positions(selection.numel, room)
+        received = yield Payload("all_gather", message_of([header, first.written(mine[:room])]))
+        # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
+        most = max(_read_counts(received))
+        found = [first.read(received[:, header.numel() :])]
+        if most > room:
+            rest = _Positions(selection.numel, most - room)
+            found.append(rest.read((yield Payload("all_gather", rest.written(mine[room:])))))
+        self._room[selection.numels] = _room_after(room, most)
+        union = torch.cat([positions.flatten() for positions in found]).unique()
+        used_by_any = None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
+        return _Union(union, used_by_any)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
-        header = Transfer("all_gather", _COUNT_BYTES)
-        numel = sum(size.numel for size in sizes)
-        count = -(-sum(size.selected for size in sizes) // self.ranks)
-        if not count:
-            return [header]
-        indices = Transfer("all_gather", index_codec(numel, count).nbytes(numel, count))
-        return [header, indices, *self._values.average_transfers([size.selected for size in sizes])]
+        numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
+        room = _room_after(0, -(-selected // self.ranks))
+        first = Transfer("all_gather", aligned(_COUNT_BYTES + _Positions(numel, room).nbytes))
+        return [first, *self._values.average_transfers([size.selected for size in sizes])] if selected else [first]
+
+
+class _Union(NamedTuple):
+    """Positions that any rank selected, ascending, padding last; whether any rank used each parameter."""
+
+    positions: Tensor
+    used: Optional[Tensor]
+
+
+class _Positions(NamedTuple):
+    """A message of ``room`` positions below ``numel``, filled up with positions beyond."""
+
+    numel: int
+    room: int
+
+    @property
+    def nbytes(self) -> int:
+        return self._codec.nbytes(self.numel + self.room, self.room) if self.room else 0
+
+    def written(self, positions: Tensor) -> Tensor:
+        """Write positions, int64 ``[at most room]`` and ascending, as uint8 ``[nbytes]``."""
+        if not self.room:
+            return positions.new_empty(0, dtype=torch.uint8)
+        padding = torch.arange(self.numel, self.numel + self.room - len(positions), device=positions.device)
+        return self._codec.encode(torch.cat([positions, padding]), self.numel + self.room)
+
+    def read(self, wires: Tensor) -> Tensor:
+        """Read what each rank has written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
+        if not self.room:
+            return torch.empty(len(wires), 0, dtype=torch.int64, device=wires.device)
+        return self._codec.decode(wires[:, : self.nbytes], self.numel + self.room, self.room)
+
+    @property
+    def _codec(self) -> IndexCodec:
+        return index_codec(self.numel + self.room, self.room)
+
+
+def _room_after(room: int, most: int) -> int:
+    """Return the room of the next step: an eighth above what any rank selected; it shrinks by a sixteenth a step."""
+    return max(most + most // 8, room - room // 16)
 
 
 def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

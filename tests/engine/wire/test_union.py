@@ -21,6 +21,7 @@ def exchange(
     dtype: torch.dtype = torch.float32,
     used: Optional[list[list[int]]] = None,
     device: "torch.device | str" = DEVICE,
+    formats: Optional[list[UnionFormat]] = None,
 ) -> tuple[list[Arrival], list[list[Tensor]], list[list[Tensor]]]:
     """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in.
 
@@ -36,7 +37,8 @@ def exchange(
         indices = [torch.tensor(choice, dtype=torch.int64, device=device) for choice in choices]
         selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
         flags = None if used is None else torch.tensor(used[rank], dtype=torch.uint8, device=device)
-        phases.append(UnionFormat(dtype, rank, ranks).exchange(grouped(selections), accumulated[rank], flags))
+        format_ = UnionFormat(dtype, rank, ranks) if formats is None else formats[rank]
+        phases.append(format_.exchange(grouped(selections), accumulated[rank], flags))
     arrivals, handed_in = run_phases(phases)
     sent = [[payload.tensor for payload in payloads] for payloads in handed_in]
     return moved(arrivals, "cpu"), moved(accumulated, "cpu"), sent
@@ -72,18 +74,29 @@ def test_everybody_contributes_where_anybody_selected(
             assert dtype != torch.float32 or not arrival.kept[place].values.any()
 
 
+def messages(chosen: list[list[list[int]]], steps: int, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    """Return by step the bytes of rank 0's messages; every step selects the same."""
+    ranks = len(chosen)
+    formats = [UnionFormat(dtype, rank, ranks) for rank in range(ranks)]
+    return [[payloads[0].nbytes for payloads in exchange(chosen, dtype, formats=formats)[2]] for _ in range(steps)]
+
+
 def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union() -> None:
-    _, _, sent = exchange(CHOICES["disjoint"])
-    counts, positions, values, means = (payloads[0].numel() * payloads[0].element_size() for payloads in sent)
-    assert counts == 8
-    assert positions == 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
-    # Nine elements of three tensors laid end to end, three for each rank, up to 16 bytes.
-    assert (values, means) == (3 * 16, 16)
+    first, second = messages(CHOICES["disjoint"], 2)
+    positions = 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
+    values = 3 * 16  # nine elements of three tensors laid end to end, three for each rank, up to 16 bytes
+    assert first == [16, positions, values]
+    assert second == [32, values]  # the count and as much room, up to 16 bytes
+
+
+def test_many_values_go_to_their_owners() -> None:
+    *_, parts, means = messages(CHOICES["everything"], 1)[0]
+    assert parts == 3 * means
 
 
 def test_nothing_selected_is_one_small_message() -> None:
     arrivals, _, sent = exchange([[[], [], []]] * 2, used=[[1, 0, 0], [0, 0, 1]])
-    assert [payloads[0].numel() for payloads in sent] == [8 + 3]
+    assert [payloads[0].numel() for payloads in sent] == [16]  # a count, and whether each parameter was used
     for arrival in arrivals:
         assert arrival.finite
         assert arrival.used is not None
