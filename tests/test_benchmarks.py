@@ -27,6 +27,7 @@ def _load(name: str) -> Any:
 
 MODULES = ["shape", "network", "launch", "results", "rows", "worker", "selection", "plot", "step", "training", "paced"]
 shape, network, launch, results, rows, worker, selection, plot, step, training, paced = map(_load, MODULES)
+models = _load("models")
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -163,6 +164,14 @@ def test_a_paced_model_hands_each_gradient_over_when_it_is_due() -> None:
     # A busy machine may be late, and never early: the first gradient waits for the layer without a parameter, too.
     assert [moment - begin >= due for (_, moment), due in zip(arrived, (0.04 + 0.06, 0.04 + 0.08))] == [True, True]
     assert all(weight.grad.abs().sum() > 0 for weight in model.weights)
+
+
+def test_a_paced_module_brings_its_batches_and_updates_nothing() -> None:
+    module = models.PacedModule("vgg16")
+    loss = module.training_step(next(iter(module.train_dataloader())), 0)
+    loss.backward()
+    module.configure_optimizers().step()
+    assert all(weight.grad.abs().sum() > 0 and not weight.any() for weight in module.parameters())
 
 
 def test_a_free_selection_sends_what_the_density_asks_for() -> None:
