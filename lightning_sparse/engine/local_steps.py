@@ -71,6 +71,9 @@ class Rounds(Replicas):
     and what it returns on the worker before that exchange.
     """
 
+    are_apart = True
+    begun_exchanges: int = 0
+
     def __init__(
         self,
         module: Module,
@@ -107,7 +110,6 @@ class Rounds(Replicas):
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every  # local steps that the last exchange was about
         self._last_wait = self._total_wait = 0.0  # seconds
-        self.begun_exchanges = 0
         self.follow(module, names)
 
     @override
@@ -158,13 +160,14 @@ class Rounds(Replicas):
         made = max(self._steps_of.values(), default=0)
         return not self._has_begun and made < self._local.synchronous_steps
 
+    @override
     def begin(self) -> None:
-        """Begin the rounds, unless they have begun, from the model that there is now; all ranks must call."""
         if self._has_begun:
             return
         self._has_begun, self._steps_of = True, {}
         self.adopt()
 
+    @override
     def adopt(self) -> None:
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self._worker.run(self._averager.average)
@@ -384,9 +387,9 @@ class Rounds(Replicas):
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
 
+    @override
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        """Have the model's tensors be those of the shared model inside."""
         is_outermost = self._away is None
         if is_outermost:
             self.show()

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
+from operator import is_not
 from typing import Any, NamedTuple, Optional, Union
 
 from torch import Tensor
@@ -12,22 +14,22 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
+from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
+from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
 
-TAKES_MOMENTUM = (
-    "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
-    " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
-)
 _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
     " compressor=DGC(momentum=None) or SDAGC(momentum=None)"
 )
-
-
+_SHOWN = 5  # names in a message
+_ALIKE = (
+    "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
+    " own data or on its clock"
+)
 _NO_OPTIMIZER = Hyperparameters(float("nan"))
 # By the names of what they are given: moments, an average of squares, or a small number that keeps a quotient finite.
 _SIGNS_OF_A_SECOND_MOMENT = frozenset({"betas", "beta2", "alpha", "rho", "eps"})
@@ -260,6 +262,112 @@ class UnfinishedStep:
         return used
 
 
+class TrainedParameters:
+    """Notice that other parameters are trained than those that a model was wrapped for.
+
+    What is unfrozen later, DDP leaves alone, so replicas drift apart unnoticed; for what is frozen it waits for ever.
+
+    Example::
+
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> trained = TrainedParameters(layer)
+        >>> layer.bias.requires_grad = False
+        >>> trained.have_changed([]), trained.changes()
+        (True, "frozen: 'bias'")
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._parameters = list(module.parameters())
+        self._are_trained = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = self._present()
+        self._handled = -1
+
+    def __len__(self) -> int:
+        """Return how many were trained when the model was wrapped."""
+        return len(self._trained)
+
+    def have_changed(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds."""
+        handled = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if handled != self._handled:
+            self._handled = handled
+            if self.has_new():  # which takes longer, and without an optimizer they are not trained
+                return True
+        return [parameter.requires_grad for parameter in self._parameters] != self._are_trained
+
+    def has_new(self) -> bool:
+        """Tell whether the model has parameters that it did not have when it was wrapped."""
+        present = list(self._module.parameters())
+        return len(present) != len(self._parameters) or any(map(is_not, present, self._parameters))
+
+    def frozen(self) -> list[str]:
+        """Return the names of those that were trained and are not any more."""
+        return _without(self._trained, self._present())
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of those that are trained now and were not."""
+        return _without(self._present(), self._trained)
+
+    def holds_gradients(self) -> list[str]:
+        """Return the names of those that were frozen with a gradient."""
+        return [name for name in self.frozen() if self._trained[name].grad is not None]
+
+    def changes(self) -> str:
+        """Say what has changed."""
+        changes = {"frozen": self.frozen(), "unfrozen": self.unfrozen()}
+        return "; ".join(f"{change}: {listed(names)}" for change, names in changes.items() if names)
+
+    def check(self, optimizers: Sequence[Optimizer], tolerates_unused: bool) -> None:
+        """Check that the same parameters require a gradient as when the forward of this step began."""
+        if not self.have_changed(optimizers):
+            return
+        if self.unfrozen() or not tolerates_unused:
+            raise RuntimeError(
+                f"{self.changes()}, inside training_step, when gradients are already waited for. Do it before,"
+                " such as in on_train_batch_start or on_train_epoch_start; for optimizers that take turns"
+                " (toggle_optimizer) use find_unused_parameters=True"
+            )
+
+    def agree(self, is_step_begun: bool, rank: int, ranks: int, timeout: Optional[timedelta]) -> None:
+        """Raise, on every rank, unless all are about to train the same parameters."""
+        if is_step_begun and (names := self.holds_gradients()):
+            raise RuntimeError(
+                f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
+                " has heard of. Freeze after optimizer steps, such as at the start of an epoch"
+            )
+        changes = self.changes()
+        try:
+            everywhere = gather_apart(changes, timeout) if ranks > 1 else [changes]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
+                f" backend said: {error}"
+            ) from error
+        if len(set(everywhere)) > 1:
+            said = ". ".join(f"Rank {each}: {theirs or 'nothing'}" for each, theirs in enumerate(everywhere))
+            raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
+
+    def _present(self) -> dict[str, Parameter]:
+        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first few, and count the others.
+
+    Example::
+
+        >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e", "f"])
+        ("'a', 'b'", "'a', 'b', 'c', 'd', 'e' and 1 more")
+    """
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _without(ones: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> list[str]:
+    return [name for name, parameter in ones.items() if others.get(name) is not parameter]
+
+
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
 
@@ -274,34 +382,6 @@ def is_adaptive(optimizer: Optimizer) -> bool:
         (True, False)
     """
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
-
-
-def takes_adam(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
-    """Say what is done to those of some optimizers that are Adam, by their own names."""
-    adam = settings.adam
-    assert adam is not None
-    names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
-    most = adam.most_dense_steps(total_steps)
-    is_open = adam.dense_steps is None and most > LEAST_DENSE_STEPS
-    first, until = (f"{LEAST_DENSE_STEPS} to ", ", until the second moment is known") if is_open else ("", "")
-    fall = "" if adam.fall_steps == 0 else f"; then the density falls from 1 to {settings.density:g}"
-    return (
-        f"{names}: gradients are sent whole for the first {first}{most} optimizer steps{until}{fall}. Updates are then"
-        f" made before selection, and the second moment learns from a mean gradient every {adam.refresh_steps} steps or"
-        " more."
-    )
-
-
-def tells_warm_up(warm_up: WarmUp, density: float) -> str:
-    """Say that the second moment is known.
-
-    Example::
-
-        >>> tells_warm_up(WarmUp(10, 100), 0.01)
-        'the second moment is known after 10 steps: the density falls to 0.01 by step 110.'
-    """
-    dense, fall = warm_up
-    return f"the second moment is known after {dense} steps: the density falls to {density:g} by step {dense + fall}."
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
@@ -323,18 +403,6 @@ def _check_correctable(optimizers: Sequence[Optimizer]) -> None:
             " torch.optim.AdamW or torch.optim.Adam (not differentiable, and with their own step), or"
             " optimizer_correction='auto', which warns of optimizers that learn from sparse gradients"
         )
-
-
-def warning_for(optimizer: Optimizer) -> str:
-    """Compose the warning for an adaptive optimizer that is given sparse gradients."""
-    name = type(optimizer).__name__
-    return (
-        f"{name} learns how large gradients are from what arrives, and what arrives is sparse: it sees one spike where"
-        " dense training sees a hundred small gradients, and the model at the end is a worse one. A small GPT, AdamW,"
-        " density 0.01, 1000 steps: validation loss 2.11 where DDP ends at 1.55 (beta2 0.95), 1.89 and 1.51 (0.999)."
-        " Choose torch.optim.AdamW or Adam, whose updates are made before selection unless"
-        " optimizer_correction=None; or torch.optim.SGD; or strategy='ddp'."
-    )
 
 
 def handled(optimizer: Optimizer) -> list[Tensor]:

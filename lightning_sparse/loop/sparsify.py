@@ -1,10 +1,7 @@
 """The plain loop's door: a ``DistributedDataParallel`` whose gradients are exchanged by the engine."""
 
 import logging
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Optional, Union
@@ -18,31 +15,18 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, Clipping
-from lightning_sparse.compressors.layout import layout_of
-from lightning_sparse.engine import Engine
+from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, Settings, refuse
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.loop.checks import check_parameters, check_reducer, warning_of_meeting
-from lightning_sparse.loop.optimizers import (
-    TAKES_MOMENTUM,
-    OptimizerView,
-    can_correct,
-    handled,
-    is_adaptive,
-    takes_adam,
-    tells_warm_up,
-    warning_for,
-)
-from lightning_sparse.loop.summary import summary
+from lightning_sparse.loop.checks import check_parameters, check_reducer
+from lightning_sparse.loop.loop import CLOSED, Loop
+from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.schedule import Auto, Schedule
 
 _LOGGER = logging.getLogger(__name__)
 _SHOWN = 5  # names in a message
-_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 
 
 def sparsify(
@@ -103,10 +87,11 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _say(line: str) -> None:
-    _LOGGER.info("sparsify: %s", line)
+    if dist.get_rank() == 0:
+        _LOGGER.info("sparsify: %s", line)
 
 
-class Sparsifier:
+class Sparsifier(Loop):
     """Exchange the gradients of a wrapped model until closed; what :func:`sparsify` returns.
 
     As a context manager it closes itself. It checks the model and its optimizers; ``settings`` are of this model alone.
@@ -127,35 +112,13 @@ class Sparsifier:
         timeout: Optional[timedelta],
         say: Callable[[str], None],
     ) -> None:
+        super().__init__(settings, say)
         _check_model(ddp)
         _check_optimizers(ddp, optimizers)
-        if can_correct(settings, optimizers):
-            settings.correct_adam()
-        self._ddp = ddp
-        self.optimizers = optimizers
-        self._settings = settings
-        self._scaler = scaler
-        self._tell_user = say
-        self.clipping = Clipping()
-        self._epoch: Optional[int] = None
+        self._model = ddp
         self._is_closed = False
-        self._final_stats: dict[str, float] = {}
-        self.engine: Optional[Engine] = None
-        self._view: Optional[OptimizerView] = None
-        self._handles: list[Any] = []
-        parameters = dict(ddp.module.named_parameters())
-        self._device = next(iter(parameters.values())).device
-        OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
-        if dist.get_world_size(ddp.process_group) == 1:
-            settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
-            self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
-            return
-        self.engine = Engine(ddp, settings, timeout, self._say, begin=self._begin)
-        target_of, memory = self.engine.target_density, self.engine.memory
-        self._view = OptimizerView(parameters, optimizers, settings.feedback, target_of, memory)
-        self._view.adam.total_steps = total_steps
-        self._handles = [optimizer.register_step_post_hook(self._forget_arrived) for optimizer in optimizers]
-        self._tell(total_steps)
+        self.start(ddp, optimizers, timeout, scaler)
+        self.expect_steps(total_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -165,11 +128,6 @@ class Sparsifier:
     ) -> None:
         self.close(has_failed=error is not None)
 
-    @property
-    def corrects_adam(self) -> bool:
-        """Whether the updates of Adam or AdamW are made before selection."""
-        return self.engine is not None and self.engine.memory.corrects_adam
-
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
 
@@ -178,15 +136,7 @@ class Sparsifier:
         """
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
-        self._epoch = epoch
-
-    def stats(self) -> dict[str, float]:
-        """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
-
-        Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, but for ``total_steps`` and
-        ``exposed_share``. Empty before the first step and on one process; after :meth:`close` they stay what they were.
-        """
-        return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
+        self.epoch = epoch
 
     def clip(self, norm: Optional[float] = None, value: Optional[float] = None) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
@@ -200,41 +150,24 @@ class Sparsifier:
             value: largest magnitude of an element; ``None`` for no limit.
         """
         with self.clipped_before(Clipping(norm=norm, value=value)):
-            _clip(self._ddp.parameters(), norm, value)
-
-    @contextmanager
-    def clipped_before(self, clipping: Clipping) -> Iterator[None]:
-        """Have the gradients that updates are made of clipped, and keep those updates out of sight meanwhile."""
-        if self.engine is None or self._view is None:
-            yield
-            return
-        self.expect_clipping(clipping)
-        with self._view.adam.hidden():
-            yield
-
-    def expect_clipping(self, clipping: Clipping) -> None:
-        """Have the gradients that the next updates are made of clipped."""
-        self.clipping = clipping
-        if self.engine is not None:
-            self.engine.memory.clip_to(clipping)
+            _clip(self._model.parameters(), norm, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
 
         Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process.
         """
-        if self.engine is None:
-            self._check_open()
+        self._check_open()
+        state = self.state()
+        if state is None:
             return {}
-        self.engine.worker.settle()
-        state = self.engine.state_dict()
         return {
-            "ranks": self.engine.topology[0],
-            "rank": dist.get_rank(self._ddp.process_group),
+            "ranks": dist.get_world_size(self._model.process_group),
+            "rank": dist.get_rank(self._model.process_group),
             "compressor": type(self._settings.compressor).__name__,
             "kinds": sorted(waiting_kinds(state["memory"])),
             "layouts": self._layouts(),
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "clipping": list(self.clipping),
             "engine": state,
         }
@@ -245,7 +178,6 @@ class Sparsifier:
         Raises:
             ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
         """
-        self._check_open()
         # Earlier versions listed all kinds, and knew fewer.
         given, present = (
             {"ranks": 1, **each, "kinds": sorted(waiting_kinds(each.get("kinds", ())))}
@@ -269,15 +201,14 @@ class Sparsifier:
         )
         if self.engine is None:
             return
-        kept = dict(state["engine"])
-        kept["memory"] = {
+        kept = {
             kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
-            for kind, tensors in kept["memory"].items()
+            for kind, tensors in state["engine"]["memory"].items()
         }
-        self.engine.load_state_dict(kept)
-        if "plan" in kept:
-            self.engine.restore_plan(kept["plan"], self.engine.topology)
-        self._epoch = state["epoch"]
+        self.engine.load_state_dict({**state["engine"], "memory": kept})
+        if "plan" in state["engine"]:
+            self.engine.restore_plan(state["engine"]["plan"], self.engine.topology)
+        self.epoch = state["epoch"]
         self.expect_clipping(Clipping(*state.get("clipping", ())))
 
     def close(self, has_failed: bool = False) -> None:
@@ -287,82 +218,17 @@ class Sparsifier:
         ``has_failed`` says that training ends by an error of this rank, for which others may wait.
         """
         self._is_closed = True
-        if self.engine is None or self._view is None:
-            return
-        # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
-        if not has_failed or self._device.type == "cpu":
-            self._final_stats = self.engine.compression_stats()
-        self.engine.close(has_failed)
-        self._view.close()
-        for handle in self._handles:
-            handle.remove()
-        self.engine = self._view = None
-
-    def _begin(self) -> None:
-        """Begin a step, in the midst of its backward, before the first of its gradients is taken."""
-        self._check_open()
-        assert self.engine is not None
-        assert self._view is not None
-        self.engine.worker.raise_error()
-        if self._epoch is None and self._settings.warmup_epochs:
-            raise RuntimeError(
-                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
-                " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
-                " warmup_epochs=0"
-            )
-        warm_up = self._view.adam.look(self.engine.mean_over_ranks)
-        if warm_up is not None:
-            self._say(tells_warm_up(warm_up, self._settings.density))
-        coming, scale = self._view.coming_step(continued=self.engine.arrived.state().keys()), None
-        if self._scaler is not None:
-            # Scaling a one gives the scale without asking the device for its value.
-            scale = self._scaler.scale(torch.ones((), device=self._device))
-        self.engine.begin_backward(scale, coming.hyperparameters, self._epoch or 0, coming.whole, coming.settled)
-        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
-        _LATER(lambda: _LATER(self._end_backward))
-
-    def _end_backward(self) -> None:
-        if self.engine is not None:
-            self.engine.worker.raise_error()
-
-    def _forget_arrived(self, optimizer: Optimizer, *step: Any) -> None:
-        if self.engine is not None:
-            self.engine.arrived.forget(handled(optimizer))
-
-    def _tell(self, total_steps: Optional[int]) -> None:
-        """Say what is sent, and warn of what does not go well together."""
-        settings = self._settings
-        self._say(f"{summary(settings)}.")
-        if settings.feedback.momentum == FROM_OPTIMIZER:
-            self._say(TAKES_MOMENTUM)
-        corrects = settings.adam is not None
-        if corrects:
-            self._say(takes_adam(settings, self.optimizers, total_steps))
-        found = []
-        if settings.overlaps_backward:
-            found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
-        if settings.is_sparse:
-            learning = filter(is_adaptive, self.optimizers)
-            found += [warning_for(each) for each in learning if not (corrects and is_correctable(each))]
-        for warning in filter(None, found):
-            if dist.get_rank() == 0:
-                warnings.warn(warning, stacklevel=4)
-
-    def _say(self, line: str) -> None:
-        if dist.get_rank() == 0:
-            self._tell_user(line)
+        self.end(has_failed)
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError(
-                "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
-            )
+            raise RuntimeError(CLOSED)
 
     def _layouts(self) -> dict[str, list[Any]]:
         """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""
         return {
             name: [list(parameter.shape), list(parameter.stride()), str(parameter.dtype)]
-            for name, parameter in self._ddp.module.named_parameters()
+            for name, parameter in self._model.module.named_parameters()
         }
 
 

@@ -131,7 +131,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
     def exchange_plan(self, model: Optional[Module] = None) -> Optional[Plan]:
         """Return what the schedule follows for a model on this rank; ``None`` if it follows no plan, or none yet."""
         handle = self.handle(model)
-        return None if handle is None or handle.engine is None else handle.engine.planner.plan
+        return None if handle is None else handle.plan()
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.

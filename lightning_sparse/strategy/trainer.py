@@ -1,12 +1,10 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional, Union
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -16,27 +14,14 @@ from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping, ErrorFeedback
-from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.loop.checks import check_parameters, warning_of_meeting
-from lightning_sparse.loop.optimizers import (
-    TAKES_MOMENTUM,
-    OptimizerView,
-    UnfinishedStep,
-    can_correct,
-    handled,
-    is_adaptive,
-    takes_adam,
-    tells_warm_up,
-    warning_for,
-)
-from lightning_sparse.loop.summary import closing, summary
+from lightning_sparse.loop.checks import check_parameters
+from lightning_sparse.loop.loop import Loop
+from lightning_sparse.loop.optimizers import TrainedParameters, handled
 from lightning_sparse.schedule import Auto, Plan, Schedule
 from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
@@ -114,7 +99,6 @@ class SparseDDPStrategy(DDPStrategy):
 
     Attributes:
         settings: what the user chose, checked.
-        engine: what exchanges gradients; ``None`` outside of ``fit``, and on one process.
 
     Raises:
         ValueError: for an unknown name, a density out of range or for a method without one, or an argument of
@@ -162,22 +146,13 @@ class SparseDDPStrategy(DDPStrategy):
             levels,
         )
         check_ddp_arguments(type(self), DDPStrategy, self.settings.compressor, ddp_kwargs)
-        self.engine: Optional[Engine] = None
-        self._wrapping = DDPWrapping(is_silent=self.settings.local_steps is not None)
+        self._loop = Loop(self.settings, self._say)
+        self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
         self._choice: Optional[BackendChoice] = None
         self._termination: Optional[Termination] = None
-        self._optimizer_view: Optional[OptimizerView] = None
-        self._step = UnfinishedStep()
-        self._clipping = Clipping()
-        self._is_at_border = False
         self._has_failed = False
-        self._is_stepping = False
-        self._handles: list[Any] = []
-        self._loops: list[tuple[Any, str]] = []
-        self._final_stats: dict[str, float] = {}
-        self._final_plan: Optional[Plan] = None
-        self._final_state: Optional[dict[str, Any]] = None
+        self._replaced: list[tuple[Any, str]] = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
@@ -199,9 +174,14 @@ class SparseDDPStrategy(DDPStrategy):
         return dict(self.lightning_module.named_parameters())
 
     @property
+    def engine(self) -> Optional[Engine]:
+        """What exchanges gradients; ``None`` outside of ``fit``, and on one process."""
+        return self._loop.engine
+
+    @property
     def is_plain(self) -> bool:
         """Whether the last step was left to plain DDP."""
-        return self._wrapping.is_plain
+        return self._loop.is_plain
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
@@ -218,17 +198,15 @@ class SparseDDPStrategy(DDPStrategy):
             backward until gradients can be used; seconds are NaN in steps of plain DDP), and where replicas drift apart
             ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
         """
-        if self.engine is None:
-            return dict(self._final_stats)
-        return self.engine.compression_stats()
+        return self._loop.stats()
 
     def exchange_plan(self) -> Optional[Plan]:
         """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
-        return self._final_plan if self.engine is None else self.engine.planner.plan
+        return self._loop.plan()
 
     def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
         """Take statistics and plan of a training that other processes have made for those of this one."""
-        self._final_stats, self._final_plan = stats, plan
+        self._loop.remember(stats, plan)
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
@@ -259,55 +237,48 @@ class SparseDDPStrategy(DDPStrategy):
         leave_nothing()
 
     @override
-    def _setup_model(self, model: Module, **changes: Any) -> DistributedDataParallel:
+    def _setup_model(self, model: Module, is_plain: bool = False, **changes: Any) -> DistributedDataParallel:
         check_parameters(model)
         if self.settings.local_steps is not None:
             _check_layers(model, self.settings.local_steps)
-        if self._optimizer_view is not None:
-            self._optimizer_view.know(dict(model.named_parameters()))
-        return self._wrapping.wrap(model, self.determine_ddp_device_ids(), {**self._ddp_kwargs, **changes})
+        is_silent = self.settings.local_steps is not None and not is_plain
+        self._trained = TrainedParameters(model)
+        arguments = {**self._ddp_kwargs, **changes}
+        return self._wrapping.wrap(model, self.determine_ddp_device_ids(), arguments, is_plain, is_silent)
 
     @override
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only, and ignores them elsewhere without a word. What is done with gradients
         # depends on the optimizers, which Lightning sets up next.
-        self._final_state = None
+        return
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        corrects = self._correct_adam(trainer)
-        # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
-        if dist.get_world_size(self._ddp.process_group) == 1 and not self._checkpointer.has_loaded_save:
-            self._check_for_several()
-            return
+        self._let_go()  # of what was there before, where users have optimizers set up anew
+        self._has_failed = False
         self._checkpointer.node_ranks = self._ranks_of_node()
-        self._say(f"{summary(self.settings)}.")
-        self.engine = Engine(self._ddp, self.settings, self._timeout, self._say, self._checkpointer.node_ranks)
-        self._is_at_border = self._has_failed = False
-        self._let_go()  # of those before, where users have optimizers set up anew
-        # Torch's all have hooks; wrappers of other packages may not.
-        hooked = (each for each in self.optimizers if hasattr(each, "_optimizer_step_post_hooks"))
-        self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in hooked]
+        value = trainer.gradient_clip_val
+        self._loop.start(
+            self._ddp,
+            self.optimizers,
+            self._timeout,
+            self._scaler,
+            Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm),
+            self._checkpointer.node_ranks,
+            # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
+            goes_alone=self._checkpointer.has_loaded_save,
+        )
+        if self.engine is None:
+            return
         if self.settings.replicas_diverge:
             self._surround(trainer)
-        warning = warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ)
-        if warning is not None and self.settings.overlaps_backward:
-            rank_zero_warn(warning)
         if isinstance(self.settings.schedule, Auto):
-            self._choice = BackendChoice(self.engine, self.root_device, self._say)
-        target_of, memory = self.engine.target_density, self.engine.memory
-        view = OptimizerView(self._parameters(), self.optimizers, self.settings.feedback, target_of, memory)
-        self._optimizer_view = view
-        if view.takes_momentum:
-            self._say(TAKES_MOMENTUM)
-        if corrects:
+            self._choice = self._loop.choice = BackendChoice(self.engine, self.root_device, self._say)
+        if self._loop.corrects_adam:
             self._clip_gradients = self.precision_plugin.clip_gradients
             self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
-        if self.settings.is_sparse:
-            for optimizer in filter(is_adaptive, self.optimizers):
-                if not (corrects and is_correctable(optimizer)):
-                    rank_zero_warn(warning_for(optimizer))
+            self._replaced.append((self.precision_plugin, "clip_gradients"))
 
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
@@ -316,35 +287,32 @@ class SparseDDPStrategy(DDPStrategy):
 
         def run_to_one() -> None:
             run()
-            if self._rounds is not None:  # a resume with nothing left to train has no end
-                self._synchronize_replicas()
+            if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
+                self._loop.replicas.synchronize()
 
         def end_as_one() -> None:
-            self._synchronize_replicas()
+            self._loop.replicas.synchronize()
             end()
 
         def validate_as_one() -> Any:
-            if self._rounds is not None:
-                with self._rounds.shared_model():
-                    return validate()
-            self._synchronize_replicas()
-            return validate()
+            with self._loop.replicas.shared_model():
+                return validate()
 
         fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
         validation.run = validate_as_one  # type: ignore[method-assign]
-        self._loops = [(fit_loop, "run"), (fit_loop, "on_run_end"), (validation, "run")]
+        self._replaced += [(fit_loop, "run"), (fit_loop, "on_run_end"), (validation, "run")]
 
     def _let_go(self) -> None:
-        """Give optimizers and loops back."""
-        for handle in self._handles:
-            handle.remove()
-        for loop, name in self._loops:
-            delattr(loop, name)
-        self._handles, self._loops = [], []
+        """Give Lightning's methods back."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        self._replaced = []
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
-        several = self.num_nodes > 1 and self.settings.levels != 1 and self.world_size > 1
+        if self.world_size == 1:
+            return 1
+        several = self.num_nodes > 1 and self.settings.levels != 1
         nodes = gather_together(self.node_rank) if several else [0] * self.world_size
         count = ranks_of_node(self.settings, nodes)
         if count > 1:
@@ -354,50 +322,26 @@ class SparseDDPStrategy(DDPStrategy):
             )
         return count
 
-    def _check_for_several(self) -> None:
-        """Refuse on one process, where nothing is exchanged, what several would refuse."""
-        self.settings.compressor.begin(layout_of(self._ddp.module, 0, 1, self.root_device))
-        OptimizerView(self._parameters(), self.optimizers, self.settings.feedback).close()
-        self._say(f"one process, so there is nothing to exchange or compress; on several {summary(self.settings)}.")
-
-    def _correct_adam(self, trainer: Trainer) -> bool:
-        """Decide whether Adam's updates are made before selection; return whether so."""
-        settings = self.settings
-        if not can_correct(settings, self.optimizers):
-            settings.leave_optimizers()
-            return False
-        value = trainer.gradient_clip_val
-        self._clipping = Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm)
-        settings.correct_adam(self._clipping)
-        return True
-
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        assert self.engine is not None
-        assert self._optimizer_view is not None
-        self._clipping = _clipping(clip_val, *algorithm, **named_algorithm)
-        self.engine.memory.clip_to(self._clipping)
-        with self._optimizer_view.adam.hidden():
-            if all(parameter.grad is None for parameter in handled(optimizer)):
-                return  # torch clips no list without a member
-            self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
+        with self._loop.clipped_before(_clipping(clip_val, *algorithm, **named_algorithm)):
+            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
+                self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_nothing()  # a search for a learning rate has come to an end of its own
-        note_use(self._ddp, self._step.put_back(self.optimizers))
+        note_use(self._ddp, self._loop.unfinished.put_back(self.optimizers))
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
-        if self._optimizer_view is not None and self.settings.adam is not None:
+        self._loop.agrees_on_rates = any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
+        if self._loop.corrects_adam:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
-            total_steps = _total_steps(trainer)
-            self._optimizer_view.adam.total_steps = total_steps
-            if self._optimizer_view.adam.is_dense:
-                self._say(takes_adam(self.settings, self.optimizers, total_steps))
-        self._resume_time()
-        if self._rounds is not None:
+            self._loop.expect_steps(_total_steps(trainer))
+        self._loop.resume()
+        if self._loop.replicas.are_apart:
             _check_batches(gather_together(trainer.num_training_batches))
             self._tell_of_rounds(trainer)
 
@@ -421,61 +365,29 @@ class SparseDDPStrategy(DDPStrategy):
     @property
     def begun_exchanges(self) -> Optional[int]:
         """How many exchanges rounds of local steps have begun, on all ranks; ``None`` where every step has some."""
-        rounds = self._rounds
-        return None if rounds is None or rounds.is_synchronous else rounds.begun_exchanges
-
-    @property
-    def _rounds(self) -> Optional[Rounds]:
-        """Rounds of local steps; ``None`` where gradients are exchanged, also while steps are synchronous."""
-        return None if self.engine is None or self.is_plain else self.engine.rounds
-
-    def _wants_plain(self) -> bool:
-        """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
-        if self.engine is None:
-            return False
-        if self.engine.rounds is not None:
-            return self.engine.rounds.is_synchronous
-        assert self._optimizer_view is not None
-        warm_up = self._optimizer_view.adam.look(self.engine.mean_over_ranks)
-        if warm_up is not None:
-            self._say(tells_warm_up(warm_up, self.settings.density))
-        if self._optimizer_view.adam.is_dense:
-            return True
-        if self._choice is None:
-            return False
-        return self._choice.wants_plain if self._is_at_border else self.is_plain
+        return self._loop.replicas.begun_exchanges
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.is_last_batch:
             leave_end_of_epoch(self._trainer)
+        self._loop.epoch = self._trainer.current_epoch
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
-        is_plain = self._wants_plain()
-        self._step.drop_frozen()
-        trained = self._wrapping.trained
-        if trained.have_changed(self.optimizers):
-            self._wrapping.agree(self._step.is_begun, self.global_rank, self.world_size, self._timeout)
+        is_plain, unfinished = self._loop.wants_plain(), self._loop.unfinished
+        unfinished.drop_frozen()
+        if self._trained.have_changed(self.optimizers):
+            self._trained.agree(unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
             self._rewrap(is_plain)
-            self._say(f"wrapped anew, {len(self._wrapping.trained)} parameters are trained from now on.")
+            self._say(f"wrapped anew, {len(self._trained)} parameters are trained from now on.")
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
-        if self._rounds is not None:
-            self._rounds.begin()
-            if self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0:
-                self._rounds.adopt()
-        self._is_at_border = False
-        self._be_silent()
+        self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
         return super().training_step(*args, **kwargs)
 
     @property
     def _has_ended_steps(self) -> bool:
-        """Whether a callback has written averages, and lets an epoch pass without a gradient, for BatchNorm's sake."""
-        return bool(self._trainer.fit_loop._skip_backward)
-
-    def _be_silent(self) -> None:
-        """Keep DDP from exchanging gradients, in rounds of local steps."""
-        if self._rounds is not None:
-            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+        """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
+        return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
     @override
     @contextmanager
@@ -488,94 +400,44 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._be_silent()  # where users call backward themselves, Lightning has ended the silence by now
-        if self._rounds is None:
-            tolerant = ("find_unused_parameters", "static_graph")
-            self._wrapping.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
-        super().pre_backward(closure_loss)
         assert self.lightning_module is not None
-        self._step.add_backward(self.optimizers, self.lightning_module.automatic_optimization)
-        if self.engine is None:
-            return
-        if self.is_plain and self._ddp.require_backward_grad_sync:
-            self.engine.begin_plain_backward()
-        if self.settings.local_steps is None:
-            assert self._optimizer_view is not None
-            coming = self._optimizer_view.coming_step(self.is_plain, self.engine.arrived.state().keys())
-            epoch = self.lightning_module.current_epoch
-            self.engine.begin_backward(self._loss_scale(), coming.hyperparameters, epoch, coming.whole, coming.settled)
+        self._loop.begin(self.lightning_module.automatic_optimization)
+        if not self._loop.replicas.are_apart:
+            tolerant = ("find_unused_parameters", "static_graph")
+            self._trained.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
+        super().pre_backward(closure_loss)
 
     @property
     def _scaler(self) -> Optional[Any]:
         return getattr(self.precision_plugin, "scaler", None)
 
-    def _loss_scale(self) -> Optional[Tensor]:
-        scaler = self._scaler
-        # Scaling a one gives the scale without asking the device for its value.
-        return None if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
-
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.engine is not None:
-            self.engine.worker.raise_error()
+        self._loop.end_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._is_stepping = True
-        try:
-            output = super().optimizer_step(optimizer, *args, **kwargs)
-        finally:
-            self._is_stepping = False
-        self._end_step(optimizer)
-        return output
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """End a step that users have an optimizer make without Lightning, which never hears of it."""
-        if not self._is_stepping:
-            self._end_step(optimizer)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        self._step.end(optimizer)
-        if self._choice is not None:
-            self._is_at_border = True
-            self._choice.end_step()
-        if self.engine is not None and not (self._rounds is not None and self._has_ended_steps):
-            self.engine.arrived.forget(handled(optimizer))
-            number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
-            self.engine.end_step(number, self._trainer.current_epoch, self._agreed_rates())
-
-    def _agreed_rates(self) -> list[float]:
-        """Return learning rates that ranks could have set differently, by what each has measured."""
-        if self._rounds is None or not any(each.reduce_on_plateau for each in self.lr_scheduler_configs):
-            return []
-        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._resume_time()
-
-    def _resume_time(self) -> None:
-        if self.engine is not None:
-            self.engine.recorder.totals.resume()
+        self._loop.resume()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._rounds is None:
-            self._synchronize_replicas()
-            return super().lightning_module_state_dict()
-        with self._rounds.shared_model():
+        with self._loop.replicas.shared_model():
             state = super().lightning_module_state_dict()
+            if not self._loop.replicas.are_apart:
+                return state
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
     @override
     def on_train_end(self) -> None:
         leave_end_of_training(self._trainer)
-        if self._rounds is None:
-            self._synchronize_replicas()
-        else:
-            self._rounds.adopt()  # what callbacks have averaged is each rank's own
+        self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
         self._answer_signals(has_ended=True)
         super().on_train_end()
 
@@ -585,45 +447,27 @@ class SparseDDPStrategy(DDPStrategy):
             self._termination.close(has_ended)
             self._termination = None
 
-    def _synchronize_replicas(self) -> None:
-        if self.engine is not None:
-            self.engine.replicas.synchronize()
-
     def _rewrap(self, is_plain: bool) -> None:
         """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
-        assert isinstance(self.model, DistributedDataParallel)
-        module, synchronizes = self.model.module, self.model.require_backward_grad_sync
-        broadcasts_buffers = self.model.require_forward_param_sync
-        used = self._used_parameters()
-        if self.engine is not None and not self.is_plain:
-            if is_plain:
-                self.engine.leave_optimizers()
-            self.engine.detach()
+        module, synchronizes = self._ddp.module, self._ddp.require_backward_grad_sync
+        broadcasts = self._ddp.require_forward_param_sync
+        used = self._loop.detach(is_plain)
+        if used is None:  # those that the step in progress may have used since the last exchange
+            used = set(module.parameters()) if self._loop.unfinished.is_begun else set()
         self.model = None  # two reducers would both take every gradient
         # Replicas are the same already, but not new parameters, and not the buffers that DDP leaves to rounds.
         begins_rounds = self.is_plain and not is_plain and self.settings.local_steps is not None
-        self._wrapping.is_plain = is_plain
-        with self._step.put_aside():
-            self.model = self._setup_model(module, init_sync=begins_rounds or self._wrapping.trained.has_new())
+        with self._loop.unfinished.put_aside():
+            self.model = self._setup_model(module, is_plain, init_sync=begins_rounds or self._trained.has_new())
         self.model.require_backward_grad_sync = synchronizes
-        self.model.require_forward_param_sync = broadcasts_buffers
-        if self.engine is not None and not is_plain:
-            self.engine.attach(self.model)
+        self.model.require_forward_param_sync = broadcasts
+        self._loop.attach(self.model, is_plain)
         note_use(self.model, used)
-
-    def _used_parameters(self) -> Iterable[Parameter]:
-        """Return those that the step in progress has used since the last exchange."""
-        known = None if self.engine is None or self.is_plain else self.engine.stream.used
-        if known is not None:
-            return known
-        return self._ddp.parameters() if self._step.is_begun else ()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        if self._optimizer_view is None:
-            return state
-        return self._optimizer_view.complete(getattr(optimizer, "_optimizer", optimizer), state)
+        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -650,16 +494,13 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""
-        engine_state = self._final_state
-        if self.engine is not None:
-            self.engine.worker.settle()
-            engine_state = self.engine.state_dict(together=True)
+        engine_state = self._loop.state(together=True)
         if engine_state is None:
             return None
         assert self.lightning_module is not None
-        kept = {"engine": engine_state, **self._step.state(self.lightning_module, self.engine)}
+        kept = {"engine": engine_state, **self._loop.unfinished.state(self.lightning_module, self.engine)}
         kept["layouts"] = saved_layouts(self._parameters())
-        kept["clipping"] = list(self._clipping)
+        kept["clipping"] = list(self._loop.clipping)
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         if self.settings.replicas_diverge:
@@ -702,10 +543,9 @@ class SparseDDPStrategy(DDPStrategy):
         self.engine.arrived.restore(arrived)
         self.engine.memory.restore_undecayed(kept.get("undecayed", ()))
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
-        self._step.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
+        self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
         if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
-            self._clipping = Clipping(*kept.get("clipping", ()))
-            self.engine.memory.clip_to(self._clipping)
+            self._loop.expect_clipping(Clipping(*kept.get("clipping", ())))
         if self.settings.replicas_diverge:
             for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
@@ -714,7 +554,6 @@ class SparseDDPStrategy(DDPStrategy):
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
         if self._choice is not None and is_ours:
             self._choice.restore(bool(kept["is_plain"]))
-            self._is_at_border = True
         return unused
 
     @override
@@ -729,26 +568,11 @@ class SparseDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._answer_signals(has_ended=False)
         self._let_go()
-        if self.engine is not None:
-            # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
-            can_ask = not self._has_failed or self.root_device.type == "cpu"
-            if can_ask:
-                self.remember(self.compression_stats(), self.engine.planner.plan)
-            if not self._has_failed and self.world_size > 1 and self._final_stats.get("total_steps"):
-                self._say(closing(self._final_stats, None if self._choice is None else self._choice.verdict))
-            is_whole = self.engine.close(self._has_failed)
-            # A checkpoint that is saved after training has to hold it; on a GPU it takes as much memory as the model.
-            self._final_state = on_host(self.engine.state_dict()) if is_whole and can_ask else None
-            self.engine, self._choice = None, None
-            if self._optimizer_view is not None:
-                self._optimizer_view.close()
-                self._optimizer_view = None
-            if self.settings.adam is not None:
-                del self.precision_plugin.clip_gradients
+        self._loop.end(self._has_failed, keep=on_host)  # on a GPU it takes as much memory as the model
+        self._choice = None
         super().teardown()
         self._wrapping.close()
         self._checkpointer.close()
-        self._step.close()
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")

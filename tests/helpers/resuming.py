@@ -72,8 +72,9 @@ def fit_numbered(
 def kept_at_end(trainer: Trainer) -> dict[str, Any]:
     """Return what this rank had kept when training ended."""
     assert isinstance(trainer.strategy, SparseDDPStrategy)
-    assert trainer.strategy._final_state is not None
-    return {part: state for part, state in trainer.strategy._final_state.items() if part != "plan"}  # which holds times
+    kept = trainer.strategy._loop.final_state
+    assert kept is not None
+    return {part: state for part, state in kept.items() if part != "plan"}  # which holds times
 
 
 @contextmanager

@@ -130,6 +130,7 @@ def test_replicas_are_identical(pools: dict[int, Pool], optimizer: str, compress
     for parameters, stats in answers:
         assert_same(parameters, answers[0][0])
         assert stats["total_wire_bytes"] > 0
+        assert (stats["total_steps"], 0 <= stats["exposed_share"] <= 1) == (6, True)
 
 
 def balance(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:

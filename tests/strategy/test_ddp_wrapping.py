@@ -24,7 +24,7 @@ class Tied(nn.Module):
 def elements_in_buckets(rank: int) -> int:
     """Return how many elements the buckets of the wrapper have memory for."""
     devices = None if DEVICE.type == "cpu" else [0]
-    ddp = DDPWrapping(is_silent=True).wrap(Tied().to(DEVICE), devices, {})
+    ddp = DDPWrapping().wrap(Tied().to(DEVICE), devices, {}, is_silent=True)
     return sum(bucket.buffer().numel() for bucket in ddp.reducer._get_zeros_like_grad_buckets())
 
 

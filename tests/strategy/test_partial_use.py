@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.strategy.ddp_wrapping import TrainedParameters
+from lightning_sparse.loop.optimizers import TrainedParameters
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import Fitted, NotingLogger, Settings, Tensors, assert_goes_on, fit, fits, one_model, refusals
 from tests.helpers.resuming import Numbered

@@ -1,6 +1,7 @@
 """Which ranks exchange with which: all with all, or those of a node first; and what keeps replicas one beside that."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
@@ -77,8 +79,24 @@ class OneLevel:
         self.everybody.collectives.close(has_failed)
 
 
-class Replicas:
+class Replicas(Uncopied):
     """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
+
+    are_apart = False  # each rank steps with gradients of its own
+    begun_exchanges: Optional[int] = None  # of rounds, on all ranks; ``None`` where every step has some
+
+    def begin(self) -> None:
+        """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
+
+    def adopt(self) -> None:
+        """Go on from the model that there is now, as the one of all ranks; all must call."""
+        self.synchronize()
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Have the model be one on all ranks inside; all must call."""
+        self.synchronize()
+        yield
 
     @property
     def waited_seconds(self) -> Optional[float]:

@@ -1,0 +1,323 @@
+"""The loop: what a training does around an exchange, the same behind the Trainer, Fabric and a loop of one's own."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Optional, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
+from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import is_correctable
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.levels import Replicas
+from lightning_sparse.loop.checks import warning_of_meeting
+from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
+from lightning_sparse.loop.summary import TAKES_MOMENTUM, closing, summary, takes_adam, tells_warm_up, warning_for
+from lightning_sparse.schedule import Plan
+
+CLOSED = "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
+_USERS_FRAME = 5  # of the caller of sparsify, above a warning
+
+
+class Choice(Protocol):
+    """Whether the coming steps are left to plain DDP, decided anew after each."""
+
+    wants_plain: bool
+    verdict: str
+
+    def end_step(self) -> None:
+        """End an optimizer's step; on every rank."""
+
+
+class Loop:
+    """What a training does around the exchange of one wrapped model; nothing on one process, and until it starts."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self.engine: Optional[Engine] = None  # also on one process
+        self.optimizers: Sequence[Optimizer] = ()  # that train the model
+        self._handles: list[Any] = []
+        self.remember({}, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
+        self.is_plain = False  # the model is wrapped for plain DDP
+        self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
+        self.choice: Optional[Choice] = None
+        self.clipping = NOT_CLIPPED  # of the gradients that the next updates are made of
+        self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
+        self.unfinished = UnfinishedStep()
+        self.view = OptimizerView({}, (), self._settings.feedback)
+        self._is_at_border = True  # no batch has begun since the last optimizer step
+        self._is_begun = self._is_stepping = False
+
+    def start(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        timeout: Optional[timedelta] = None,
+        scaler: Any = None,
+        clipping: Clipping = NOT_CLIPPED,
+        node_ranks: int = 1,
+        goes_alone: bool = False,
+    ) -> None:
+        """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
+        self.end()
+        self.remember({}, None)
+        settings = self._settings
+        if can_correct(settings, optimizers):
+            settings.correct_adam(clipping)
+        else:
+            settings.leave_optimizers()
+        parameters = dict(ddp.module.named_parameters())
+        self._device = next(iter(parameters.values())).device
+        OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
+        self.optimizers = optimizers
+        if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
+            settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
+            self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
+            return
+        self._say(f"{summary(settings)}.")
+        self._ddp = ddp
+        self._scaler = scaler
+        self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
+        self.replicas = engine.replicas
+        self.view = OptimizerView(parameters, optimizers, settings.feedback, engine.target_density, engine.memory)
+        self.clipping = settings.clipping if self.corrects_adam else NOT_CLIPPED
+        # Torch's all have hooks; wrappers of other packages may not.
+        hooked = (each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks"))
+        self._handles = [each.register_step_post_hook(self._after_step) for each in hooked]
+        if self.view.takes_momentum:
+            self._say(TAKES_MOMENTUM)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Warn, on one rank, of what does not go well together."""
+        settings, found = self._settings, list[Optional[str]]()
+        if settings.overlaps_backward:
+            found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
+        if settings.is_sparse:
+            learning = filter(is_adaptive, self.optimizers)
+            found += [warning_for(each) for each in learning if not (self.corrects_adam and is_correctable(each))]
+        for warning in filter(None, found):
+            if dist.get_rank() == 0:
+                warnings.warn(warning, stacklevel=_USERS_FRAME)
+
+    def expect_steps(self, total_steps: Optional[int]) -> None:
+        """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
+        self.view.adam.total_steps = total_steps
+        if self.view.adam.is_dense:
+            self._say(takes_adam(self._settings, self.optimizers, total_steps))
+
+    @property
+    def corrects_adam(self) -> bool:
+        """Whether the updates of Adam or AdamW are made before selection."""
+        return self.engine is not None and self.engine.memory.corrects_adam
+
+    def expect_clipping(self, clipping: Clipping) -> None:
+        """Have the gradients clipped that the next updates are made of."""
+        self.clipping = clipping
+        if self.engine is not None:
+            self.engine.memory.clip_to(clipping)
+
+    @contextmanager
+    def clipped_before(self, clipping: Clipping) -> Iterator[None]:
+        """Have the gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
+        self.expect_clipping(clipping)
+        with self.view.adam.hidden():
+            yield
+
+    def wants_plain(self) -> bool:
+        """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
+        is_at_border, self._is_at_border = self._is_at_border, False
+        if self.engine is None:
+            return False
+        if self.engine.rounds is not None:
+            return self.engine.rounds.is_synchronous
+        warm_up = self.view.adam.look(self.engine.mean_over_ranks)
+        if warm_up is not None:
+            self._say(tells_warm_up(warm_up, self._settings.density))
+        if self.view.adam.is_dense:
+            return True
+        if self.choice is None:
+            return False
+        return self.choice.wants_plain if is_at_border else self.is_plain
+
+    def detach(self, is_plain: bool) -> Optional[AbstractSet[Parameter]]:
+        """Let go of the wrapped model between two steps, for plain DDP or for another wrapper.
+
+        Return the parameters that have taken part since the last exchange; ``None`` where that is not tracked.
+        """
+        if self.engine is None:
+            return None
+        del self._ddp  # two reducers would both take every gradient
+        if self.is_plain:
+            return None
+        used = self.engine.stream.used
+        if is_plain:
+            self.engine.leave_optimizers()
+        self.engine.detach()
+        return used
+
+    def attach(self, ddp: DistributedDataParallel, is_plain: bool) -> None:
+        """Go on with a new wrapper of the same model."""
+        if self.engine is None:
+            return
+        self._ddp, self.is_plain = ddp, is_plain
+        self.view.know(dict(ddp.module.named_parameters()))
+        self.replicas = Replicas() if is_plain and self.engine.rounds is not None else self.engine.replicas
+        if not is_plain:
+            self.engine.attach(ddp)
+
+    def begin_batch(self, adopts: bool = False) -> None:
+        """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
+        self.replicas.begin()
+        if adopts:
+            self.replicas.adopt()
+        self._keep_silent()
+
+    def _keep_silent(self) -> None:
+        """Keep DDP from exchanging gradients, in rounds of local steps."""
+        if self.replicas.are_apart:
+            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+
+    def begin(self, is_automatic: bool = False) -> None:
+        """Begin a backward, under Lightning's automatic optimization or by hand."""
+        self.unfinished.add_backward(self.optimizers, is_automatic)
+        self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
+        if self.engine is None:
+            return
+        self._is_begun = True
+        if self.is_plain and self._ddp.require_backward_grad_sync:
+            self.engine.begin_plain_backward()
+        if self._settings.local_steps is None:
+            coming = self.view.coming_step(self.is_plain, self.engine.arrived.state().keys())
+            # Scaling a one gives the scale without asking the device for its value.
+            scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
+            self.engine.begin_backward(scale, coming.hyperparameters, self.epoch or 0, coming.whole, coming.settled)
+
+    def _begin_from_within(self) -> None:
+        """Begin a backward of which nobody has told, before the first of its gradients is taken."""
+        if self._is_begun:
+            return
+        if self.engine is None:
+            raise RuntimeError(CLOSED)
+        self.engine.worker.raise_error()
+        if self.epoch is None and self._settings.warmup_epochs:
+            raise RuntimeError(
+                f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
+                " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
+                " warmup_epochs=0"
+            )
+        self.wants_plain()
+        self.begin()
+        self._is_begun = False
+        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
+        _LATER(lambda: _LATER(self.end_backward))
+
+    def end_backward(self) -> None:
+        """End a backward; raise what its exchange has raised."""
+        self._is_begun = False
+        if self.engine is not None:
+            self.engine.worker.raise_error()
+
+    @contextmanager
+    def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
+        """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+        if counts:
+            self._end_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End a step that is made outside of :meth:`step_of`."""
+        if not self._is_stepping:
+            self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self.unfinished.end(optimizer)
+        self._is_at_border = True
+        if self.choice is not None:
+            self.choice.end_step()
+        if self.engine is not None:
+            self.engine.arrived.forget(handled(optimizer))
+            number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
+            self.engine.end_step(number, self.epoch or 0, self._rates())
+
+    def _rates(self) -> list[float]:
+        """Return learning rates that have to be the same on all ranks where a round ends."""
+        if not (self.agrees_on_rates and self.replicas.are_apart):
+            return []
+        return [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
+
+    def resume(self) -> None:
+        """Count time from here on, after a validation."""
+        if self.engine is not None:
+            self.engine.recorder.totals.resume()
+
+    def stats(self) -> dict[str, float]:
+        """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
+
+        Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a loop of one's own all the
+        time between two steps counts for ``exposed_share``. Empty before the first step and on one process; at the end
+        they stay what they were.
+        """
+        return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
+
+    def plan(self) -> Optional[Plan]:
+        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
+        return self._final_plan if self.engine is None else self.engine.planner.plan
+
+    def state(self, together: bool = False) -> Optional[dict[str, Any]]:
+        """Return the engine's state between two steps (not copied), or what was kept of it; ``None`` if none.
+
+        ``together`` says that all ranks ask at the same time.
+        """
+        if self.engine is None:
+            return self.final_state
+        self.engine.worker.settle()
+        return self.engine.state_dict(together=together)
+
+    def remember(
+        self, stats: Mapping[str, float], plan: Optional[Plan], state: Optional[dict[str, Any]] = None
+    ) -> None:
+        """Know what a training has come to that has ended, maybe in other processes."""
+        self._final_stats, self._final_plan, self.final_state = dict(stats), plan, state
+
+    def end(self, has_failed: bool = False, keep: Callable[[Any], Any] = lambda state: None) -> None:
+        """End the exchange and leave the optimizers alone; safe to call twice.
+
+        ``has_failed`` says that training ends by an error of this rank, for which others may wait; ``keep`` returns
+        what is to stay of the engine's state.
+        """
+        for handle in self._handles:
+            handle.remove()
+        engine, verdict = self.engine, None if self.choice is None else self.choice.verdict
+        if engine is not None:
+            # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
+            can_ask = not has_failed or self._device.type == "cpu"
+            stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
+            if stats.get("total_steps") and not has_failed and engine.topology[0] > 1:
+                self._say(closing(stats, verdict))
+            is_whole = engine.close(has_failed)
+            self.remember(stats, plan, keep(engine.state_dict()) if is_whole and can_ask else None)
+            self.engine = None
+        vars(self).pop("_ddp", None)
+        self.view.close()
+        self._forget()
