@@ -269,6 +269,7 @@ class TrainedParameters:
 
     Example::
 
+        >>> import torch
         >>> layer = torch.nn.Linear(2, 2)
         >>> trained = TrainedParameters(layer)
         >>> layer.bias.requires_grad = False

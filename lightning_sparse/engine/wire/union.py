@@ -37,7 +37,8 @@ class UnionFormat(WireFormat):
     def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
         super().__init__(dtype, rank, ranks)
         self._values = ReduceFormat(dtype, rank, ranks, gathers_short=True)
-        self._room: dict[tuple[int, ...], int] = {}  # positions by group; it decides on bytes alone, never on values
+        self._room: dict[int, int] = {}  # positions, by place of a group in the step; decides on bytes, never on values
+        self._place = 0
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
@@ -49,9 +50,15 @@ class UnionFormat(WireFormat):
         arrival = yield from self._values.average(chosen)
         return arrival._replace(used=union.used)
 
+    @override
+    def release(self) -> None:
+        self._place = 0
+        self._values.release()
+
     def _positions(self, selection: GroupSelection, used: Optional[Tensor]) -> Generator[Payload, Tensor, "_Union"]:
         mine = selection.flat().indices
-        header, room = _header(mine, used), self._room.get(selection.numels, 0)
+        place, self._place = self._place, self._place + 1
+        header, room = _header(mine, used), self._room.get(place, 0)
         first = _Positions(selection.numel, room)
         received = yield Payload("all_gather", message_of([header, first.written(mine[:room])]))
         # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
@@ -60,7 +67,7 @@ class UnionFormat(WireFormat):
         if most > room:
             rest = _Positions(selection.numel, most - room)
             found.append(rest.read((yield Payload("all_gather", rest.written(mine[room:])))))
-        self._room[selection.numels] = _room_after(room, most)
+        self._room[place] = _room_after(room, most)
         union = torch.cat([positions.flatten() for positions in found]).unique()
         used_by_any = None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
         return _Union(union, used_by_any)

@@ -40,6 +40,8 @@ def exchange(
         format_ = UnionFormat(dtype, rank, ranks) if formats is None else formats[rank]
         phases.append(format_.exchange(grouped(selections), accumulated[rank], flags))
     arrivals, handed_in = run_phases(phases)
+    for format_ in formats or ():
+        format_.release()
     sent = [[payload.tensor for payload in payloads] for payloads in handed_in]
     return moved(arrivals, "cpu"), moved(accumulated, "cpu"), sent
 
