@@ -221,6 +221,7 @@ class UnfinishedStep:
         if engine is not None:
             names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
             state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
+            state["begun"] = [names[parameter] for parameter in engine.arrived.begun if parameter in names]
             state["undecayed"] = engine.memory.undecayed()
             if engine.stream.used is not None:
                 state["used"] = [names[parameter] for parameter in engine.stream.used]

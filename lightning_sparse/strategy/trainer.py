@@ -540,7 +540,8 @@ class SparseDDPStrategy(DDPStrategy):
         gradients, arrived = (
             fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")
         )
-        self.engine.arrived.restore(arrived)
+        begun = kept.get("begun", kept.get("arrived", ()))
+        self.engine.arrived.restore(arrived, (parameters[name] for name in begun if name in parameters))
         self.engine.memory.restore_undecayed(kept.get("undecayed", ()))
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import Fitted, assert_goes_on, fits, one_model
+from tests.helpers.fits import Fitted, assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
 UNUSED = {"find_unused_parameters": True}
@@ -235,3 +235,56 @@ def test_resumed_between_backwards_of_one_step_second_moments_go_on(
     correction = AdamCorrection(2, fall_steps=0, refresh_steps=1)
     settings = {**SPARSE, **WITH["AdamW"], "optimizer_correction": correction}
     assert_goes_on(pair, tmp_path, settings, Cadence, save_after)
+
+
+class Parting(Cadence):
+    """Between two exchanges of the second one's step, ranks do something to its gradients: one of them, or all."""
+
+    def __init__(self, *arguments: Any, kind: str, change: Callable[[Any], None], everywhere: bool) -> None:
+        super().__init__(*arguments)
+        self.kind, self.change, self.everywhere = kind, change, everywhere
+
+    def interfere(self, batch_index: int) -> None:
+        if batch_index == 3 and (self.everywhere or self.global_rank == 1):
+            self.change(self.optimizers()[1])  # type: ignore[index]
+
+
+def set_to_none(optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def set_to_zero(optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def double(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        torch._foreach_mul_([parameter.grad for parameter in group["params"]], 2.0)
+
+
+CHANGES = pytest.mark.parametrize("change", [set_to_none, set_to_zero, double])
+WATCHED = {"SGD": {**WITH["SGD"], **UNUSED}, "momentum": WITH["momentum"], "AdamW": WITH["AdamW"]}
+
+
+@CHANGES
+@pytest.mark.parametrize("kind", WATCHED)
+def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(
+    pair: Pool, kind: str, change: Callable[[Any], None]
+) -> None:
+    module = partial(Parting, kind=kind, change=change, everywhere=False)
+    for told in refusals(pair, module, {**WATCHED[kind], "density": 0.5}):
+        assert told.startswith("RuntimeError")
+        assert "between two exchanges" in told
+
+
+@CHANGES
+def test_a_gradient_that_is_all_a_ranks_own_is_averaged_as_it_is(pair: Pool, change: Callable[[Any], None]) -> None:
+    module = partial(Parting, kind="SGD", change=change, everywhere=False)
+    one_model(fits(pair, module, {**WITH["SGD"], "density": 0.5}))
+
+
+@CHANGES
+@pytest.mark.parametrize("kind", WATCHED)
+def test_gradients_may_be_changed_in_a_step_on_all_ranks(pair: Pool, kind: str, change: Callable[[Any], None]) -> None:
+    module = partial(Parting, kind=kind, change=change, everywhere=True)
+    one_model(fits(pair, module, {**WATCHED[kind], "density": 0.5}))

@@ -57,6 +57,8 @@ class ArrivedGradients:
 
     def __init__(self) -> None:
         self.is_watched = False
+        self.continues_step = False  # whether what is being exchanged was before, in the same step; alike on all ranks
+        self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
         self._received: list[Tensor] = []  # parameters that are being exchanged
         self._written: dict[Tensor, Tensor] = {}  # gradients to which nothing has been added since
         self._copies: dict[Tensor, Tensor] = {}  # of the others, as they were before
@@ -90,9 +92,10 @@ class ArrivedGradients:
         known = {**self._copies, **self._written}
         return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
 
-    def restore(self, arrived: Mapping[Parameter, Tensor]) -> None:
-        """Go on from what :meth:`state` returned."""
+    def restore(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
+        """Go on from what :meth:`state` returned, and from ``begun``."""
         self._written.clear()
+        self.begun = set(begun)
         self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
 
     def take(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Optional[Tensor]]]:
@@ -103,6 +106,7 @@ class ArrivedGradients:
         if not self.is_watched:
             return []
         self._received += parameters
+        self.continues_step = self.continues_step or not self.begun.isdisjoint(parameters)
         found: list[tuple[Tensor, Optional[Tensor]]] = []
         for parameter, gradient in zip(parameters, gradients) if self._written or self._copies else ():
             written, copy = self._written.pop(parameter, None), self._copies.pop(parameter, None)
@@ -115,16 +119,19 @@ class ArrivedGradients:
     def note(self) -> None:
         """Take the gradients that have been exchanged for means."""
         received, self._received = self._received, []
+        self.begun.update(received)
         self._written.update((each, each.grad) for each in received if each.grad is not None)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """End the step of parameters: what their gradients hold from now on is of the next."""
         for parameter in parameters:
+            self.begun.discard(parameter)
             self._written.pop(parameter, None)
             self._copies.pop(parameter, None)
 
     def clear(self) -> None:
         """Take all gradients for the rank's own."""
+        self.begun.clear()
         self._written.clear()
         self._copies.clear()
 
@@ -309,6 +316,7 @@ class GradientStream(Uncopied):
         self._release_held()
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []
+        continues_step, self._arrived.continues_step = self._arrived.continues_step, False
         if self._usage is not None:
             self._usage.used.clear()
         if not self._keeps_buckets:
@@ -316,6 +324,8 @@ class GradientStream(Uncopied):
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
 
         def commit() -> None:
+            if continues_step and exchanged:
+                self._pipeline.check_arrived([arrived for _, arrived in self._taken], exchanged[0].names)
             self._pipeline.commit(exchanged)
             self._pipeline.close_step()
             if self._taken:

@@ -56,9 +56,18 @@ from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, Payload
 from lightning_sparse.functional.elements import round_to
+from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.functional.norms import layer_deltas, norm_of
 
 __all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
+
+
+_APART = (
+    "between two exchanges of one optimizer step gradients were changed (zero_grad, a scale) on some ranks, and not"
+    " alike on the others: what had arrived is no longer the same everywhere, and replicas would drift apart. Change"
+    " gradients on all ranks, or after the optimizer's step"
+)
+_ODD = 0x100000001B3  # gradients that change places count differently
 
 
 class StepContext(NamedTuple):
@@ -148,6 +157,20 @@ class Pipeline:
         names = [local.name for local in members]
         arrival = part.exchange(self.levels.across, names, self._used(members))
         return Exchanged(names, members, tensors, part.counts, arrival)
+
+    def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raise, on every rank, unless all hold the same of what earlier exchanges of the step have brought.
+
+        The host waits for a GPU, in such a step only: Adam's next collectives depend on what arrived.
+        """
+        if self.compressor.replicas_diverge:
+            return
+        held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
+        for tensor in arrived:
+            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # also of zeros: a gradient of zero is one that is there
+        everywhere = self.levels.everybody.call(Payload("all_gather", held), names)
+        if bool((everywhere != held).any()):
+            raise RuntimeError(_APART)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
         """Keep what was not sent, and write the mean over ranks into the gradients of all groups of the step.
