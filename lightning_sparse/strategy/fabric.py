@@ -294,10 +294,9 @@ class SparseFabricStrategy(FabricDDPStrategy):
         """Return what this rank has to save; ``None`` where nothing is compressed."""
         states, layouts, clipping = {}, {}, {}
         for key, ddp in models.items():
-            engine = self._handles[ddp].engine
-            if engine is not None:
-                engine.worker.settle()
-                states[key] = engine.state_dict(together=True)
+            state = self._handles[ddp].state(together=True)
+            if state is not None:
+                states[key] = state
                 clipping[key] = list(self._handles[ddp].clipping)
                 layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))
         if not states:
