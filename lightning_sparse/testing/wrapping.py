@@ -57,6 +57,7 @@ def sparse_ddp(
 def backpropagate(ddp: DistributedDataParallel, engine: Engine, loss: Tensor) -> None:
     """Replace the gradients of a wrapped model by those of ``loss``, exchanged; raise what the worker has raised."""
     ddp.zero_grad()
+    engine.arrived.forget(ddp.parameters())  # the step before is over, whether or not an optimizer has stepped
     loss.backward()
     engine.worker.raise_error()
 
