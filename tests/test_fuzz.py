@@ -152,7 +152,7 @@ def test_codes_come_back_from_their_bits(bits: int, codes: list[int]) -> None:
 
 
 @examples(120)
-@given(tensors(anything, dtypes=[torch.float32]), some.integers(2, 8))
+@given(tensors(anything, dtypes=[torch.float32]), some.integers(3, 8))
 def test_quantized_blocks_are_read_to_half_a_level(values: Tensor, bits: int) -> None:
     values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
     written = quantize(values, bits)
@@ -162,6 +162,19 @@ def test_quantized_blocks_are_read_to_half_a_level(values: Tensor, bits: int) ->
         if block.isfinite().all():
             largest = block.double().abs().max()  # of which the scale is off by a bfloat16's rounding
             assert ((read.double() - block).abs() <= largest * (0.51 / (2 ** (bits - 1) - 1) + 2**-7) + 1e-39).all()
+
+
+@examples(120)
+@given(tensors(anything, dtypes=[torch.float32]))
+def test_of_a_block_in_two_bits_no_more_is_left_than_there_was(values: Tensor) -> None:
+    values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
+    for block, read in zip(values[0].split(BLOCK), dequantize(quantize(values, 2), 2)[0].split(BLOCK)):
+        assert read.isfinite().all() == block.isfinite().all()
+        if block.isfinite().all():
+            assert read.abs().unique().numel() <= 2
+            assert not read[block == 0].any()
+            there = block.double().norm()
+            assert (read.double() - block).norm() <= there * (1 + 2**-7) + 1e-38
 
 
 @examples(100)

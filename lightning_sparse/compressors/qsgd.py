@@ -22,7 +22,8 @@ class QSGD(Dense):
     * Each rank averages a share of the elements, and sends the means in 4 bits, too: what a rank receives does not grow
       with their number. In the paper every rank receives every other's gradient.
 
-    With ``wire="2bit"`` an element is one of three multiples; other wires change nothing.
+    With ``wire="2bit"`` an element is zero or plus or minus the mean magnitude of its block's larger elements; other
+    wires change nothing.
     """
 
     wire: ClassVar[Optional[str]] = "4bit"

@@ -152,7 +152,8 @@ class Settings:
         self.clipping = NOT_CLIPPED
         decay = 1.0
         if local_steps is not None:
-            refuse(*_of_local_steps(own, local_steps, self.adapts_density, optimizer_correction))
+            is_exact = own.is_lossless and self.wire is torch.float32
+            refuse(*_of_local_steps(own, local_steps, self.adapts_density, optimizer_correction, is_exact))
             decay = local_steps.residual_decay
         self._ask_for(own.feedback._replace(decay=decay))
 
@@ -277,6 +278,12 @@ class Settings:
         )
 
 
+def takes_wire(compressor: Compressor, wire: str) -> bool:
+    """Tell whether a compressor's selections can be written so: few bits need to know how many elements there are."""
+    is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
+    return is_sized or wire_values(wire).bits is None
+
+
 def _of_the_compressor(
     own: Compressor,
     density: Optional[float],
@@ -287,7 +294,7 @@ def _of_the_compressor(
 ) -> Iterator[Row]:
     """Yield what a compressor has no place for."""
     name, reason = type(own).__name__, _refusal_of_levels(own)
-    has_density, is_sized = own.default_density is not None, own.wire_format == "gather" and own.fills_selection
+    has_density = own.default_density is not None
     yield (
         density is not None and not has_density,
         f"density={density} was given to {name}, which has no density: leave it out, or choose a sparsifier such as"
@@ -302,7 +309,7 @@ def _of_the_compressor(
         f"warmup_epochs={warmup_epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)",
     )
     yield (
-        wire_values(wire).bits is not None and not (is_sized or own.wire_format == "reduce"),
+        not takes_wire(own, wire),
         f"wire={wire!r} was given to {name}, but only a fixed number of elements, or all, are written in few bits: use"
         " wire='bfloat16', or a compressor such as 'topk'",
     )
@@ -357,7 +364,9 @@ def _of_the_schedule(own: Compressor, schedule: Schedule, given: Union[str, Sche
     )
 
 
-def _of_local_steps(own: Compressor, local: LocalSteps, adapts_density: bool, correction: Any) -> Iterator[Row]:
+def _of_local_steps(
+    own: Compressor, local: LocalSteps, adapts_density: bool, correction: Any, is_exact: bool
+) -> Iterator[Row]:
     """Yield what has no meaning where changes of parameters are exchanged."""
     name, feedback, given = type(own).__name__, own.feedback, f"local_steps={local.every!r}"
     yield (
@@ -381,9 +390,9 @@ def _of_local_steps(own: Compressor, local: LocalSteps, adapts_density: bool, co
         " optimizers see whole gradients: leave it out",
     )
     yield (
-        local.residual_decay != 1 and (own.is_lossless or not feedback.keeps_residual),
+        local.residual_decay != 1 and (is_exact or not feedback.keeps_residual),
         f"residual_decay={local.residual_decay} was given to {name}, which keeps no residual: leave it out, or choose a"
-        " sparsifier such as compressor='topk'",
+        " sparsifier such as compressor='topk', or a wire that rounds, such as wire='4bit'",
     )
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 
+from lightning_sparse.engine.settings import takes_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import COMPRESSOR_NAMES, subject_of
 
@@ -44,6 +45,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = _chosen(metafunc.config)
     names = COMPRESSOR_NAMES if chosen is None else [chosen]
     metafunc.parametrize("compressor", [name for name in names if promise(subject_of(name))])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is refused: a compressor with a wire that it does not take."""
+    refused = [item for item in items if not _is_possible(getattr(item, "callspec", None))]
+    if refused:
+        config.hook.pytest_deselected(items=refused)
+        items[:] = [item for item in items if item not in refused]
+
+
+def _is_possible(case: Any) -> bool:
+    given = {} if case is None else case.params
+    name, wire = given.get("compressor"), given.get("wire")
+    return not (isinstance(name, str) and isinstance(wire, str)) or takes_wire(subject_of(name), wire)
 
 
 @pytest.fixture(scope="session")

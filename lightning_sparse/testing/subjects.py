@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, Optional, Union
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.engine.wire import WIRES as _WIRES
 from lightning_sparse.registry import resolve
 
 COMPRESSOR_NAMES = sorted(COMPRESSORS)
 SCHEDULE_NAMES = ["layerwise", "merged", "single"]
-WIRES = ["float32", "bfloat16", "float16"]
+WIRES = list(_WIRES)
 _DENSITY = 0.05
 
 Promise = Callable[[Compressor], bool]

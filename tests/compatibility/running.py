@@ -24,7 +24,12 @@ STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
     "sparse_a2sgd": {"compressor": "a2sgd"},
-    "sparse_loco": {"compressor": "topk", "density": 0.05, "local_steps": LocalSteps(ROUND, residual_decay=0.95)},
+    "sparse_loco": {
+        "compressor": "topk",
+        "density": 0.05,
+        "wire": "2bit",
+        "local_steps": LocalSteps(ROUND, residual_decay=0.95),
+    },
     "ddp": None,
     "sparse_lags": {"compressor": "lags", "density": 0.05},
     "sparse_exdyna": {"compressor": "exdyna", "density": 0.05},

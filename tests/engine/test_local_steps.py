@@ -122,8 +122,13 @@ def test_rounds_of_one_step_of_sgd_are_ddp(pair: Pool) -> None:
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
-def test_what_is_not_sent_waits_and_decays(pair: Pool, decay: float) -> None:
-    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), {"compressor": "topk", "density": 0.1})
+@pytest.mark.parametrize(
+    "settings",
+    [{"compressor": "topk", "density": 0.1}, {"wire": "4bit"}, {"wire": "2bit"}],
+    ids=["sparse", "4bit", "2bit"],
+)
+def test_what_is_not_sent_waits_and_decays(pair: Pool, settings: dict[str, Any], decay: float) -> None:
+    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings)
     start = flat(Reference(1, OUTER).models[0].parameters())
     owed = [torch.zeros_like(start) for _ in answers]
     for step in (1, 3, 5):
@@ -132,10 +137,11 @@ def test_what_is_not_sent_waits_and_decays(pair: Pool, decay: float) -> None:
         changes = [decay * each + before - answer["drift"][step] for each, answer in zip(owed, answers)]
         kept = [answer["residual"][step] for answer in answers]
         torch.testing.assert_close(sent, sum(map(torch.sub, changes, kept)) / 2, rtol=0, atol=1e-6)
+        assert all(each.any() for each in kept)
         owed = kept
 
 
-@pytest.mark.parametrize("wire", [*WIRES, "4bit", "2bit"])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, replace(OUTER, overlap_steps=2)])
 def test_the_shared_model_is_one_to_the_bit(pools: dict[int, Pool], local: LocalSteps, wire: str) -> None:
     answers = pools[3].run(train, 9, local, {"compressor": "topk", "density": 0.05, "wire": wire}, True)

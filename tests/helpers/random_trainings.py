@@ -33,7 +33,7 @@ from lightning_sparse.callbacks import (
     ReplicaSentinel,
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
-from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.settings import LocalSteps, takes_wire
 from lightning_sparse.registry import resolve
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
@@ -687,19 +687,16 @@ REFUSALS: Mapping[str, Callable[[Training], bool]] = {
     "leaves nothing of an exchange to hide": lambda it: it.local is not None and it.strategy == "auto",
     "optimizers see whole gradients": lambda it: it.local is not None and isinstance(it.correction, AdamCorrection),
     "which keeps no residual": (
-        lambda it: it.local is not None and it.local.residual_decay < 1 and keeps_nothing(it.subject)
+        lambda it: (
+            it.local is not None
+            and it.local.residual_decay < 1
+            and keeps_nothing(it.subject)
+            and (it.subject.wire or it.wire) == "float32"
+        )
     ),
     "rounds of local steps exchange changes": lambda it: it.local is not None and "MomentumCorrection" in it.callbacks,
     "rounds of local steps exchange none": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
-    "only a fixed number of elements": (
-        lambda it: (
-            "bit" in it.wire
-            and not (
-                it.subject.wire_format == "reduce"
-                or (it.subject.wire_format == "gather" and it.subject.fills_selection)
-            )
-        )
-    ),
+    "only a fixed number of elements": lambda it: not takes_wire(it.subject, it.wire),
     "whose selections travel in a way of their own": (
         lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"
     ),

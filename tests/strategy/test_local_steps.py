@@ -28,6 +28,7 @@ from tests.helpers.trainers import Rows, Small, run_fit, weights
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, 0.7, 0.9, nesterov=True)},
     "sparse": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
+    "quantized": {"compressor": "dense", "wire": "4bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
     "late": {"density": 0.1, "local_steps": LocalSteps(4, overlap_steps=2)},
     "synchronous": {
         "density": 0.1,
@@ -92,7 +93,7 @@ class TeachingOnOne(Teaching):
     [
         *((kind, Local, after) for kind in ROUNDS for after in (2, 3, 5, 6)),
         *((kind, Narrow, 3) for kind in ROUNDS),
-        *((kind, Teaching, after) for kind, after in zip(ROUNDS, (2, 6, 6, 2))),
+        *((kind, Teaching, after) for kind, after in zip(ROUNDS, (2, 6, 3, 6, 2))),
         *((kind, TeachingOnOne, 2) for kind in ("diloco", "sparse", "late")),
         *((kind, TeachingOnOne, 5) for kind in ("late", "synchronous")),
         ("late", Narrow, 8),
@@ -601,8 +602,9 @@ def test_what_would_drive_ranks_apart_is_refused(
         ({"local_steps": 0}, "local_steps="),
         ({"compressor": SDAGC(momentum=None), "wire": "2bit"}, "wire="),
         ({"compressor": "exdyna", "wire": "4bit"}, "wire="),
+        ({"compressor": "dense", "local_steps": LocalSteps(5, residual_decay=0.9)}, "residual_decay="),
     ],
-    ids=["clipping", "adapting", "none", "gaps", "union"],
+    ids=["clipping", "adapting", "none", "gaps", "union", "exact"],
 )
 def test_what_cannot_go_together_is_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

@@ -22,7 +22,7 @@ LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
         pools[2], name, "merged", "float32"
     ),
 }
-ROW = "not layerwise and not single and not bfloat16 and not float16"
+ROW = "not layerwise and not single and not bfloat16 and not float16 and not 2bit and not 4bit"
 LAWS_BY_NAME = {
     "mass_is_conserved",
     "a_parameter_is_written_where_any_rank_used_it",

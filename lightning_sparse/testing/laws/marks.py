@@ -8,7 +8,14 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 each_wire = pytest.mark.parametrize("wire", WIRES)
 # Every schedule, and every wire.
 each_way = pytest.mark.parametrize(
-    ("schedule", "wire"), [("layerwise", "bfloat16"), ("merged", "float32"), ("single", "float16")]
+    ("schedule", "wire"),
+    [
+        ("layerwise", "bfloat16"),
+        ("merged", "float32"),
+        ("single", "float16"),
+        ("layerwise", "2bit"),
+        ("single", "4bit"),
+    ],
 )
 # Every pair of a schedule, a wire, and a number of ranks.
 each_way_and_world = pytest.mark.parametrize(

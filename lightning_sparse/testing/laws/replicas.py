@@ -97,7 +97,7 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
     return history
 
 
-@pytest.mark.parametrize(("wire", "ranks"), [("float32", 2), ("bfloat16", 3), ("float16", 2)])
+@pytest.mark.parametrize(("wire", "ranks"), [("float32", 2), ("bfloat16", 3), ("float16", 2), ("4bit", 3), ("2bit", 2)])
 @holds_for(any_compressor)
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(
     pools: dict[int, Pool], ranks: int, compressor: str, wire: str

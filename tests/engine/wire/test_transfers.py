@@ -9,6 +9,7 @@ from torch import nn
 from lightning_sparse.cli.plan import Network, SettingsOf
 from lightning_sparse.cli.plan.forecast import sent_by, step_transfers, transfers
 from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
+from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.cost.network import sent_bytes
@@ -48,6 +49,19 @@ def sent_by_a_step(
         return engine.compression_stats()[kind], sizes
 
 
+def ratio_of_rounds(rank: int, settings: dict[str, Any]) -> float:
+    """Return how many times fewer bytes than DDP's of one step an exchange of local steps sends."""
+    torch.manual_seed(0)
+    with sparse_ddp(Block(), **settings) as (ddp, engine):
+        for step in range(2):
+            with ddp.no_sync():
+                ddp(batch(rank, step)).backward()
+            engine.end_step()
+        engine.worker.settle()
+        stats = engine.compression_stats()
+        return stats["dense_bytes"] / settings["local_steps"].every / stats["wire_bytes"]
+
+
 def announced(compressor: str, density: float, wire: str, groups: list[list[int]], ranks: int) -> float:
     """Return what the planner counts for a step."""
     settings = SettingsOf(compressor, density, wire).build()
@@ -58,9 +72,11 @@ def announced(compressor: str, density: float, wire: str, groups: list[list[int]
 
 @pytest.mark.parametrize("schedule", ["single", "layerwise"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("compressor", FIXED)
-def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, model: str, schedule: str) -> None:
-    wire = WIRES[COMPRESSOR_NAMES.index(compressor) % 2]
+@pytest.mark.parametrize(
+    ("compressor", "wire"),
+    [(name, wire) for place, name in enumerate(FIXED) for wire in (WIRES[place % 2], WIRES[3 + place % 2])],
+)
+def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, wire: str, model: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     for sent, sizes in pair.run(sent_by_a_step, model, settings):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
@@ -88,6 +104,13 @@ def test_a_rehearsal_sends_what_is_announced(compressor: str, ranks: int) -> Non
     pipeline.commit(pipeline.exchange(group))
     expected = announced(compressor, DENSITY[compressor], "float32", [sizes], ranks)
     assert pipeline.recorder.current.wire_bytes == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("wire", "least"), [("4bit", 7.5), ("2bit", 14.0)])
+def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair: Pool, wire: str, least: float) -> None:
+    settings = {"compressor": "dense", "schedule": "single", "wire": wire, "local_steps": LocalSteps(2)}
+    for ratio in pair.run(ratio_of_rounds, settings):
+        assert ratio >= least
 
 
 @pytest.mark.parametrize(("density", "tolerance"), [(1.0, 0.02), (0.05, 0.5)])

@@ -148,6 +148,8 @@ EXACT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "drift": (Numbered, {"compressor": A2SGD(param_sync_every=5)}, {}),
     "thresholds that follow": (Numbered, {"compressor": "sdagc", "density": 0.05}, {}),
     "sixteen bits": (Numbered, {**DGC_, "wire": "bfloat16"}, {}),
+    "four bits": (Numbered, {"compressor": "dense", "wire": "4bit"}, {}),
+    "two bits": (Numbered, {**DGC_, "wire": "2bit"}, {}),
     "unused parameters": (Numbered, {**DGC_, **UNUSED}, {}),
     "bf16": (Numbered, DGC_, {"precision": "bf16-mixed"}),
     "between two batches of one step": (Numbered, DGC_, IN_PAIRS),
