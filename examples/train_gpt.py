@@ -4,11 +4,12 @@ By default the text is Python's own help pages, which need no download; ``--text
 recipe is the usual one: AdamW with beta2 0.95, a learning rate that rises for 100 steps and falls as a cosine to a
 tenth, gradient norm clipped to 1. Two thousand steps on four processes of one machine take minutes.
 
-Four processes, then the same with ordinary DDP, then one process::
+Four processes, then the same with ordinary DDP, then one process, then Muon in rounds of local steps::
 
     python examples/train_gpt.py --devices 4
     python examples/train_gpt.py --devices 4 --strategy ddp
     python examples/train_gpt.py --devices 1
+    python examples/train_gpt.py --devices 4 --strategy sparse_muloco --optimizer muon --epochs 40
 
 Two nodes with two processes each; the first command on a host that the other reaches as ``first``::
 
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from command_line import build_trainer, example_parser
 from gpt import GPT, GPTSize, RandomWindows, encoded, random_windows, warmed_up_cosine, window_loss
+from muon import MuonAdamW, embeddings_and_head
 from pytorch_lightning import LightningModule, seed_everything
 from text_data import load_text
 from torch import Tensor, nn
@@ -44,15 +46,17 @@ class CharacterModel(LightningModule):
 
     Args:
         network: what predicts.
-        learning_rate: the largest, of AdamW.
+        learning_rate: the largest.
         steps: optimizer steps of the whole training.
+        optimizer: ``"adamw"``, or ``"muon"`` for the matrices of blocks and AdamW for all else.
     """
 
-    def __init__(self, network: nn.Module, learning_rate: float, steps: int) -> None:
+    def __init__(self, network: nn.Module, learning_rate: float, steps: int, optimizer: str = "adamw") -> None:
         super().__init__()
         self.network = network
         self.learning_rate = learning_rate
         self.steps = steps
+        self.optimizer = optimizer
 
     @override
     def training_step(self, windows: Tensor) -> Tensor:
@@ -66,7 +70,14 @@ class CharacterModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate, _BETAS, weight_decay=_WEIGHT_DECAY)
+        optimizer: torch.optim.Optimizer
+        if self.optimizer == "muon":
+            elementwise = embeddings_and_head(self.network)
+            optimizer = MuonAdamW(
+                self.parameters(), self.learning_rate, _BETAS, weight_decay=_WEIGHT_DECAY, elementwise=elementwise
+            )
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate, _BETAS, weight_decay=_WEIGHT_DECAY)
         schedule = LambdaLR(optimizer, lambda step: warmed_up_cosine(step, self.steps))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -78,6 +89,7 @@ def main() -> None:
     parser.add_argument("--epoch-steps", type=int, default=100, help="optimizer steps of an epoch (default 100)")
     for name, number in GPTSize()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=number, help=f"of the network (default {number})")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="adamw (default) or muon")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed, 16-mixed")
     parser.add_argument("--compile", action="store_true", help="compile the network with torch.compile")
     options = parser.parse_args()
@@ -109,7 +121,7 @@ def main() -> None:
         text.validation, _VALIDATION_WINDOWS, size.length, torch.Generator().manual_seed(options.seed)
     )
     trainer.fit(
-        CharacterModel(network, options.lr, options.epochs * options.epoch_steps),
+        CharacterModel(network, options.lr, options.epochs * options.epoch_steps, options.optimizer),
         DataLoader(windows, batch_size=None),
         DataLoader(fixed, batch_size=64),  # type: ignore[arg-type]  # a tensor of rows serves as well
     )

@@ -23,9 +23,9 @@ Fashion-MNIST, with the four files of https://github.com/zalandoresearch/fashion
     python examples/train_image.py --data-dir fashion --epochs 5 --batch-size 64
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from command_line import build_trainer, example_parser
@@ -45,10 +45,11 @@ class ImageClassifier(LightningModule):
     """Two convolutions and two linear layers, for images ``[batch, 1, height, width]`` of 8 pixels or more.
 
     Args:
-        learning_rate: of SGD with momentum 0.9.
+        learning_rate: of the optimizer.
+        optimizer: builds it from parameters and learning rate; without one it is SGD with momentum 0.9.
     """
 
-    def __init__(self, learning_rate: float) -> None:
+    def __init__(self, learning_rate: float, optimizer: Optional[Callable[[Any, float], Optimizer]] = None) -> None:
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
@@ -63,6 +64,7 @@ class ImageClassifier(LightningModule):
         )
         self.accuracy = MulticlassAccuracy(_CLASSES, average="micro")
         self.learning_rate = learning_rate
+        self.optimizer = optimizer
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -87,6 +89,8 @@ class ImageClassifier(LightningModule):
 
     @override
     def configure_optimizers(self) -> Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer(self.parameters(), self.learning_rate)
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
 

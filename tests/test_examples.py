@@ -18,8 +18,8 @@ from tests.helpers.commands import Interpreter, begin
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # The scripts find each other as a user's python does: in the folder of the script.
 with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-    command_line, gpt, image_data, text_data = map(
-        importlib.import_module, ["command_line", "gpt", "image_data", "text_data"]
+    command_line, gpt, image_data, muon, text_data = map(
+        importlib.import_module, ["command_line", "gpt", "image_data", "muon", "text_data"]
     )
 
 
@@ -74,6 +74,38 @@ def test_gpt_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
     # Ten of forty steps are sent whole, and some mean gradients.
     assert sparse["mean_bytes_per_step"] < dense["mean_bytes_per_step"] / 2
     assert sparse["score"] < 1.5 * dense["score"] < 4
+
+
+def test_muon_and_adamw_in_one_are_both_and_resume_to_the_bit() -> None:
+    def trained(steps: int, resumed: bool = False, apart: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        network = gpt.GPT(7, gpt.GPTSize(length=8, width=16, blocks=1, heads=2))
+        elementwise = set(muon.embeddings_and_head(network))
+        matrices = [each for each in network.parameters() if each.dim() == 2 and each not in elementwise]
+        assert len(elementwise) == 3
+        assert len(matrices) == 4
+        if apart:
+            rest = [each for each in network.parameters() if each.dim() != 2 or each in elementwise]
+            optimizers = [
+                torch.optim.Muon(matrices, 0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(rest, 0.01, (0.9, 0.95), weight_decay=0.1),
+            ]
+        else:
+            optimizers = [muon.MuonAdamW(network.parameters(), 0.01, elementwise=elementwise)]
+        for step in range(steps):
+            if resumed and step == steps // 2:
+                saved = optimizers[0].state_dict()
+                optimizers = [muon.MuonAdamW(network.parameters(), 0.5, elementwise=elementwise)]
+                optimizers[0].load_state_dict(saved)
+            network.zero_grad()
+            windows = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(step))
+            gpt.window_loss(network, windows).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [each.detach() for each in network.parameters()]
+
+    assert all(map(torch.equal, trained(6), trained(6, apart=True)))
+    assert all(map(torch.equal, trained(6), trained(6, resumed=True)))
 
 
 def test_every_epoch_of_the_gpt_has_windows_of_its_own() -> None:

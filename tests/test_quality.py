@@ -6,12 +6,11 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.engine.settings import Settings
@@ -41,8 +40,9 @@ def network() -> Edges:
     return Edges()
 
 
-def build_optimizer(parameters: Any, is_adam: bool) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, is_adam: bool) -> torch.optim.Optimizer:
     """Build the optimizer of a replica."""
+    parameters = model.parameters()
     return torch.optim.AdamW(parameters, lr=1e-3) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -50,7 +50,7 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
     """Train on processes; return parameters, and the bytes that left the rank."""
     settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
     with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
-        optimizer = build_optimizer(ddp.parameters(), is_adam)
+        optimizer = build_optimizer(ddp, is_adam)
         parameters = dict(ddp.module.named_parameters())
         feedback = engine._settings.feedback
         view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)

@@ -38,6 +38,7 @@ from lightning_sparse.schedule.cost.network import dense_bytes
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpt import GPT, GPTSize, encoded, random_windows, warmed_up_cosine, window_loss
 from image_data import digits
+from muon import MuonAdamW, embeddings_and_head
 from text_data import NOT_A_TARGET, Vocabulary, cut_columns, load_text, rank_share, tokenize
 from train_image import ImageClassifier
 from train_text import LstmState, WordLstm
@@ -174,7 +175,14 @@ def _constant_then_tenth(step: int, steps: int) -> float:
 
 TASKS = {
     "gpt": Task(
-        "validation loss", {"adamw95": 16e-3, "adamw999": 16e-3, "sgd": 0.5}, 2000, 100, 1.0, warmed_up_cosine, 0.9, gpt
+        "validation loss",
+        {"adamw95": 16e-3, "adamw999": 16e-3, "sgd": 0.5, "muon": 16e-3},
+        2000,
+        100,
+        1.0,
+        warmed_up_cosine,
+        0.9,
+        gpt,
     ),
     "images": Task(
         "accuracy, %",
@@ -197,10 +205,13 @@ TASKS = {
         text,
     ),
 }
-OPTIMIZERS: dict[str, Callable[[Any, float, Task], Optimizer]] = {
-    "sgd": lambda parameters, rate, task: torch.optim.SGD(parameters, rate, momentum=task.momentum),
-    "adamw95": lambda parameters, rate, task: torch.optim.AdamW(parameters, rate, (0.9, 0.95), weight_decay=0.1),
-    "adamw999": lambda parameters, rate, task: torch.optim.AdamW(parameters, rate, (0.9, 0.999), weight_decay=0.1),
+OPTIMIZERS: dict[str, Callable[[nn.Module, float, Task], Optimizer]] = {
+    "sgd": lambda network, rate, task: torch.optim.SGD(network.parameters(), rate, momentum=task.momentum),
+    "adamw95": lambda network, rate, task: torch.optim.AdamW(network.parameters(), rate, (0.9, 0.95), weight_decay=0.1),
+    "adamw999": lambda network, rate, task: torch.optim.AdamW(
+        network.parameters(), rate, (0.9, 0.999), weight_decay=0.1
+    ),
+    "muon": lambda network, rate, task: MuonAdamW(network.parameters(), rate, elementwise=embeddings_and_head(network)),
 }
 
 
@@ -257,7 +268,7 @@ def train(run: Run) -> dict[str, Any]:
     ranks = VirtualRanks(
         run.ranks,
         learnable.network,
-        lambda parameters: build_optimizer(parameters, run.rate, task),
+        lambda network: build_optimizer(network, run.rate, task),
         run.settings,
         run.steps,
         task.clip_norm,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ class VirtualRanks:
     Args:
         ranks: how many.
         build_network: builds a replica; all have to be equal.
-        build_optimizer: builds the optimizer of a replica's parameters.
+        build_optimizer: builds the optimizer of a replica.
         build_settings: builds what the user chose, anew for each rank; returns ``None`` for plain DDP.
         total_steps: optimizer steps of the whole training.
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
@@ -258,7 +258,7 @@ class VirtualRanks:
         self,
         ranks: int,
         build_network: Callable[[], nn.Module],
-        build_optimizer: Callable[[Any], Optimizer],
+        build_optimizer: Callable[[nn.Module], Optimizer],
         build_settings: Callable[[], Optional[Settings]],
         total_steps: int,
         clip_norm: Optional[float] = None,
@@ -271,7 +271,7 @@ class VirtualRanks:
         self.ranks = []
         for rank in range(ranks):
             network = build_network()
-            optimizer = build_optimizer(network.parameters())
+            optimizer = build_optimizer(network)
             collectives = ThreadCollectives(self._meeting, rank, ranks)
             averages = (averages_every, averages_after)
             member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm, *averages)

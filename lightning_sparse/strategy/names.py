@@ -68,6 +68,15 @@ def _own() -> tuple[System, ...]:
             {"compressor": "dense", "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
         ),
         System(
+            "sparse_muloco",
+            "Train alone for 30 steps, then average what has changed, with constants for Muon (MuLoCo).",
+            {
+                "compressor": "dense",
+                "wire": "bfloat16",
+                "local_steps": LocalSteps(30, outer_lr=0.7, outer_momentum=0.6, nesterov=True),
+            },
+        ),
+        System(
             "sparse_loco",
             "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
             {
