@@ -176,7 +176,7 @@ def _constant_then_tenth(step: int, steps: int) -> float:
 TASKS = {
     "gpt": Task(
         "validation loss",
-        {"adamw95": 16e-3, "adamw999": 16e-3, "sgd": 0.5, "muon": 16e-3},
+        {"adamw95": 16e-3, "adamw999": 16e-3, "sgd": 0.5, "muon": 32e-3},
         2000,
         100,
         1.0,
