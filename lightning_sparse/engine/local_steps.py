@@ -66,6 +66,7 @@ class _PendingSync:
 class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
+    A rank's change counts by the samples that it has seen, or by batches, or by steps where it is told of no batches.
     Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model is asked
     for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that begins,
     and what it returns on the worker before that exchange.
@@ -99,6 +100,8 @@ class Rounds(Replicas):
         self._worker = worker
         self._step = 0
         self._steps_of: dict[int, int] = {}
+        self._is_told_of_batches = False
+        self._forget_batches()
         self._has_begun = False
         self._pending: Optional[_PendingSync] = None
         self._averager = ReplicaAverager(module, self._everybody.collectives)
@@ -183,6 +186,18 @@ class Rounds(Replicas):
             self._recorder.last.wire_bytes += self._averager.sent_bytes
 
     @override
+    def see_batch(self, samples: Optional[int]) -> None:
+        self._is_told_of_batches = True
+        self._add_batch(samples)
+
+    def _add_batch(self, samples: Optional[int]) -> None:
+        self._batches += 1
+        self._samples += math.nan if samples is None else samples
+
+    def _forget_batches(self) -> None:
+        self._samples = self._batches = 0.0  # since the last exchange began; NaN samples where they cannot be told
+
+    @override
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; apply the exchange that is due, and begin one at the end of a round.
 
@@ -196,6 +211,8 @@ class Rounds(Replicas):
         if self._steps_of[optimizer] <= self._step:
             return
         self._step += 1
+        if not self._is_told_of_batches:
+            self._add_batch(samples=1)
         self._apply_until(self._step)
         if (self._step - self._origin) % self._every == 0:
             self._submit(self._local.overlap_steps, agreed)
@@ -248,7 +265,9 @@ class Rounds(Replicas):
             pending.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
         self.begun_exchanges += 1
         prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
-        self._worker.submit(lambda: self._exchange(pending, prepare, steps, agreed), pending.done.set)
+        numbers = (self._samples, self._batches, *agreed)
+        self._forget_batches()
+        self._worker.submit(lambda: self._exchange(pending, prepare, steps, numbers), pending.done.set)
 
     def _change(self, name: str, tensor: Tensor) -> Tensor:
         """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
@@ -285,14 +304,17 @@ class Rounds(Replicas):
         self._seen = self._fingerprints()
 
     def _exchange(
-        self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, agreed: Sequence[float]
+        self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, numbers: Sequence[float]
     ) -> None:
         """Exchange changes and move the shared model by their mean; on the worker."""
         self._recorder.begin_backward()
         self._recorder.end_backward()
-        if agreed:
-            self._check_agreed(agreed)
+        everywhere = self._everybody.collectives.gather_numbers(numbers).tolist()
+        _check_agreed([rates for _, _, *rates in everywhere], numbers[2:])
         names, changes, trained = pending.names, pending.changes, len(self._names)
+        weight = _weight(everywhere, self._everybody.collectives.rank)
+        if weight != 1:  # before residuals are added, so that all of what counts arrives in the end
+            torch._foreach_mul_(changes[: len(names)], weight)
         self._pipeline.context = prepare()
         self._pipeline.commit(self._exchange_groups(names[:trained], changes[:trained]))
         self._average(names[trained:] or names, changes[trained:])
@@ -341,14 +363,6 @@ class Rounds(Replicas):
                 momentum.mul_(local.outer_momentum).add_(change)
                 change = change.add_(momentum, alpha=local.outer_momentum) if local.nesterov else momentum
             shared.sub_(change, alpha=local.outer_lr)
-
-    def _check_agreed(self, numbers: Sequence[float]) -> None:
-        everywhere = self._everybody.collectives.gather_numbers(numbers)
-        if bool((everywhere != everywhere[0]).any()):
-            raise RuntimeError(
-                f"learning rates differ between ranks, that of this rank is {numbers[0]}: a schedule went by a number"
-                " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
-            )
 
     def _apply_until(self, step: int) -> None:
         """Apply the exchange that is due after a step."""
@@ -442,6 +456,7 @@ class Rounds(Replicas):
             "origin": self._origin,
             "steps_of": dict(self._steps_of),
             "begun": self._begun,
+            "seen": (self._samples, self._batches),
             "is_stale": self._is_stale,
             "local": dict(own),
             "beside": self._beside,
@@ -476,6 +491,7 @@ class Rounds(Replicas):
         if not isinstance(self._local.every, int) and state["every"] is not None:
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
+        self._samples, self._batches = state.get("seen", (0.0, 0.0))
         for name, tensor in state["unshared"].items():
             if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
                 unshared[name].copy_(tensor)
@@ -490,6 +506,28 @@ class Rounds(Replicas):
             corrections = [each.to(device) for each in saved["corrections"]]
             self._pending = _PendingSync(**{**saved, "corrections": corrections})
             self._pending.done.set()
+
+
+def _check_agreed(everywhere: Sequence[Sequence[float]], numbers: Sequence[float]) -> None:
+    if any(each != everywhere[0] for each in everywhere):
+        raise RuntimeError(
+            f"learning rates differ between ranks, that of this rank is {numbers[0]}: a schedule went by a number"
+            " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
+        )
+
+
+def _weight(everywhere: Sequence[Sequence[float]], rank: int) -> float:
+    """Return how much a rank's change counts, 1 on average: by samples, or by batches unless all know their samples.
+
+    >>> [_weight([(6, 2), (2, 2)], rank) for rank in (0, 1)]
+    [1.5, 0.5]
+    >>> [_weight([(math.nan, 3), (2, 1)], rank) for rank in (0, 1)]
+    [1.5, 0.5]
+    """
+    samples, batches = ([row[column] for row in everywhere] for column in (0, 1))
+    counts = batches if math.isnan(math.fsum(samples)) else samples
+    total = math.fsum(counts)
+    return len(counts) * counts[rank] / total if total else 1.0
 
 
 def _is_narrow(tensor: Tensor) -> bool:

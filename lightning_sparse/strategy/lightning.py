@@ -26,6 +26,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from pytorch_lightning.utilities import GradClipAlgorithmType
+    from pytorch_lightning.utilities.data import _extract_batch_size
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -40,6 +41,7 @@ else:
     from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.data import _extract_batch_size
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"
@@ -70,5 +72,6 @@ __all__ = [
     "Trainer",
     "_MultiProcessingLauncher",
     "_SubprocessScriptLauncher",
+    "_extract_batch_size",
     "get_filesystem",
 ]

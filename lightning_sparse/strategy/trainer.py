@@ -45,6 +45,7 @@ from lightning_sparse.strategy.lightning import (
     GradClipAlgorithmType,
     MisconfigurationException,
     Trainer,
+    _extract_batch_size,
 )
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.whereabouts import (
@@ -382,6 +383,7 @@ class SparseDDPStrategy(DDPStrategy):
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
         self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
+        self._loop.replicas.see_batch(_samples_of(args[0] if args else None))
         return super().training_step(*args, **kwargs)
 
     @property
@@ -577,6 +579,16 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
+
+
+def _samples_of(batch: Any) -> Optional[int]:
+    """Return the length of a batch's first tensor, as ``self.log`` takes it; ``None`` where there is none."""
+    if isinstance(batch, Iterator):  # which training_step itself takes batches from
+        return None
+    try:
+        return next((size for size in _extract_batch_size(batch) if size is not None), None)
+    except (TypeError, RecursionError):  # a collection that cannot be gone through
+        return None
 
 
 def _total_steps(trainer: Trainer) -> Optional[int]:

@@ -1,6 +1,7 @@
 """Rounds of local steps against slow references in float64."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Optional
 from unittest import mock
@@ -24,9 +25,18 @@ def flat(tensors: Any) -> Tensor:
 
 
 def train(
-    rank: int, steps: int, local: LocalSteps, settings: dict[str, Any], closes: bool = False, looks: bool = True
+    rank: int,
+    steps: int,
+    local: LocalSteps,
+    settings: dict[str, Any],
+    closes: bool = False,
+    looks: bool = True,
+    samples: Sequence[Optional[int]] = (),
 ) -> dict[str, Any]:
-    """Train with AdamW in rounds; return what can be seen after every step, of the shared model if it ``looks``."""
+    """Train with AdamW in rounds; return what can be seen after every step, of the shared model if it ``looks``.
+
+    ``samples`` are those of each rank's batches, of which the rounds are told.
+    """
     torch.manual_seed(0)
     seen: dict[str, Any] = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
     with sparse_ddp(Edges(), **{"compressor": "dense", "local_steps": local, **settings}) as (ddp, engine):
@@ -36,6 +46,8 @@ def train(
                 ddp.zero_grad()
                 ddp(batch(rank, step)).backward()
             optimizer.step()
+            if samples:
+                engine.replicas.see_batch(samples[rank])
             seen["drift"].append(flat(ddp.parameters()))
             engine.end_step()
             if closes and step == steps - 1:
@@ -55,8 +67,9 @@ def train(
 class Reference:
     """DiLoCo of virtual workers, on one flat vector in float64."""
 
-    def __init__(self, ranks: int, local: LocalSteps) -> None:
+    def __init__(self, ranks: int, local: LocalSteps, weights: Sequence[float] = ()) -> None:
         self.local = local
+        self.weights = weights or [1.0] * ranks
         self.models = []
         for _ in range(ranks):
             torch.manual_seed(0)
@@ -74,7 +87,8 @@ class Reference:
             optimizer.step()
         self.steps += 1
         if self.steps % self.local.every == 0:
-            mean = sum(self.shared - flat(model.parameters()) for model in self.models) / len(self.models)
+            changes = [self.shared - flat(model.parameters()) for model in self.models]
+            mean = sum(map(torch.mul, changes, self.weights)) / len(changes)
             self.momentum = self.local.outer_momentum * self.momentum + mean
             ahead = self.local.outer_momentum * self.momentum + mean if self.local.nesterov else self.momentum
             self.shared = self.shared - self.local.outer_lr * ahead
@@ -100,6 +114,25 @@ def test_rounds_go_as_their_formula_says(pools: dict[int, Pool], ranks: int, loc
             torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
 
 
+COUNTED = [  # samples of each rank's batches, and what its change counts then
+    ((6, 2), (1.5, 0.5)),
+    ((0, 5), (0.0, 2.0)),
+    ((0, 0), (1.0, 1.0)),
+    ((7, None), (1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("samples", "weights"), COUNTED)
+def test_a_change_counts_by_its_samples(
+    pair: Pool, samples: tuple[Optional[int], ...], weights: tuple[float, ...]
+) -> None:
+    reference, answers = Reference(2, OUTER, weights), pair.run(train, 6, OUTER, {}, False, True, samples)
+    for step in range(6):
+        reference.step()
+        for answer in answers:
+            torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
+
+
 def synchronous(rank: int, local: Optional[LocalSteps]) -> list[Tensor]:
     """Train with SGD, in rounds of one step or as DDP does."""
     torch.manual_seed(0)
@@ -121,20 +154,24 @@ def test_rounds_of_one_step_of_sgd_are_ddp(pair: Pool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("samples", "weights"), [((), (1.0, 1.0)), COUNTED[0]])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize(
     "settings",
     [{"compressor": "topk", "density": 0.1}, {"wire": "4bit"}, {"wire": "2bit"}],
     ids=["sparse", "4bit", "2bit"],
 )
-def test_what_is_not_sent_waits_and_decays(pair: Pool, settings: dict[str, Any], decay: float) -> None:
-    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings)
+def test_what_is_not_sent_waits_and_decays(
+    pair: Pool, settings: dict[str, Any], decay: float, samples: tuple[int, ...], weights: tuple[float, ...]
+) -> None:
+    answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings, False, True, samples)
     start = flat(Reference(1, OUTER).models[0].parameters())
     owed = [torch.zeros_like(start) for _ in answers]
     for step in (1, 3, 5):
         before = start if step == 1 else answers[0]["shared"][step - 2]
         sent = before - answers[0]["shared"][step]
-        changes = [decay * each + before - answer["drift"][step] for each, answer in zip(owed, answers)]
+        learned = [weight * (before - answer["drift"][step]) for weight, answer in zip(weights, answers)]
+        changes = [decay * each + change for each, change in zip(owed, learned)]
         kept = [answer["residual"][step] for answer in answers]
         torch.testing.assert_close(sent, sum(map(torch.sub, changes, kept)) / 2, rtol=0, atol=1e-6)
         assert all(each.any() for each in kept)
@@ -280,6 +317,22 @@ def test_whatever_training_writes_is_one_model(pair: Pool, local: LocalSteps, is
     assert torch.equal(end["backbone"], start["backbone"])
     assert torch.equal(end["grown"], torch.full((5,), 0.5))
     assert torch.equal(end["late"], torch.full((2,), 0.5))
+
+
+def average_a_buffer(rank: int) -> Tensor:
+    """Write a buffer in a round, of 3 samples on the first rank and 1 on the second; return what it is then."""
+    torch.manual_seed(0)
+    with sparse_ddp(Written(), "dense", local_steps=LocalSteps(every=2)) as (ddp, engine):
+        for step in range(2):
+            engine.replicas.see_batch(3 - 2 * rank)
+            write_a_step(ddp.module, rank, step, is_assigned=False)
+            engine.end_step()
+        return ddp.module.mean.cpu()
+
+
+def test_buffers_count_by_samples(pair: Pool) -> None:
+    for mean in pair.run(average_a_buffer):
+        torch.testing.assert_close(mean, torch.full((3,), (2 * 1.5 + 4 * 0.5) / 2))
 
 
 def change_shapes(rank: int) -> list[Tensor]:

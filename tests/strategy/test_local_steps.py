@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
+from lightning_sparse.strategy.trainer import _samples_of
 from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
@@ -554,6 +555,51 @@ def test_the_number_of_rounds_is_told_at_the_start(
     for lines in pair.run(told, local_steps, module, arguments):
         assert len(lines) == len(expected)
         assert all(part in line for part, line in zip(expected, lines))
+
+
+class Batches(Small):
+    """A model that learns twice as much on the second rank, in as many batches of another size, of several kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        return (1 + self.global_rank) * self.network[0].bias.sum() + 0 * sum(each.sum() for each in self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        size = 2 if self.global_rank else 6
+        rows: list[Any] = list(Rows(4 * size))
+        if self.kind == "named":
+            rows = [{"text": "a word", "row": row} for row in rows]
+        elif self.kind == "words":
+            rows = ["a word"] * len(rows)
+        return DataLoader(rows, batch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("module", "learned"),
+    [
+        (partial(Batches, "rows"), 1.25),
+        (partial(Batches, "named"), 1.25),
+        (partial(Batches, "words"), 1.5),
+    ],
+    ids=["rows", "named", "words"],
+)
+def test_a_change_counts_by_the_samples_of_its_batches(pair: Pool, module: Any, learned: float) -> None:
+    settings = {"compressor": "dense", "local_steps": 2}
+    for answer in fits(pair, module, settings, max_epochs=1, use_distributed_sampler=False):
+        change = answer.start["network.0.bias"] - answer.end["network.0.bias"]
+        torch.testing.assert_close(change.cpu(), torch.full((64,), 4 * learned))
+
+
+def test_no_batch_is_taken_to_be_counted() -> None:
+    batches = iter([torch.ones(3)])
+    assert _samples_of(batches) is None
+    assert len(list(batches)) == 1
 
 
 class Plateau(Small):

@@ -103,6 +103,9 @@ class Replicas(Uncopied):
         """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
         return None
 
+    def see_batch(self, samples: Optional[int]) -> None:
+        """Count a batch of so many samples, by which this rank's step counts; ``None`` where that cannot be told."""
+
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
 
