@@ -110,12 +110,11 @@ def watch_gradients(model: nn.Module) -> Tensors:
 
 
 def residuals_like(engine: Engine, gradients: Tensors) -> Tensors:
-    """Copy the residuals, in the shape of the gradients; they are zero where nothing was allocated."""
+    """Copy the residuals; they are zero where nothing was allocated, and flat where a node's ranks share them."""
     state = engine.memory.state_dict().get("residual", {})
-    return {
-        name: state[name].view_as(gradient).clone() if name in state else torch.zeros_like(gradient)
-        for name, gradient in gradients.items()
-    }
+    kept = {name: state.get(name, torch.zeros_like(gradient)).clone() for name, gradient in gradients.items()}
+    is_shared = engine.levels.node_ranks > 1
+    return {name: each.flatten() if is_shared else each.view_as(gradients[name]) for name, each in kept.items()}
 
 
 def booked_step(ddp: DistributedDataParallel, engine: Engine, gradients: Tensors, loss: Tensor) -> dict[str, Tensors]:

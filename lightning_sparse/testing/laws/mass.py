@@ -61,13 +61,13 @@ class Branches(nn.Module):
         return loss
 
 
-def train_branches(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:
-    """Use everything, then ``sometimes`` on rank 0 alone and ``never`` nowhere; write down as :func:`balance` does."""
+def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[dict[str, Tensors]]:
+    """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
     torch.manual_seed(0)
     book = []
     with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
-        for step, uses in enumerate([(True, True), (rank == 0, False), (rank == 0, False)]):
+        for step, uses in enumerate([(True, True), (rank == user, False), (rank == user, False)]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
             book.append(booked_step(ddp, engine, gradients, ddp(inputs, uses)))
     return book

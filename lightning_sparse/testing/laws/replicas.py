@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -62,9 +63,13 @@ def test_density_one_equals_ddp(
 ) -> None:
     density = None if density_for(compressor) is None else 1.0
     settings = {"compressor": compressor, "density": density, "schedule": schedule}
-    for ours, twin in pools[ranks].run(train_both, settings, micro_batches):
-        for name in twin:
-            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+    assert_close(pools[ranks].run(train_both, settings, micro_batches))
+
+
+def assert_close(ranks: list[tuple[Tensors, Tensors]]) -> None:
+    """Check what :func:`train_both` returned on every rank: two models that differ by roundings."""
+    for ours, twin in ranks:
+        torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-6)
 
 
 class Sluggish(ExchangeWorker):
@@ -102,20 +107,25 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(
     pools: dict[int, Pool], ranks: int, compressor: str, wire: str
 ) -> None:
-    outcomes = []
     schedules: list[str | Schedule] = ["layerwise", "single", FixedSize(1000), FixedSize(2600)]
     grouping_free = is_grouping_free(subject_of(compressor))
     if not grouping_free:
         schedules *= 2  # each of the four is then to agree with itself
-    for schedule in schedules:
-        settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule, "wire": wire}
-        histories = pools[ranks].run(train_sluggishly, settings, 3, False)
-        if agrees(subject_of(compressor)):
-            for history in histories[1:]:
-                assert_same(history, histories[0])
-        outcomes.append(histories)
+    settings = {"compressor": compressor, "density": density_for(compressor), "wire": wire}
+    outcomes = outcomes_of(pools[ranks], settings, schedules, one_model=agrees(subject_of(compressor)))
     for outcome, expected in zip(outcomes, outcomes[:1] * len(outcomes) if grouping_free else outcomes[4:]):
         assert_same(outcome, expected)
+
+
+def outcomes_of(
+    pool: Pool, settings: dict[str, Any], schedules: Sequence[str | Schedule], steps: int = 3, one_model: bool = True
+) -> list[list[list[Tensors]]]:
+    """Train with each schedule; return all ranks' parameters after every step, which are the same on all of them."""
+    outcomes = [pool.run(train_sluggishly, {**settings, "schedule": each}, steps, False) for each in schedules]
+    for first, *others in outcomes if one_model else ():
+        for history in others:
+            assert_same(history, first)
+    return outcomes
 
 
 @each_schedule

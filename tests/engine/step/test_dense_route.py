@@ -12,6 +12,7 @@ from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_way
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
+from lightning_sparse.testing.laws.replicas import assert_close
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (
@@ -103,9 +104,7 @@ def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
 
 
 def test_momentum_of_what_is_sent_whole_goes_on(pair: Pool) -> None:
-    for ours, twin in pair.run(train_beside_ddp):
-        for name in twin:
-            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+    assert_close(pair.run(train_beside_ddp))
 
 
 def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -9,9 +9,9 @@ from lightning_sparse import Owners, SparseDDPStrategy
 from lightning_sparse.compressors.dgc import DGC
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.laws.finiteness import NOT_FINITE, train_with_gaps
+from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance, train_branches
-from lightning_sparse.testing.laws.replicas import train_sluggishly
+from lightning_sparse.testing.laws.replicas import outcomes_of
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp
 
@@ -53,13 +53,8 @@ def test_mass_is_conserved(pools: dict[int, Pool], name: str, wire: str) -> None
 
 @each_compressor
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools: dict[int, Pool], name: str) -> None:
-    outcomes = []
-    for schedule in ("layerwise", "single", FixedSize(2600)):
-        settings = settings_of(name, "bfloat16", schedule=schedule)
-        histories = pools[3].run(train_sluggishly, settings, 3, False)
-        for history in histories[1:]:
-            assert_same(history, histories[0])
-        outcomes.append(histories)
+    schedules = ("layerwise", "single", FixedSize(2600))
+    outcomes = outcomes_of(pools[3], settings_of(name, "bfloat16"), schedules)
     if name != "omgs":  # whose choice depends on what travels together
         for outcome in outcomes[1:]:
             assert_same(outcome, outcomes[0])
@@ -67,11 +62,7 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools: dict[int, P
 
 @each_compressor
 def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(pair: Pool, name: str) -> None:
-    for gaps in pair.run(train_with_gaps, settings_of(name), 1):
-        for poison, (before, after, poisoned, recovered) in zip(NOT_FINITE, gaps):
-            assert_same(before, after)
-            assert not poisoned.isfinite().all(), f"{poison} is hidden"
-            assert recovered, f"{poison} is not forgotten"
+    assert_nothing_moves(pair.run(train_with_gaps, settings_of(name), 1))
 
 
 @each_wire

@@ -1,6 +1,6 @@
 """Two levels: four ranks play two nodes of two."""
 
-import copy
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 import lightning_sparse.engine.step.levels as levels_module
 from lightning_sparse.compressors import DGC
-from lightning_sparse.engine import Engine
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.edges import Given, edges_of
-from lightning_sparse.testing.laws.finiteness import NOT_FINITE, train_with_gaps
-from lightning_sparse.testing.laws.mass import Branches
-from lightning_sparse.testing.laws.replicas import train_both, train_sluggishly
+from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
+from lightning_sparse.testing.laws.mass import balance, train_branches
+from lightning_sparse.testing.laws.replicas import assert_close, outcomes_of, train_both
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import density_for
-from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp, watch_gradients
+from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
 from tests.helpers.devices import DEVICE, moved
 
 Tensors = dict[str, Tensor]
@@ -45,42 +44,21 @@ def settings_of(compressor: str, exchange: str = "auto", **others: Any) -> dict[
     return {"compressor": compressor, "density": density_for(compressor), "exchange": exchange, **NODE, **others}
 
 
-def kept(engine: Engine) -> Tensors:
-    """Copy what waits here: this rank's share of each parameter."""
-    return {name: tensor.clone() for name, tensor in engine.memory.state_dict().get("residual", {}).items()}
-
-
-def whole(shares: list[Tensors], name: str, like: Tensor) -> Tensor:
-    """Return what waits of a parameter, the mean over two nodes, of what each of their two ranks keeps."""
-    if name not in shares[0]:
-        return torch.zeros_like(like, dtype=torch.float64)
+def whole(shares: Sequence[Tensors], name: str, like: Tensor) -> Tensor:
+    """Return what is kept of a parameter, the mean over two nodes, of what each of their two ranks keeps."""
     nodes = [torch.cat([each[name].double() for each in shares[first : first + 2]]) for first in (0, 2)]
     return (sum(nodes) / 2)[: like.numel()].view_as(like)
 
 
-def balance(rank: int, settings: dict[str, Any], steps: int) -> list[tuple[Tensors, Tensors, Tensors, Tensors]]:
-    """Train, and write down of every step what waited, what came, what was applied, and what waits."""
-    torch.manual_seed(0)
-    book = []
-    with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        gradients = watch_gradients(ddp.module)
-        for step in range(steps):
-            before = kept(engine)
-            backpropagate(ddp, engine, ddp(batch(rank, step)))
-            applied = {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
-            book.append((before, copy.deepcopy(gradients), applied, kept(engine)))
-            optimizer.step()
-    return book
-
-
-def assert_balanced(books: list[list[tuple[Tensors, Tensors, Tensors, Tensors]]]) -> None:
+def assert_balanced(books: list[list[dict[str, Tensors]]]) -> None:
     for entries in zip(*books):
-        before, gradients, applied, after = zip(*entries)
+        gradients, before, applied, after = (
+            [entry[key] for entry in entries] for key in ("gradient", "before", "applied", "after")
+        )
         for name, first in gradients[0].items():
             came = sum(each[name].double() for each in gradients) / len(entries)
-            owed = whole(list(before), name, first) + came
-            found = applied[0][name].double() + whole(list(after), name, first)
+            owed = whole(before, name, first) + came
+            found = applied[0][name].double() + whole(after, name, first)
             torch.testing.assert_close(found, owed, rtol=2e-6, atol=1e-6 * owed.abs().max().item() + 1e-12)
 
 
@@ -93,21 +71,15 @@ def test_mass_is_conserved(nodes: Pool, compressor: str, exchange: str, wire: st
 @each_way
 def test_density_one_equals_ddp(nodes: Pool, compressor: str, exchange: str) -> None:
     density = None if density_for(compressor) is None else 1.0
-    for ours, twin in nodes.run(train_both, {**settings_of(compressor, exchange), "density": density}, 2):
-        for name in twin:
-            torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+    assert_close(nodes.run(train_both, {**settings_of(compressor, exchange), "density": density}, 2))
 
 
 @each_way
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes: Pool, compressor: str, exchange: str) -> None:
-    outcomes = []
-    for schedule in ("layerwise", "single", FixedSize(1000)):
-        histories = nodes.run(train_sluggishly, settings_of(compressor, exchange, schedule=schedule), 4, False)
-        for history in histories[1:]:
-            assert_same(history, histories[0])
-        outcomes.append(histories[0])
-    for outcome in outcomes[1:]:
-        assert_same(outcome, outcomes[0])
+    schedules = ("layerwise", "single", FixedSize(1000))
+    first, *others = outcomes_of(nodes, settings_of(compressor, exchange), schedules, steps=4)
+    for outcome in others:
+        assert_same(outcome, first)
 
 
 @pytest.mark.parametrize("gap_rank", [0, 3])
@@ -115,43 +87,20 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes: Pool, compr
 def test_a_gradient_that_is_not_finite_moves_nothing_anywhere(
     nodes: Pool, compressor: str, exchange: str, gap_rank: int
 ) -> None:
-    for gaps in nodes.run(train_with_gaps, settings_of(compressor, exchange), gap_rank):
-        for poison, (before, after, poisoned, recovered) in zip(NOT_FINITE, gaps):
-            assert_same(before, after)
-            assert not poisoned.isfinite().all(), f"{poison} is hidden"
-            assert recovered, f"{poison} is not forgotten"
-
-
-def train_branches(rank: int, settings: dict[str, Any]) -> list[tuple[Tensors, Tensors, Tensors, Tensors]]:
-    """Use everything, then ``sometimes`` on one rank alone, the last of its node, and ``never`` nowhere."""
-    torch.manual_seed(0)
-    book = []
-    with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
-        gradients = watch_gradients(ddp.module)
-        for step, uses in enumerate([(True, True), (rank == 3, False), (rank == 3, False)]):
-            inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
-            for gradient in gradients.values():
-                gradient.zero_()
-            before = kept(engine)
-            backpropagate(ddp, engine, ddp(inputs, uses))
-            grads = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
-            applied = {name: gradients[name] * 0 if grad is None else grad.clone() for name, grad in grads.items()}
-            book.append((before, copy.deepcopy(gradients), applied, kept(engine)))
-    return book
+    assert_nothing_moves(nodes.run(train_with_gaps, settings_of(compressor, exchange), gap_rank))
 
 
 @each_way
 def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(
     nodes: Pool, compressor: str, exchange: str
 ) -> None:
-    books = nodes.run(train_branches, settings_of(compressor, exchange))
-    for steps in zip(*books):
-        for _, _, applied, _ in steps[1:]:
-            assert_same(applied, steps[0][2])
-    for before, _, applied, after in (step for book in books for step in book[1:]):
-        assert applied["sometimes"].any()
-        assert not applied["never"].any()
-        assert_same(before.get("never"), after.get("never"))
+    books = nodes.run(train_branches, settings_of(compressor, exchange), 3)  # the last of its node
+    for book in books:
+        for entry, first in zip(book[1:], books[0][1:]):
+            assert_same(entry["applied"], first["applied"])
+            assert entry["applied"]["sometimes"].any()
+            assert not entry["applied"]["never"].any()
+            assert_same(entry["before"]["never"], entry["after"]["never"])
     if compressor != "dgc":
         assert_balanced(books)
 
@@ -159,10 +108,11 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(
 def exchange_edges(rank: int, settings: dict[str, Any], gradients: Tensors) -> tuple[Tensors, Tensors]:
     """Exchange the same gradients from all ranks; return what was applied, and what waits here."""
     gradients = moved(gradients, DEVICE)
-    with sparse_ddp(Given(gradients), **settings) as (ddp, engine):
+    with sparse_ddp(model := Given(gradients), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(gradients))
-        waiting = {name.removeprefix("weights."): tensor for name, tensor in kept(engine).items()}
-        return {name: weight.grad.clone() for name, weight in ddp.module.weights.items()}, waiting
+        waiting = residuals_like(engine, dict(model.named_parameters()))
+        applied = gradients_of(ddp)
+    return tuple({name.removeprefix("weights."): each for name, each in of.items()} for of in (applied, waiting))
 
 
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
@@ -197,7 +147,7 @@ def train_steps(rank: int, model: Edges, settings: dict[str, Any], steps: int = 
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         for step in range(steps):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
-            history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
+            history.append(gradients_of(ddp))
             optimizer.step()
     return history
 
@@ -280,7 +230,7 @@ def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any,
         for step in range(steps):
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
-            history.append({name: each.grad.clone() for name, each in ddp.module.named_parameters()})
+            history.append(gradients_of(ddp))
         engine.worker.settle()
         return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
