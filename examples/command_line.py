@@ -11,10 +11,11 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.schedule.cost.network import dense_bytes
 
+_SPARSE = (SparseDDPStrategy, SparseModelParallelStrategy)
 _OVERRIDES = ("density", "wire", "schedule", "warmup_epochs")
 
 
@@ -135,7 +136,7 @@ def _add_strategy_flags(parser: argparse.ArgumentParser, strategy: str) -> None:
 
 
 def _is_sparse(name: str) -> bool:
-    return name in StrategyRegistry and issubclass(StrategyRegistry[name]["strategy"], SparseDDPStrategy)
+    return name in StrategyRegistry and issubclass(StrategyRegistry[name]["strategy"], _SPARSE)
 
 
 def _chosen_strategy(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Union[str, Strategy]:
@@ -155,7 +156,7 @@ def _outcome(trainer: Trainer, module: LightningModule, strategy: str, metric: s
     dense = dense_bytes(elements, trainer.world_size)
     steps = max(1, trainer.global_step)
     stats = {"wire_bytes": dense, "total_wire_bytes": dense * steps, "total_compression_ratio": 1.0}
-    if isinstance(trainer.strategy, SparseDDPStrategy):
+    if isinstance(trainer.strategy, _SPARSE):
         stats.update(trainer.strategy.compression_stats())
     return Outcome(
         strategy=strategy,

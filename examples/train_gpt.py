@@ -16,6 +16,11 @@ Two nodes with two processes each; the first command on a host that the other re
     MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=0 python examples/train_gpt.py --nodes 2
     MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=1 python examples/train_gpt.py --nodes 2
 
+The same two nodes, each of which holds the model in shards (``--devices`` of them)::
+
+    MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=0 python examples/train_gpt.py --nodes 2 --strategy sparse_hsdp
+    MASTER_ADDR=first MASTER_PORT=29500 NODE_RANK=1 python examples/train_gpt.py --nodes 2 --strategy sparse_hsdp
+
 On a GPU, with bfloat16 where it helps and a compiled network::
 
     python examples/train_gpt.py --devices 2 --precision bf16-mixed --compile --width 768 --blocks 12 --heads 12
@@ -26,11 +31,12 @@ from typing import Any
 
 import torch
 from command_line import build_trainer, example_parser
-from gpt import GPT, GPTSize, RandomWindows, encoded, random_windows, warmed_up_cosine, window_loss
+from gpt import GPT, Block, GPTSize, RandomWindows, encoded, random_windows, warmed_up_cosine, window_loss
 from muon import MuonAdamW, embeddings_and_head
 from pytorch_lightning import LightningModule, seed_everything
 from text_data import load_text
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -57,6 +63,16 @@ class CharacterModel(LightningModule):
         self.learning_rate = learning_rate
         self.steps = steps
         self.optimizer = optimizer
+
+    @override
+    def configure_model(self) -> None:
+        if self.device_mesh is None or isinstance(self.network, FSDPModule):  # nobody shards, or has done
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in self.network.modules():
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
 
     @override
     def training_step(self, windows: Tensor) -> Tensor:

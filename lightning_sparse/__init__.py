@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
     from lightning_sparse.strategy.fabric import SparseFabricStrategy
+    from lightning_sparse.strategy.sharded import SparseModelParallelStrategy
     from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 __version__ = version("lightning-sparse")
@@ -40,6 +41,7 @@ _LATER = {
     "Schedule": "lightning_sparse.schedule",
     "SparseDDPStrategy": "lightning_sparse.strategy.trainer",
     "SparseFabricStrategy": "lightning_sparse.strategy.fabric",
+    "SparseModelParallelStrategy": "lightning_sparse.strategy.sharded",
     "Sparsifier": "lightning_sparse.loop",
     "bucket_cap_mb": "lightning_sparse.engine.step.hook",
     "sparsify": "lightning_sparse.loop",
@@ -94,6 +96,7 @@ __all__ = [
     "SelectionSize",
     "SparseDDPStrategy",
     "SparseFabricStrategy",
+    "SparseModelParallelStrategy",
     "Sparsifier",
     "available_compressors",
     "bucket_cap_mb",

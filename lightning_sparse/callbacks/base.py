@@ -1,6 +1,6 @@
 """The base of this package's callbacks: which strategy they look at, at which steps, and what they refuse."""
 
-from typing import Any
+from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -17,6 +17,7 @@ class StepObserver(Callback):
     """
 
     every_n_steps = 1
+    works_on_shards = False  # of a model that no rank holds whole
     _looks = False
     _steps_before = 0
 
@@ -37,7 +38,13 @@ class StepObserver(Callback):
         name = type(self).__name__
         if not isinstance(trainer, Trainer):
             raise TypeError(f"this {name} is {CURE}")
-        if not isinstance(trainer.strategy, SparseDDPStrategy):
+        holds_shards = getattr(trainer.strategy, "holds_shards", None)
+        if holds_shards and not self.works_on_shards:
+            raise TypeError(
+                f"{name} looks at whole parameters, and of them a rank holds shards here: remove the callback, or use"
+                " CompressionMonitor() without by_parameter and histograms"
+            )
+        if holds_shards is None:
             raise TypeError(
                 f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: choose one, such as"
                 " Trainer(strategy='sparse_topk'), or remove the callback"
@@ -76,8 +83,7 @@ class StepObserver(Callback):
 
 def sparse_strategy(trainer: Trainer) -> SparseDDPStrategy:
     """Return the Trainer's strategy."""
-    assert isinstance(trainer.strategy, SparseDDPStrategy)
-    return trainer.strategy
+    return cast(SparseDDPStrategy, trainer.strategy)  # or that of sharded models, of which the same is asked
 
 
 def engine_of(strategy: SparseDDPStrategy) -> Engine:

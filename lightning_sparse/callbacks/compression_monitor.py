@@ -70,6 +70,11 @@ class CompressionMonitor(StepObserver):
         self._steps = deque[StepFacts](maxlen=_MOST_STEPS)
         self._steps_seen = 0
 
+    @property
+    def works_on_shards(self) -> bool:  # type: ignore[override]  # of shards ranks have different ones
+        """Whether all that is shown can be known where every rank holds a shard."""
+        return not (self.by_parameter or self.histograms)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plan, self._has_page = None, False

@@ -6,13 +6,15 @@ from typing import NamedTuple
 import torch
 from torch.nn import Module
 
+from lightning_sparse.functional.elements import held_of
+
 
 class ModelLayout(NamedTuple):
     """Which parameters are exchanged, and between whom.
 
     Attributes:
         names: parameter names in the order of their definition, never in that of DDP's buckets.
-        numels: for each its number of elements.
+        numels: for each its number of elements; of the shards that a rank holds where a model is sharded.
         rank: this rank within the process group that exchanges.
         ranks: size of that process group.
         device: where the gradients are.
@@ -43,6 +45,7 @@ class ModelLayout(NamedTuple):
 def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:
     """Lay out a model whose parameters are exchanged where they require a gradient, and have an element."""
     parameters = dict(module.named_parameters())
-    trained = {name: tensor.numel() for name, tensor in parameters.items() if tensor.requires_grad and tensor.numel()}
+    numels = {name: held_of(tensor).numel() for name, tensor in parameters.items() if tensor.requires_grad}
+    trained = {name: numel for name, numel in numels.items() if numel}
     frozen = tuple(name for name in parameters if name not in trained)
     return ModelLayout(tuple(trained), tuple(trained.values()), rank, ranks, device, frozen)

@@ -159,16 +159,23 @@ class Collectives(Uncopied):
         self.group = None
 
 
-def gather_together(thing: Any) -> list[Any]:
-    """Gather what every rank of the job hands in, where all of them come at the same time."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, thing)
+def gather_together(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
+    """Gather what every rank of the job, or of a group, hands in, where all of them come at the same time."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, thing, group)
     return gathered
 
 
-def sum_together(tensor: Tensor) -> Tensor:
-    """Add up a tensor over all ranks of the job, in place, where all of them come at the same time."""
-    dist.all_reduce(tensor)
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors by those of the group's first rank, all of whose ranks come at the same time."""
+    for tensor in tensors:
+        if tensor.numel():
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+
+def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:
+    """Add up a tensor over all ranks of the job, or of a group, in place, where all come at the same time."""
+    dist.all_reduce(tensor, group=group)
     return tensor
 
 

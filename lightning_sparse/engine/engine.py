@@ -21,12 +21,14 @@ from lightning_sparse.engine.planning.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, NoStream
-from lightning_sparse.engine.step.levels import OneLevel, Replicas, TwoLevels
+from lightning_sparse.engine.step.levels import OneLevel, Replicas, Shards, TwoLevels
+from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
 from lightning_sparse.engine.step.step import Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires, build_wires
 from lightning_sparse.schedule import Merged
 
+Wrapper = Union[DistributedDataParallel, ShardedModel]
 _LOGGER = logging.getLogger(__name__)
 _ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
 _RESIDUAL_BYTES = 4
@@ -35,13 +37,14 @@ _RESIDUAL_BYTES = 4
 class Engine(Uncopied):
     """Exchange the gradients of one wrapped model, until closed; its communication hook is registered here.
 
-    ``node_ranks`` of a node average their gradients first. ``begin`` is called before a step's first gradients are
-    taken, on the thread of backward. Between two steps ``densities`` may be raised, alike on all ranks.
+    ``node_ranks`` of a node average their gradients first, or have done so where they hold one replica in shards.
+    ``begin`` is called before a step's first gradients are taken, on the thread of backward. Between two steps
+    ``densities`` may be raised, alike on all ranks.
     """
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        ddp: Wrapper,
         settings: Settings,
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
@@ -54,10 +57,13 @@ class Engine(Uncopied):
         self._settings, self._begin = settings, begin
         self.compressor = settings.compressor
         self.arrived = ArrivedGradients()
-        self.recorder = Recorder(device, len(everybody), node_ranks)
+        is_sharded = isinstance(ddp, ShardedModel)
+        # Beside shards the dense exchange is that of equal shards, between replicas.
+        topology = (len(everybody) // node_ranks, 1) if is_sharded else (len(everybody), node_ranks)
+        self.recorder = Recorder(device, *topology)
         self.densities = Densities(self.compressor, settings.density_at(0))
         self._collectives = Collectives(everybody, device, timeout)
-        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout)
+        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout, is_sharded)
         across = self.levels.across.collectives
         wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
@@ -68,7 +74,9 @@ class Engine(Uncopied):
         self._density_of: Optional[tuple[int, float]] = None  # epoch, and how much of the warm-up lies behind
         # Those of frozen parameters, too: they may be unfrozen.
         dtypes = {each.dtype for each in parameters if each.is_floating_point()}
-        self.memory = settings.memory_for(dtypes, across.ranks, self.levels.share_of if node_ranks > 1 else None)
+        cuts = isinstance(self.levels, TwoLevels)
+        total_of, share_of = self.levels.total_of, self.levels.share_of if cuts else None
+        self.memory = settings.memory_for(dtypes, across.ranks, share_of, total_of)
         self.planner = self._planner_of(settings, say)
         parts = (wires, across, self.recorder, self.densities.of, self.levels, self.planner)
         self.pipeline = Pipeline(self.compressor, self.memory, *parts)
@@ -113,10 +121,12 @@ class Engine(Uncopied):
         layout = self._exchanged_layout()
         return dict(zip(layout.names, layout.numels))
 
-    def _stream_from(self, ddp: DistributedDataParallel) -> Union[GradientStream, NoStream]:
+    def _stream_from(self, ddp: Wrapper) -> Union[GradientStream, NoStream, ShardStream]:
         settings = self._settings
         if settings.local_steps is not None:
             return NoStream()
+        if isinstance(ddp, ShardedModel):
+            return ShardStream(ddp.module, self.pipeline, settings.schedule, self.worker)
         if settings.has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self.arrived.watch(ddp.module.parameters())
         parts = (self.pipeline, settings.schedule, self.worker)
@@ -142,7 +152,7 @@ class Engine(Uncopied):
         self.replicas.detach()
         self.stream.close()
 
-    def attach(self, ddp: DistributedDataParallel) -> None:
+    def attach(self, ddp: Wrapper) -> None:
         """Exchange the gradients of a new wrapper of the same model, whichever are trained now."""
         layout = layout_of(ddp.module, *self._layout[2:5])
         if layout != self._layout:
@@ -297,7 +307,12 @@ class Engine(Uncopied):
 
 
 def _levels_of(
-    collectives: Collectives, recorder: Recorder, everybody: list[int], node_ranks: int, timeout: Optional[timedelta]
+    collectives: Collectives,
+    recorder: Recorder,
+    everybody: list[int],
+    node_ranks: int,
+    timeout: Optional[timedelta],
+    is_sharded: bool,
 ) -> OneLevel:
     """Return which ranks this one exchanges what with."""
     if node_ranks == 1:
@@ -308,4 +323,5 @@ def _levels_of(
     inside = Collectives(nodes[number], collectives.device, timeout, nodes)
     inside.check(("all_to_all", "all_gather"))
     across = Collectives(rows[place], collectives.device, timeout, rows)
-    return TwoLevels(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))
+    kind = Shards if is_sharded else TwoLevels
+    return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))

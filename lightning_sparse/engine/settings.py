@@ -171,7 +171,7 @@ class Settings:
     @property
     def can_have_levels(self) -> bool:
         """Whether ranks of a node can average gradients first and share the rest of the work."""
-        return _refusal_of_levels(self.compressor) is None
+        return refusal_of_shares(self.compressor) is None
 
     @property
     def is_sparse(self) -> bool:
@@ -255,6 +255,7 @@ class Settings:
         gradient_dtypes: set[torch.dtype],
         ranks: int,
         share_of: Optional[Callable[[Tensor], Tensor]] = None,
+        total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> Memory:
         """Build the memory: what the compressor asks for, or none where nothing can be left over.
 
@@ -265,7 +266,7 @@ class Settings:
         if not feedback.keeps_residual:
             return Memory()
         if self.adam is not None:
-            return AdamMemory(ranks, self.adam, self.clipping, feedback.follows_learning_rate, share_of)
+            return AdamMemory(ranks, self.adam, self.clipping, feedback.follows_learning_rate, share_of, total_of)
         if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
             return Memory()
         local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)
@@ -293,7 +294,7 @@ def _of_the_compressor(
     levels: Union[str, int],
 ) -> Iterator[Row]:
     """Yield what a compressor has no place for."""
-    name, reason = type(own).__name__, _refusal_of_levels(own)
+    name, reason = type(own).__name__, refusal_of_shares(own)
     has_density = own.default_density is not None
     yield (
         density is not None and not has_density,
@@ -436,7 +437,7 @@ def _refusal_of_correction(compressor: Compressor) -> Optional[str]:
     return None
 
 
-def _refusal_of_levels(compressor: Compressor) -> Optional[str]:
+def refusal_of_shares(compressor: Compressor) -> Optional[str]:
     """Return why a compressor cannot work on shares of gradients; ``None`` if it can."""
     if compressor.replicas_diverge:
         return "lets replicas drift apart, also those of one node"

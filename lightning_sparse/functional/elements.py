@@ -23,6 +23,13 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
     return wires.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
+def held_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, all of any other; the same memory."""
+    with torch.no_grad():
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return local
+
+
 def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:
     """Return a tensor flat, in the order of its memory or that of ``like``, as DDP lays its gradient."""
     if like is not None and tensor.stride() != like.stride():

@@ -18,8 +18,10 @@ from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.layout import layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
+from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import Replicas
+from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
 from lightning_sparse.loop.summary import TAKES_MOMENTUM, closing, summary, takes_adam, tells_warm_up, warning_for
@@ -66,7 +68,7 @@ class Loop:
 
     def start(
         self,
-        ddp: DistributedDataParallel,
+        ddp: Wrapper,
         optimizers: Sequence[Optimizer],
         timeout: Optional[timedelta] = None,
         scaler: Any = None,
@@ -91,7 +93,7 @@ class Loop:
             self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
             return
         self._say(f"{summary(settings)}.")
-        self._ddp = ddp
+        self._ddp: Wrapper = ddp
         self._scaler = scaler
         self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
         self.replicas = engine.replicas
@@ -107,7 +109,7 @@ class Loop:
     def _warn(self) -> None:
         """Warn, on one rank, of what does not go well together."""
         settings, found = self._settings, list[Optional[str]]()
-        if settings.overlaps_backward:
+        if settings.overlaps_backward and isinstance(self._ddp, DistributedDataParallel):
             found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
         if settings.is_sparse:
             learning = filter(is_adaptive, self.optimizers)
@@ -172,7 +174,7 @@ class Loop:
         self.engine.detach()
         return used
 
-    def attach(self, ddp: DistributedDataParallel, is_plain: bool) -> None:
+    def attach(self, ddp: Wrapper, is_plain: bool) -> None:
         """Go on with a new wrapper of the same model."""
         if self.engine is None:
             return
@@ -314,7 +316,7 @@ class Loop:
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology[0] > 1:
-                self._say(closing(stats, verdict))
+                self._say(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
             is_whole = engine.close(has_failed)
             self.remember(stats, plan, keep(engine.state_dict()) if is_whole and can_ask else None)
             self.engine = None

@@ -88,7 +88,7 @@ def warning_for(optimizer: Optimizer) -> str:
     )
 
 
-def closing(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
+def closing(stats: Mapping[str, float], verdict: Optional[str] = None, dense: str = "DDP") -> str:
     """Say what a training has sent and waited for; ``verdict`` is what ``sparse_auto`` has found.
 
     Example::
@@ -99,7 +99,7 @@ def closing(stats: Mapping[str, float], verdict: Optional[str] = None) -> str:
     """
     inside = f" ({in_bytes(stats['total_link_bytes'])} to other nodes)" if "total_link_bytes" in stats else ""
     parts = [
-        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where DDP sends"
+        f"{stats['total_steps']:.0f} steps sent {in_bytes(stats['total_wire_bytes'])}{inside} where {dense} sends"
         f" {in_bytes(stats['total_dense_bytes'])}, compression ratio {stats['total_compression_ratio']:.3g}"
     ]
     if not math.isnan(stats["exposed_share"]):

@@ -36,6 +36,7 @@ class System(NamedTuple):
     name: str
     description: str
     arguments: dict[str, Any]
+    trainers: Optional[tuple[str, str]] = None  # where its own class is, of the Trainer alone, if it has one
 
     def variants(self) -> dict[str, dict[str, Any]]:
         """Return every strategy name of the system with its arguments, one for each way to launch it.
@@ -45,6 +46,8 @@ class System(NamedTuple):
             >>> list(AUTO.variants())[:2]
             ['sparse_auto', 'sparse_auto_spawn']
         """
+        if self.trainers is not None:  # which Lightning launches as a script alone
+            return {self.name: self.arguments}
         return {self.name + suffix: {**self.arguments, **launch} for suffix, launch in _VARIANTS}
 
 
@@ -52,6 +55,14 @@ AUTO = System(
     "sparse_auto",
     "Send each group whole or in part, as is faster, or leave everything to DDP, where that is faster still.",
     {"compressor": "lags", "schedule": "auto"},
+)
+
+
+SHARDED = System(
+    "sparse_hsdp",
+    "Shard the model in each node as configure_model says (FSDP2), and send the largest part of shards between nodes.",
+    {"compressor": "lags"},
+    ("lightning_sparse.strategy.sharded", "SparseModelParallelStrategy"),
 )
 
 
@@ -90,7 +101,7 @@ def _own() -> tuple[System, ...]:
 
 
 def systems() -> list[System]:
-    """Return the systems that there are now."""
+    """Return the systems that there are now, of models that every rank holds whole."""
     compressors = available_compressors().items()
     return [*_own(), *(System(f"sparse_{name}", line, {"compressor": name}) for name, line in compressors)]
 
@@ -104,7 +115,7 @@ def meant_by(name: str) -> Optional[str]:
         ('sparse_lags', 'sparse_lags', 'sparse_lags_spawn', None)
     """
     written = name.lower().replace("-", "_")
-    ours = [variant for system in systems() for variant in system.variants()]
+    ours = [variant for system in (*systems(), SHARDED) for variant in system.variants()]
     if f"sparse_{written}" in ours:
         return f"sparse_{written}"
     near = difflib.get_close_matches(written, ours, n=1, cutoff=0.9) if written.startswith("sparse") else []
@@ -126,7 +137,15 @@ class _Names(list[str]):
 class _Row(dict[str, Any]):
     """A row of a Lightning's table, whose class is imported when somebody asks for it."""
 
-    def __init__(self, lightning: str, name: str, description: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        lightning: str,
+        name: str,
+        description: str,
+        arguments: dict[str, Any],
+        trainers: Optional[tuple[str, str]] = None,
+    ) -> None:
+        self._place = trainers or TABLES[lightning][1:]
         super().__init__(description=description, init_params=arguments, strategy_name=name)
         self._lightning = lightning
 
@@ -135,7 +154,7 @@ class _Row(dict[str, Any]):
             raise KeyError(key)
         ours = import_module("lightning_sparse.strategy.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
-            _, module, kind = TABLES[self._lightning]
+            module, kind = self._place
             self[key] = getattr(import_module(module), kind)
             return self[key]
         raise TypeError(f"strategy={self['strategy_name']!r} is {ours.CURE}")
@@ -152,10 +171,11 @@ def register_names(lightning: str) -> None:
     known = strategies.available_strategies
 
     def names() -> list[str]:
-        for system in systems():  # of compressors that have been registered since, too
+        sharded = [SHARDED] if TABLES[lightning] == _TRAINERS else []
+        for system in (*systems(), *sharded):  # of compressors that have been registered since, too
             if system.name not in strategies:
                 for name, arguments in system.variants().items():
-                    strategies[name] = _Row(lightning, name, system.description, arguments)
+                    strategies[name] = _Row(lightning, name, system.description, arguments, system.trainers)
         return _Names(known())
 
     strategies.available_strategies = names

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -111,6 +111,8 @@ class SparseDDPStrategy(DDPStrategy):
         >>> SparseDDPStrategy(compressor="topk", density=0.01).compression_stats()
         {}
     """
+
+    holds_shards: ClassVar[bool] = False  # where every rank holds the whole model
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class SparseDDPStrategy(DDPStrategy):
             self.optimizers,
             self._timeout,
             self._scaler,
-            Clipping() if value is None else _clipping(value, trainer.gradient_clip_algorithm),
+            Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm),
             self._checkpointer.node_ranks,
             # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
             goes_alone=self._checkpointer.has_loaded_save,
@@ -325,7 +327,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        with self._loop.clipped_before(_clipping(clip_val, *algorithm, **named_algorithm)):
+        with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
             if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
                 self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
 
@@ -340,7 +342,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._loop.agrees_on_rates = any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
         if self._loop.corrects_adam:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
-            self._loop.expect_steps(_total_steps(trainer))
+            self._loop.expect_steps(total_steps_of(trainer))
         self._loop.resume()
         if self._loop.replicas.are_apart:
             _check_batches(gather_together(trainer.num_training_batches))
@@ -350,7 +352,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Say how many rounds will be made, where that is known by now, and warn where they are few."""
         local = self.settings.local_steps
         assert local is not None
-        steps = _total_steps(trainer) if trainer.lightning_module.automatic_optimization else None
+        steps = total_steps_of(trainer) if trainer.lightning_module.automatic_optimization else None
         if steps is None or not isinstance(local.every, int):
             return
         rounds = -(-max(0, steps - local.synchronous_steps) // local.every)
@@ -591,7 +593,7 @@ def _samples_of(batch: Any) -> Optional[int]:
         return None
 
 
-def _total_steps(trainer: Trainer) -> Optional[int]:
+def total_steps_of(trainer: Trainer) -> Optional[int]:
     """Return the optimizer steps that the whole training may have; ``None`` where Lightning does not know."""
     try:
         total = trainer.estimated_stepping_batches
@@ -600,7 +602,8 @@ def _total_steps(trainer: Trainer) -> Optional[int]:
     return None if total == float("inf") else int(total)
 
 
-def _clipping(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
+def clipping_of(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
+    """Return in our terms how Lightning is asked to clip."""
     if not value:
         return Clipping()
     return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)

@@ -58,7 +58,8 @@ class AdamMemory(ResidualMemory):
     """Accumulate the updates of Adam where it is told the moments of a parameter, and gradients where it is not.
 
     The moments are the optimizer's own, whole tensors; where a rank sees to a share of each gradient, ``share_of``
-    returns that of a flat tensor. Each rank clips its own gradient, which is longer than the mean by a measured factor.
+    returns that of a flat tensor. Where ranks hold shards, moments included, ``total_of`` adds up numbers of a replica.
+    Each rank clips its own gradient, which is longer than the mean by a measured factor.
     """
 
     corrects_adam = True
@@ -70,6 +71,7 @@ class AdamMemory(ResidualMemory):
         clip: Clipping = NOT_CLIPPED,
         follows_learning_rate: bool = False,
         share_of: Optional[Callable[[Tensor], Tensor]] = None,
+        total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> None:
         super().__init__(None, follows_learning_rate)
         self.clip_to(clip)
@@ -80,6 +82,7 @@ class AdamMemory(ResidualMemory):
         self.correction = correction
         self._ranks = ranks
         self._share_of = share_of
+        self._total_of = total_of
         self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
         self._second_steps: dict[str, int] = {}  # that their second moments are of
@@ -207,7 +210,7 @@ class AdamMemory(ResidualMemory):
         # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
         independent = self.gradient_norm.new_tensor(math.sqrt(self._ranks))
         if self._norm_ratio is None and self._squared_norms:
-            own, mean = torch.stack(list(self._squared_norms.values())).sum(dim=0).unbind()
+            own, mean = self._total_of(torch.stack(list(self._squared_norms.values())).sum(dim=0)).unbind()
             self._norm_ratio = torch.where(mean > 0, (own / mean).sqrt(), independent)
         ratio = independent if self._norm_ratio is None else self._norm_ratio
         # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.

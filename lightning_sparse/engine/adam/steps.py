@@ -17,7 +17,7 @@ from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters, in_widened
 from lightning_sparse.functional.adam import apply_updates
-from lightning_sparse.functional.elements import laid_flat
+from lightning_sparse.functional.elements import held_of, laid_flat
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.
@@ -163,7 +163,7 @@ class AdamSteps:
             if count:
                 names.append(name)
                 bias = 1 - float(group["betas"][1]) ** count
-                means.append(optimizer.state[parameter]["exp_avg_sq"].mean().float() / bias)
+                means.append(held_of(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
         return dict(zip(names, torch.stack(means).tolist()))
 
     def close(self) -> None:
@@ -213,15 +213,16 @@ class AdamSteps:
         kept = tuple(state.get(kind) for kind in kinds)
         known = self._flats.get(parameter)
         is_stale = known is None or any(one is not other for one, other in zip(known.kept, kept))
-        if known is None or is_stale or known.parameter.data_ptr() != parameter.data_ptr():
+        weight = held_of(parameter)
+        if known is None or is_stale or known.parameter.data_ptr() != weight.data_ptr():
             for kind, tensor in zip(kinds, kept):
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)
             kept = tuple(state.get(kind) for kind in kinds)
-            first, second, largest = (None if tensor is None else laid_flat(tensor) for tensor in kept)
+            first, second, largest = (None if tensor is None else laid_flat(held_of(tensor)) for tensor in kept)
             assert first is not None
             assert second is not None
-            known = self._flats[parameter] = _Flat(kept, laid_flat(parameter.detach()), first, second, largest)
+            known = self._flats[parameter] = _Flat(kept, laid_flat(weight), first, second, largest)
         return known
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,17 +254,27 @@ class AdamSteps:
             self._hide(stepping)
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], gradients: Mapping[Parameter, Tensor]) -> None:
-        moments = [self._present[parameter] for parameter in gradients]
-        names = [self.names[parameter] for parameter in gradients]
+        shards = {parameter: held_of(gradient) for parameter, gradient in gradients.items()}
+        held = {parameter: shard for parameter, shard in shards.items() if shard.numel()}  # of some a rank has none
+        if held:
+            self._apply_held(optimizer, group, held)
+        counters = [optimizer.state[parameter]["step"] for parameter in gradients]
+        torch._foreach_add_(counters, 1)
+        for parameter, counter in zip(gradients, counters):
+            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
+
+    def _apply_held(self, optimizer: Optimizer, group: Mapping[str, Any], held: Mapping[Parameter, Tensor]) -> None:
+        moments = [self._present[parameter] for parameter in held]
+        names = [self.names[parameter] for parameter in held]
         scale = getattr(optimizer, "grad_scale", None)
-        unscaled = (gradient if scale is None else gradient / scale for gradient in gradients.values())
+        unscaled = (gradient if scale is None else gradient / scale for gradient in held.values())
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
         # Looked up anew: a parameter may have got other memory since backward.
-        weights = [self._flat(parameter, optimizer.state[parameter]).parameter for parameter in gradients]
+        weights = [self._flat(parameter, optimizer.state[parameter]).parameter for parameter in held]
         wide = in_widened(weights)
         apply_updates(
             wide,
-            in_widened([laid_flat(gradient, parameter) for parameter, gradient in zip(gradients, unscaled)]),
+            in_widened([laid_flat(gradient, held_of(parameter)) for parameter, gradient in zip(held, unscaled)]),
             list(map(self._memory.take_arrived, names)),
             in_widened([each.preconditioner for each in moments]),
             [each.scalars(self._memory.second_step(name)) for each, name in zip(moments, names)],
@@ -273,10 +284,6 @@ class AdamSteps:
         for weight, result in zip(weights, wide):
             if result is not weight:
                 weight.copy_(result)
-        counters = [optimizer.state[parameter]["step"] for parameter in gradients]
-        torch._foreach_add_(counters, 1)
-        for parameter, counter in zip(gradients, counters):
-            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
 
     def _after_step(self, *step: Any) -> None:
         self._forget_steps()

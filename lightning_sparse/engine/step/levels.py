@@ -60,6 +60,10 @@ class OneLevel:
         """Combine the norms of shares into that of the whole."""
         return norm
 
+    def total_of(self, numbers: Tensor) -> Tensor:
+        """Add up numbers about the shards that ranks hold of one replica; they are whole where a rank holds all."""
+        return numbers
+
     def write_back(self, names: Sequence[str]) -> None:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
@@ -141,7 +145,42 @@ class _Averaged(NamedTuple):
     dtype: torch.dtype
 
 
-class TwoLevels(OneLevel):
+class Divided(OneLevel):
+    """The ranks ``inside`` see to each gradient together, a part each; equal parts are exchanged ``across``."""
+
+    def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
+        super().__init__(across, everybody)
+        self._inside = inside
+        self.node_ranks = inside.ranks
+
+    @override
+    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
+        return self._inside.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
+
+    @override
+    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
+        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norm.view(1)), names))
+        return whole
+
+    @override
+    def close(self, has_failed: bool) -> None:
+        for channel in (self.across, self._inside, self.everybody):
+            channel.collectives.close(has_failed)
+
+
+class Shards(Divided):
+    """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
+
+    @override
+    def total_of(self, numbers: Tensor) -> Tensor:
+        return self._inside.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
+
+    @override
+    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+        return self.across.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
+
+
+class TwoLevels(Divided):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
 
     Every tensor is cut by itself into equal shares, the last filled up with zeros: nothing depends on its company. Each
@@ -150,9 +189,7 @@ class TwoLevels(OneLevel):
     """
 
     def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
-        super().__init__(across, everybody)
-        self._inside = inside
-        self.node_ranks = inside.ranks
+        super().__init__(inside, across, everybody)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
         self._averaged: list[_Averaged] = []
@@ -179,15 +216,6 @@ class TwoLevels(OneLevel):
         return [LocalGradient(*local) for local in zip(names, shares, are_used)]
 
     @override
-    def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
-        return self._inside.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
-
-    @override
-    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
-        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norm.view(1)), names))
-        return whole
-
-    @override
     def write_back(self, names: Sequence[str]) -> None:
         averaged, self._averaged = self._averaged, []
         for gradients, shares, dtype in averaged:
@@ -200,11 +228,6 @@ class TwoLevels(OneLevel):
         tensors = [share.new_empty(numel) for share, numel in zip(shares, numels)]
         self._inside.run(self._hand_out(torch.cat(list(shares)), tensors, torch.bfloat16), list(gradients))
         return tensors
-
-    @override
-    def close(self, has_failed: bool) -> None:
-        for channel in (self.across, self._inside, self.everybody):
-            channel.collectives.close(has_failed)
 
     def _average(self, gradients: Sequence[Tensor]) -> Phases[list[Tensor]]:
         """Return this rank's share of each mean, in at least fp32; it is working memory until :meth:`write_back`."""

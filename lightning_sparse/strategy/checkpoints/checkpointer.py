@@ -8,10 +8,12 @@ from typing import Any, Optional, Union
 from uuid import uuid4
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (
+    CURE,
     KEY,
     AbsentError,
     CheckpointError,
@@ -21,16 +23,22 @@ from lightning_sparse.strategy.checkpoints.shards import (
     read_header,
     read_state,
 )
-from lightning_sparse.strategy.lightning import AsyncCheckpointIO, DDPStrategy, FabricDDPStrategy
+from lightning_sparse.strategy.lightning import (
+    AsyncCheckpointIO,
+    DDPStrategy,
+    FabricDDPStrategy,
+    ModelParallelStrategy,
+)
 
 
 class Checkpointer:
     """The ranks' parts of checkpoints."""
 
-    def __init__(self, strategy: Union[DDPStrategy, FabricDDPStrategy], resumes: bool) -> None:
+    def __init__(self, strategy: Union[DDPStrategy, FabricDDPStrategy, ModelParallelStrategy], resumes: bool) -> None:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
         self.loaded: Optional[tuple[str, Optional[Save]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
+        self.same_shards: Optional[ProcessGroup] = None  # ranks that hold the same shards, where the model has some
         self._strategy = strategy
         self._resumes = resumes
         self._written: dict[str, str] = {}
@@ -58,7 +66,7 @@ class Checkpointer:
             self._strategy.checkpoint_io.teardown()
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
-        save = Save(name, self._strategy.world_size, compressor, self.node_ranks)
+        save = Save(name, self._strategy.world_size, compressor, self.node_ranks, self.same_shards is not None)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
@@ -117,6 +125,7 @@ class Checkpointer:
         if loaded is None:
             return
         path, save = loaded
+        self._check_shards(path, save)
         if save is None:
             reason = "holds nothing that a sparse strategy kept" if self._resumes else "was read without it"
             rank_zero_info(f"{type(self._strategy).__name__}: {path} {reason}; residuals start empty.")
@@ -130,6 +139,18 @@ class Checkpointer:
                 rank_zero_info(f"{type(self._strategy).__name__}: {line}")
 
         self.together(restore, f"{path}: another rank could not restore what it had kept")
+
+    def _check_shards(self, path: str, save: Optional[Save]) -> None:
+        """Refuse what was cut otherwise than what is kept here; on all ranks alike."""
+        before = None if save is None or not save.is_sharded else save.node_ranks
+        now = None if self.same_shards is None else self.node_ranks
+        if save is not None and before != now:
+            kept, wanted = ("whole" if ranks is None else f"in {ranks} shards" for ranks in (before, now))
+            raise CheckpointError(
+                f"{path} keeps what waits of each replica {kept}, and here it is kept {wanted}: resume with the same"
+                " strategy and the same data_parallel_size and tensor_parallel_size; replicas may be more or fewer."
+                f" {CURE}"
+            )
 
     def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
         """Read on every rank, and raise on every rank if one of them cannot; ``None`` if there is nothing anywhere."""
@@ -147,7 +168,9 @@ class Checkpointer:
             )
             return None
         self._agree(error, f"{path}: another rank could not read what it had kept")
-        return mean_of_shares(found, save, strategy.root_device) if isinstance(found, Share) else found
+        if isinstance(found, Share):
+            return mean_of_shares(found, save, strategy.root_device, self.same_shards)
+        return found
 
     def together(self, action: Callable[[], None], complaint: str) -> None:
         """Act on every rank, and raise on every rank if one of them cannot."""

@@ -70,7 +70,8 @@ def _other_memory(
 def remarks(save: Save, topology: tuple[int, int], unused: Sequence[str], source: str) -> Iterator[str]:
     """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
     if save.topology != topology:
-        before, now = ("" if each == 1 else f" on nodes of {each}" for each in (save.node_ranks, topology[1]))
+        group = "in replicas" if save.is_sharded else "on nodes"
+        before, now = ("" if each == 1 else f" {group} of {each}" for each in (save.node_ranks, topology[1]))
         yield (
             f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each takes up the mean of what those"
             " kept, so that the model is owed as much as before; what was divided between ranks is divided anew."

@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
@@ -35,6 +36,7 @@ class Save(NamedTuple):
     ranks: int  # that wrote a part
     compressor: str  # its class
     node_ranks: int = 1  # that, one after the other, had shares of the same parameters; 1 where each kept all
+    is_sharded: bool = False  # those shares were FSDP's shards, and the ranks one replica
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -44,7 +46,8 @@ class Save(NamedTuple):
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
         header = {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
-        return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
+        sharded = {"is_sharded": True} if self.is_sharded else {}
+        return {**header, **sharded} if self.node_ranks == 1 else {**header, **sharded, "node_ranks": self.node_ranks}
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
@@ -64,7 +67,7 @@ def read_header(content: Any, source: str) -> Optional[Save]:
             f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
             f" {_VERSION}): use that version. {CURE}"
         )
-    return Save(name, ranks, compressor, node_ranks)
+    return Save(name, ranks, compressor, node_ranks, header.get("is_sharded") is True)
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
@@ -125,17 +128,19 @@ def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, sav
     return Share(sums, shapes)
 
 
-def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, Any]:
-    """Return what a rank goes on with, of parts of which every rank has read a share; all ranks must call.
+def mean_of_shares(
+    share: Share, save: Save, device: torch.device, group: Optional[ProcessGroup] = None
+) -> dict[str, Any]:
+    """Return what a rank goes on with, of parts of which every rank of a group has read a share; all must call.
 
     What is kept of each parameter becomes the mean over ranks (over nodes, where their ranks had shares), so that the
     model is owed what it was. What a compressor has learned is passed on as it is, from rank to rank in turn.
     """
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
-    forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()))
+    forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()), group)
     shapes = share.shapes
     if len(set(forms)) > 1:
-        everywhere = gather_together(shapes)
+        everywhere = gather_together(shapes, group)
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
         if any(shapes[place] != shape for theirs in everywhere for place, shape in theirs.items()):
             raise CheckpointError(f"parts of the checkpoint keep tensors of different shapes of one parameter. {CURE}")
@@ -143,9 +148,9 @@ def mean_of_shares(share: Share, save: Save, device: torch.device) -> dict[str, 
         if not shape.numel():
             continue
         own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
-        parts = save.ranks // save.node_ranks if _is_shared(place) else save.ranks
+        parts = save.ranks // save.node_ranks if save.is_sharded or _is_shared(place) else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
-            means.copy_(sum_together(sums.to(device, torch.float64, copy=True)).div_(parts))
+            means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
         _put(share.sums, place, mean)
     return share.sums
 
@@ -211,6 +216,10 @@ def read_state(
     try:
         if save.topology == topology:
             return read(rank)
+        if save.is_sharded:  # of those that held the same shards
+            (replica, shard), replicas = divmod(rank, save.node_ranks), topology[0] // save.node_ranks
+            saved = save.ranks // save.node_ranks
+            return read_share(lambda source: read(source * save.node_ranks + shard), replica, replicas, saved)
         return read_share(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):

@@ -1,0 +1,117 @@
+"""A model of which every rank holds a shard: its gradients are exchanged between replicas when a backward is over."""
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.step.levels import LocalGradient
+from lightning_sparse.engine.step.step import Exchanged, Pipeline
+from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.functional.elements import held_of
+from lightning_sparse.schedule import Schedule
+
+
+class ShardedModel:
+    """What stands in the place of a DDP wrapper: ``replica_ranks`` that follow one another hold one replica in shards.
+
+    FSDP averages gradients inside a replica, as the user has set it up, and never between replicas.
+    """
+
+    process_group = None  # all ranks
+    find_unused_parameters = static_graph = False
+    require_backward_grad_sync = require_forward_param_sync = True
+
+    def __init__(self, module: Module, replica_ranks: int) -> None:
+        self.module = module
+        self.replica_ranks = replica_ranks
+
+
+class ShardStream(Uncopied):
+    """Take the shards of gradients once FSDP has averaged them, and hand them to the exchange worker in groups.
+
+    A replica may have used a parameter that another has not: all travel in every step, with word of their use.
+    """
+
+    used: Optional[AbstractSet[Parameter]] = None
+
+    def __init__(self, module: Module, pipeline: Pipeline, schedule: Schedule, worker: ExchangeWorker) -> None:
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and held_of(parameter).numel()
+        }
+
+    def close(self) -> None:
+        """Nothing was registered."""
+
+    def exchange(self) -> None:
+        """Replace gradients by their means over replicas; all ranks must call, and wait."""
+        recorder = self._pipeline.recorder
+        missing = {name: parameter for name, parameter in self._parameters.items() if parameter.grad is None}
+        for parameter in missing.values():
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = [
+            LocalGradient(name, _flat(parameter), name not in missing) for name, parameter in self._parameters.items()
+        ]
+        recorder.add_ready(list(self._parameters))
+        recorder.end_backward()
+        unused: list[str] = []
+        self._worker.run(lambda: unused.extend(self._exchange(gradients, missing.keys())))
+        for name in unused:
+            missing[name].grad = None
+
+    def _exchange(self, gradients: Sequence[LocalGradient], missing: AbstractSet[str]) -> list[str]:
+        """Exchange and write back on the worker; return those of ``missing`` that no replica has used."""
+        if self._pipeline.memory.clips_gradients:
+            self._pipeline.measure_norm(gradients)
+        exchanged: list[Exchanged] = []
+        for group in groups_of(gradients, self._schedule.closes_group):
+            exchanged += self._pipeline.exchange(group)
+        self._pipeline.commit(exchanged)
+        self._pipeline.close_step()
+        return [name for each in exchanged for name in _unused(each, missing)] if missing else []
+
+
+def _flat(parameter: Parameter) -> Tensor:
+    """Return the shard of a gradient, flat."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        raise RuntimeError(
+            "a gradient is not sharded as its parameter is: backward has to reduce it in the replica"
+            " (set_requires_gradient_sync(True), which Lightning's accumulation is left to)"
+        )
+    return held_of(gradient).view(-1)
+
+
+def _unused(exchanged: Exchanged, missing: AbstractSet[str]) -> Iterator[str]:
+    assert exchanged.arrival.used is not None
+    are_used = exchanged.arrival.used.tolist()  # the host waits for a GPU, where a gradient was missing only
+    return (name for name, is_used in zip(exchanged.names, are_used) if name in missing and not is_used)
+
+
+def groups_of(
+    gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
+) -> Iterator[list[LocalGradient]]:
+    """Cut gradients into groups as a schedule does, each of one type."""
+    group: list[LocalGradient] = []
+    numel = 0
+    for local in gradients:
+        if group and group[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
+            yield group
+            group, numel = [], 0
+        group.append(local)
+        numel += local.gradient.numel()
+        if closes_group(local.name, numel):
+            yield group
+            group, numel = [], 0
+    if group:
+        yield group
