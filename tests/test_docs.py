@@ -13,7 +13,7 @@ import pytest
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.cli import LightningCLI
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
@@ -28,7 +28,8 @@ SYSTEMS = DOCS / "systems"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify"}
-OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, DDPStrategy.__init__, DistributedDataParallel.__init__]
+STRATEGIES = [DDPStrategy.__init__, ModelParallelStrategy.__init__, DistributedDataParallel.__init__]
+OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, *STRATEGIES]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

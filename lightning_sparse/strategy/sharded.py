@@ -188,9 +188,13 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, self._replica_ranks)
         self._check_norms()
+        self._give_back()  # where users have optimizers set up anew
         if self._loop.corrects_adam:
             self._clip_gradients = self.precision_plugin.clip_gradients
             self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
+
+    def _give_back(self) -> None:
+        vars(self.precision_plugin).pop("clip_gradients", None)
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
@@ -326,7 +330,7 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_gradients", None)
+        self._give_back()
         self._loop.end(self._has_failed, keep=on_host)
         super().teardown()
         self._checkpointer.close()

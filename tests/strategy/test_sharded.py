@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
+from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.strategy.sharded import refusal_of_shards
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import listening
+from tests.helpers.fits import NotingLogger, listening
 from tests.helpers.trainers import Rows, make_trainer
 
 Tensors = dict[str, Tensor]
@@ -107,6 +108,7 @@ def fit(
         "stats": strategy.compression_stats() if settings is not None else {},
         "said": said,
         "notes": getattr(model, "notes", None),
+        "told": getattr(trainer.logger, "told", None),
     }
 
 
@@ -363,6 +365,20 @@ class OldFSDP(Sharded):
 
     def configure_model(self) -> None:
         self.last = FullyShardedDataParallel(self.last, device_id=torch.device("cpu"))
+
+
+def test_statistics_are_logged(pools: dict[int, Pool]) -> None:
+    shown = {"logger": NotingLogger(), "callbacks": [CompressionMonitor()], "log_every_n_steps": 1}
+    for answer in fits(pools[4], Sharded, SPARSE, limit_train_batches=4, **shown):
+        assert all(each["sparse/compression_ratio"] > 4 for each in answer["told"] if "sparse/density" in each)
+        assert any("sparse/residual_to_gradient" in each for each in answer["told"])
+
+
+@pytest.mark.parametrize("callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=repr)
+def test_callbacks_that_look_at_whole_parameters_are_refused(forked: dict[int, Pool], callback: Any) -> None:
+    for failure, _ in forked[4].answers(fit, Sharded, SPARSE, {"callbacks": [callback]}):
+        assert failure is not None
+        assert "looks at whole parameters" in failure
 
 
 REFUSED: dict[str, tuple[Callable[..., Sharded], dict[str, Any], str]] = {
