@@ -119,6 +119,15 @@ def fits(
     return answers
 
 
+def refuse(rank: int, function: Callable[..., Any], *arguments: Any) -> str:
+    """Return kind and message of the error of what must be refused."""
+    try:
+        function(rank, *arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "was not refused"
+
+
 def assert_replicas_are_one(answers: list[dict[str, Any]]) -> None:
     assert_same(answers[0]["history"], answers[2]["history"])
     assert_same(answers[1]["history"], answers[3]["history"])
@@ -297,8 +306,7 @@ def test_another_number_of_replicas_takes_up_the_mean(pools: dict[int, Pool], tm
 def test_what_was_cut_otherwise_is_refused(pools: dict[int, Pool], tmp_path: Path, settings: dict[str, Any]) -> None:
     path = str(tmp_path / "mid.ckpt")
     fits(pools[4], partial(Saving, path), {**SPARSE, "save_distributed_checkpoint": False}, max_steps=5)
-    for failure, _ in pools[4].answers(resumed, "sgd", {**SPARSE, **settings}, path):
-        assert failure is not None
+    for failure in pools[4].run(refuse, resumed, "sgd", {**SPARSE, **settings}, path):
         assert "CheckpointError" in failure
         assert "data_parallel_size" in failure
 
@@ -375,9 +383,8 @@ def test_statistics_are_logged(pools: dict[int, Pool]) -> None:
 
 
 @pytest.mark.parametrize("callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=repr)
-def test_callbacks_that_look_at_whole_parameters_are_refused(forked: dict[int, Pool], callback: Any) -> None:
-    for failure, _ in forked[4].answers(fit, Sharded, SPARSE, {"callbacks": [callback]}):
-        assert failure is not None
+def test_callbacks_that_look_at_whole_parameters_are_refused(pools: dict[int, Pool], callback: Any) -> None:
+    for failure in pools[4].run(refuse, fit, Sharded, SPARSE, {"callbacks": [callback]}):
         assert "looks at whole parameters" in failure
 
 
@@ -394,10 +401,9 @@ REFUSED: dict[str, tuple[Callable[..., Sharded], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("module", "settings", "words"), REFUSED.values(), ids=REFUSED)
 def test_models_without_shards_of_a_replica_are_refused_on_all_ranks(
-    forked: dict[int, Pool], module: Callable[..., Sharded], settings: dict[str, Any], words: str
+    pools: dict[int, Pool], module: Callable[..., Sharded], settings: dict[str, Any], words: str
 ) -> None:
-    for failure, _ in forked[4].answers(fit, module, {**SPARSE, **settings}, {}):
-        assert failure is not None
+    for failure in pools[4].run(refuse, fit, module, {**SPARSE, **settings}, {}):
         assert words in failure, failure
 
 
