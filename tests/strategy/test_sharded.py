@@ -487,8 +487,9 @@ class Idle(Sharded):
         return loss if self.global_rank > 1 and len(self.history) % 2 else loss + self.last(out).square().mean()
 
 
-def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools: dict[int, Pool]) -> None:
-    answers = fits(pools[4], Idle, SPARSE, limit_train_batches=6)
+@pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
+def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools: dict[int, Pool], trainer: dict[str, Any]) -> None:
+    answers = fits(pools[4], Idle, SPARSE, limit_train_batches=6, **trainer)
     assert_replicas_are_one(answers)
     for answer in answers:
         first, last = answer["history"][0], answer["history"][-1]

@@ -67,6 +67,10 @@ class OneLevel:
     def write_back(self, names: Sequence[str]) -> None:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
+    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
+        """Tell which flags, a vector of bool, are set on any rank that holds a shard of the same replica."""
+        return flags
+
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
         """Return the means over ranks of flat bfloat16 gradients, as whole tensors of so many elements."""
         flat = torch.cat(list(gradients.values()))
@@ -174,6 +178,10 @@ class Shards(Divided):
     @override
     def total_of(self, numbers: Tensor) -> Tensor:
         return self._inside.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
+
+    @override
+    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
+        return self._inside.call(Payload("all_gather", flags.byte()), names).bool().any(dim=0)
 
     @override
     def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:

@@ -43,11 +43,7 @@ class ShardStream(Uncopied):
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
-        self._parameters = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and held_of(parameter).numel()
-        }
+        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
 
     def close(self) -> None:
         """Nothing was registered."""
@@ -58,17 +54,18 @@ class ShardStream(Uncopied):
         missing = {name: parameter for name, parameter in self._parameters.items() if parameter.grad is None}
         for parameter in missing.values():
             parameter.grad = torch.zeros_like(parameter)
-        gradients = [
+        shards = [
             LocalGradient(name, _flat(parameter), name not in missing) for name, parameter in self._parameters.items()
         ]
-        recorder.add_ready(list(self._parameters))
+        gradients = [local for local in shards if local.gradient.numel()]  # of some parameters a rank has nothing
+        recorder.add_ready([local.name for local in gradients])
         recorder.end_backward()
         unused: list[str] = []
-        self._worker.run(lambda: unused.extend(self._exchange(gradients, missing.keys())))
+        self._worker.run(lambda: unused.extend(self._exchange(gradients, list(missing))))
         for name in unused:
             missing[name].grad = None
 
-    def _exchange(self, gradients: Sequence[LocalGradient], missing: AbstractSet[str]) -> list[str]:
+    def _exchange(self, gradients: Sequence[LocalGradient], missing: Sequence[str]) -> list[str]:
         """Exchange and write back on the worker; return those of ``missing`` that no replica has used."""
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norm(gradients)
@@ -76,8 +73,24 @@ class ShardStream(Uncopied):
         for group in groups_of(gradients, self._schedule.closes_group):
             exchanged += self._pipeline.exchange(group)
         self._pipeline.commit(exchanged)
+        unused = self._unused(exchanged, missing) if missing else []
         self._pipeline.close_step()
-        return [name for each in exchanged for name in _unused(each, missing)] if missing else []
+        return unused
+
+    def _unused(self, exchanged: Sequence[Exchanged], missing: Sequence[str]) -> list[str]:
+        """Return which of the parameters that this replica has not used no other has; all its ranks must call."""
+        used = {name: flag for each in exchanged for name, flag in zip(each.names, _flags(each))}
+        nothing = torch.zeros((), dtype=torch.bool, device=exchanged[0].arrival.finite.device)
+        flags = torch.stack([used.get(name, nothing) for name in missing])
+        are_used = self._pipeline.levels.any_of(
+            flags, missing
+        ).tolist()  # the host waits for a GPU, in such a step only
+        return [name for name, is_used in zip(missing, are_used) if not is_used]
+
+
+def _flags(exchanged: Exchanged) -> Tensor:
+    assert exchanged.arrival.used is not None
+    return exchanged.arrival.used.bool()
 
 
 def _flat(parameter: Parameter) -> Tensor:
@@ -90,12 +103,6 @@ def _flat(parameter: Parameter) -> Tensor:
             " (set_requires_gradient_sync(True), which Lightning's accumulation is left to)"
         )
     return held_of(gradient).view(-1)
-
-
-def _unused(exchanged: Exchanged, missing: AbstractSet[str]) -> Iterator[str]:
-    assert exchanged.arrival.used is not None
-    are_used = exchanged.arrival.used.tolist()  # the host waits for a GPU, where a gradient was missing only
-    return (name for name, is_used in zip(exchanged.names, are_used) if name in missing and not is_used)
 
 
 def groups_of(
