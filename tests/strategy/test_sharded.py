@@ -15,6 +15,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import debug
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
@@ -86,6 +87,12 @@ class Native(Sharded):
         fully_shard(self, mesh=mesh)
 
 
+def forget_groups() -> None:
+    """Have torch forget how it redistributed tensors over process groups that a pool has since replaced."""
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+
+
 def held(module: nn.Module) -> Tensors:
     return {name: held_of(each).clone() for name, each in module.named_parameters()}
 
@@ -94,6 +101,7 @@ def fit(
     rank: int, module: Callable[..., Sharded], settings: Optional[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fit a few steps on two replicas of two ranks; without settings as Lightning's own strategy does."""
+    forget_groups()
     model = module()
     if settings is None:
         strategy: Any = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
@@ -250,6 +258,7 @@ class Saving(Sharded):
 
 def resumed(rank: int, kind: str, settings: Mapping[str, Any], path: str, steps: int = 9) -> dict[str, Any]:
     """Go on from a checkpoint, up to a number of steps."""
+    forget_groups()
     model = Saving(path, kind, -1)
     arguments = copy.deepcopy(dict(settings))
     kind_of = arguments.pop("strategy", partial(SparseModelParallelStrategy, replicas=2))
