@@ -26,8 +26,9 @@ def run_on_all_hosts(
     deadline: float,
     show: str,
     react: Callable[[str], None] = lambda line: None,
+    ranks_per_host: int = 1,
 ) -> None:
-    """Run a Python program on every host, as one rank each, until all have ended.
+    """Run a Python program on every host until all have ended.
 
     Args:
         network: whose hosts.
@@ -36,12 +37,13 @@ def run_on_all_hosts(
         deadline: when it must be done, on ``time.monotonic()``.
         show: lines of rank 0 that start like this are printed here as they come.
         react: called with every line of rank 0.
+        ranks_per_host: that run on each, one after the other.
 
     Raises:
         WorkerError: if a rank fails, or the deadline passes.
     """
-    paths = [logs / f"rank{rank}.log" for rank in range(network.hosts)]
-    processes = [_start(network, rank, program, path) for rank, path in enumerate(paths)]
+    paths = [logs / f"rank{rank}.log" for rank in range(network.hosts * ranks_per_host)]
+    processes = [_start(network, rank, program, path, ranks_per_host) for rank, path in enumerate(paths)]
     with paths[0].open() as progress:
         while any(process.poll() is None for process in processes):
             _print_lines(progress, show, react)
@@ -51,13 +53,13 @@ def run_on_all_hosts(
     _check(processes, paths, deadline)
 
 
-def rank_environment(network: ShapedNetwork, rank: int) -> dict[str, str]:
-    """Return the environment variables by which a program on a host finds the others."""
+def rank_environment(network: ShapedNetwork, rank: int, ranks_per_host: int = 1) -> dict[str, str]:
+    """Return the environment variables by which a rank finds the others."""
     return {
         **os.environ,
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": str(_MASTER_PORT),
-        "WORLD_SIZE": str(network.hosts),
+        "WORLD_SIZE": str(network.hosts * ranks_per_host),
         "NODE_RANK": str(rank),
         "LOCAL_RANK": "0",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -66,10 +68,13 @@ def rank_environment(network: ShapedNetwork, rank: int) -> dict[str, str]:
     }
 
 
-def _start(network: ShapedNetwork, rank: int, program: Sequence[str], log: Path) -> subprocess.Popen[Any]:
+def _start(
+    network: ShapedNetwork, rank: int, program: Sequence[str], log: Path, ranks_per_host: int
+) -> subprocess.Popen[Any]:
     command = [sys.executable, *(argument.replace("{rank}", str(rank)) for argument in program)]
     with log.open("w") as output:
-        return network.start(rank, command, rank_environment(network, rank), stdout=output, stderr=subprocess.STDOUT)
+        environment = rank_environment(network, rank, ranks_per_host)
+        return network.start(rank // ranks_per_host, command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _print_lines(log: TextIO, start: str, react: Callable[[str], None]) -> None:

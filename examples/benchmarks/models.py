@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,6 +129,18 @@ class BenchmarkModule(LightningModule):
         self.workload = workload
         self.build_optimizer = workload.optimizer
         self.network = workload.network()
+
+    def configure_model(self) -> None:
+        """Shard the network where it is to be, in two replicas if FSDP is given all ranks."""
+        if self.device_mesh is None:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        if mesh.size() == dist.get_world_size():
+            mesh = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+        for module in self.network.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
 
     def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
         """Return the loss of one batch."""

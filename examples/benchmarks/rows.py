@@ -10,13 +10,13 @@ import torch
 from paced import FreeSelection
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import CompressionMonitor, OverlapTimeline
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.schedule import FixedSize
@@ -120,6 +120,23 @@ def _ddp(
 def _sparse(**arguments: Any) -> Row:
     trial_steps = _TRIAL_STEPS.get(arguments.get("schedule", "merged"), 0)
     return Row(lambda hosts: {"strategy": SparseDDPStrategy(**arguments), "num_nodes": hosts}, trial_steps=trial_steps)
+
+
+def _hsdp() -> Row:
+    """Shard in two replicas, which torch has average gradients whole."""
+
+    def arguments(hosts: int) -> dict[str, Any]:
+        return {"strategy": ModelParallelStrategy(data_parallel_size=hosts), "num_nodes": hosts}
+
+    return Row(arguments, lambda shapes: dense_bytes(shapes) / 3)  # of half of them, an all-reduce between two
+
+
+def _sparse_hsdp(density: float) -> Row:
+    def arguments(hosts: int) -> dict[str, Any]:
+        strategy = SparseModelParallelStrategy(density=density, wire="bfloat16", warmup_epochs=0, replicas=2)
+        return {"strategy": strategy, "num_nodes": hosts}
+
+    return Row(arguments)
 
 
 def _top_k(density: float, **arguments: Any) -> Row:
@@ -228,6 +245,8 @@ ROWS: dict[str, Row] = {
     "sparse_diloco, late": _rounds(replace(_DILOCO, overlap_steps=20), compressor="dense"),
     "sparse_loco": _rounds(_LOCO, density=1 / 64, wire="2bit"),
     "sparse_loco, late": _rounds(replace(_LOCO, overlap_steps=5), density=1 / 64, wire="2bit"),
+    "hsdp": _hsdp(),
+    "sparse_hsdp 0.01": _sparse_hsdp(0.01),
     "sparse_a2sgd": _sparse(compressor="a2sgd"),
     "sparse_qsgd": _sparse(compressor="qsgd"),
     "sparse_topk 0.001 float32": _top_k(0.001, wire="float32"),

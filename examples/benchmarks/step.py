@@ -5,6 +5,7 @@ All hosts are network namespaces on this machine, so this needs Linux, root and 
     sudo python examples/benchmarks/step.py
     sudo python examples/benchmarks/step.py --hosts 2 --rate 100mbit --delay 1ms --workloads lstm
     sudo python examples/benchmarks/step.py --workloads deep_narrow --rounds 1 --steps 8   # to see that it works
+    sudo python examples/benchmarks/step.py --hosts 2 --ranks-per-host 2 --workloads transformer --rows hsdp
 
 Rows take turns, round after round, in the same processes, so that whatever else the machine does hits all alike.
 
@@ -82,12 +83,13 @@ def _measure(
 ) -> dict[str, list[Measurement]]:
     logs = options.output / "logs" / workload
     logs.mkdir(parents=True, exist_ok=True)
-    command = [str(_WORKER), "--workload", workload, "--hosts", str(options.hosts), "--rounds", str(options.rounds)]
+    ranks = options.hosts * options.ranks_per_host
+    command = [str(_WORKER), "--workload", workload, "--hosts", str(ranks), "--rounds", str(options.rounds)]
     command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--slower", str(options.slower)]
     command += ["--output", str(logs / "rank{rank}.json"), "--rows", *options.rows]
-    run_on_all_hosts(network, command, logs, deadline, show="round ")
+    run_on_all_hosts(network, command, logs, deadline, show="round ", ranks_per_host=options.ranks_per_host)
     pooled: dict[str, list[Measurement]] = {row: [] for row in options.rows}
-    for rank in range(options.hosts):
+    for rank in range(ranks):
         for row, seen in json.loads((logs / f"rank{rank}.json").read_text()).items():
             pooled[row] += [Measurement(*fields) for fields in seen]
     return pooled
@@ -122,6 +124,7 @@ def _machine() -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="that share its device")
     parser.add_argument("--rate", type=_readable_by(parse_rate), default="1gbit", help="of each host's egress")
     parser.add_argument("--delay", type=_readable_by(parse_delay), default="100us", help="one way, or 0")
     workloads = [*WORKLOADS, *PACED]

@@ -18,7 +18,7 @@ from results import Measurement, milliseconds
 from rows import ROWS, Row
 from training import begin_rank, train
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.engine.observe.record import Clock
 from lightning_sparse.schedule import Plan
 from lightning_sparse.schedule.cost.network import sent_bytes
@@ -125,7 +125,7 @@ def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:
     if row.reduced_bytes is not None:
         handed_in = row.reduced_bytes([parameter.shape for parameter in module.parameters()])
         return sent_bytes("all_reduce", handed_in, trainer.world_size)
-    assert isinstance(trainer.strategy, SparseDDPStrategy)
+    assert isinstance(trainer.strategy, (SparseDDPStrategy, SparseModelParallelStrategy))
     return trainer.strategy.compression_stats()["wire_bytes"]
 
 

@@ -60,8 +60,7 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         local_steps: 1: shards are exchanged in every step, and rounds of local steps between replicas are not there.
         replicas: how many replicas there are, of ranks that follow one another; ``"nodes"`` for one on each node.
         data_parallel_size: ranks over which FSDP shards, in a replica; ``"auto"`` for all that there are.
-        tensor_parallel_size: ranks over which layers are divided, in a replica.
-        **model_parallel: other arguments of ``ModelParallelStrategy``.
+        **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
 
     Attributes:
         settings: what the user chose, checked.
@@ -89,7 +88,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         local_steps: Union[int, str, LocalSteps] = 1,
         replicas: Union[str, int] = NODES,
         data_parallel_size: Union[str, int] = AUTO,
-        tensor_parallel_size: int = 1,
         **model_parallel: Any,
     ) -> None:
         self.settings = Settings(
@@ -103,13 +101,13 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
             overlaps_backward=False,
         )
         sizes = {"replicas": replicas, "data_parallel_size": data_parallel_size}
-        sizes = {name: size for name, size in sizes.items() if size not in (NODES, AUTO)}
-        refuse(*_of_shards(self.settings, local_steps, {**sizes, "tensor_parallel_size": tensor_parallel_size}))
+        layers = model_parallel.setdefault("tensor_parallel_size", 1)
+        refuse(*_of_shards(self.settings, local_steps, layers, sizes))
         self._replicas = replicas
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._is_blocked = self._has_failed = False
-        super().__init__(data_parallel_size, tensor_parallel_size, **model_parallel)  # type: ignore[arg-type]
+        super().__init__(data_parallel_size, **model_parallel)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         # A Trainer of the other Lightning refuses this object, and shows it in its error.
@@ -144,17 +142,15 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def _mesh_shape(self) -> tuple[int, int, int]:
-        """Return how many replicas there are, and over how many ranks data and layers of each are divided."""
+        """Return how many replicas there are, over how many ranks each is sharded, and that layers are not divided."""
         replicas = self.num_nodes if self._replicas == NODES else int(self._replicas)
-        layers = int(self._tensor_parallel_size)
-        data = self.world_size // (replicas * layers) if self._data_parallel_size == AUTO else self._data_parallel_size
-        found = (replicas, int(data), layers)
-        if replicas * int(data) * layers != self.world_size or not data:
+        shards = self.world_size // replicas if self._data_parallel_size == AUTO else int(self._data_parallel_size)
+        if replicas * shards != self.world_size:
             raise ValueError(
-                f"replicas={replicas}, data_parallel_size={data} and tensor_parallel_size={layers} multiplied must be"
-                f" the number of ranks, {self.world_size}"
+                f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks,"
+                f" {self.world_size}"
             )
-        return found
+        return replicas, shards, 1
 
     @property
     def _replica_ranks(self) -> int:
@@ -163,9 +159,7 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        place, data = self._whole_mesh.get_coordinate(), self._whole_mesh.shape[1]
-        assert place is not None
-        return {"num_replicas": self._whole_mesh.shape[0] * data, "rank": place[0] * data + place[1]}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -187,7 +181,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         clipping = Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, self._replica_ranks)
-        self._check_norms()
         self._give_back()  # where users have optimizers set up anew
         if self._loop.corrects_adam:
             self._clip_gradients = self.precision_plugin.clip_gradients
@@ -199,21 +192,8 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
         with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
-            self._check_norms()
             if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
                 self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
-
-    def _check_norms(self) -> None:
-        """Refuse a norm over ranks of which several hold the same."""
-        clips = self.engine is not None and self.engine.memory.clips_gradients
-        refuse(
-            (
-                clips and int(self._tensor_parallel_size) > 1,
-                f"tensor_parallel_size={self._tensor_parallel_size} leaves parameters whole on several ranks, which"
-                " would count several times in the norm that gradients are clipped to before their exchange: clip by"
-                " value, or give optimizer_correction=None, or compressor='lags'",
-            )
-        )
 
     @override
     def on_train_start(self) -> None:
@@ -339,7 +319,7 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         rank_zero_info(f"{type(self).__name__}: {line}")
 
 
-def _of_shards(settings: Settings, local_steps: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:
+def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:
     """Yield what there is no place for where every rank holds a shard."""
     compressor = type(settings.compressor).__name__
     yield (
@@ -352,12 +332,14 @@ def _of_shards(settings: Settings, local_steps: Any, sizes: Mapping[str, Any]) -
         f"local_steps={local_steps!r} asks for rounds between replicas, which are not there for shards: use 1, which"
         " exchanges in every step, or SparseDDPStrategy where the model fits",
     )
-    for name, size in sizes.items():
+    yield (
+        layers != 1,
+        f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"
+        " the norms of shards: shard over these ranks, too, with data_parallel_size",
+    )
+    for (name, size), word in zip(sizes.items(), (NODES, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        yield (not is_number, f"{name}={size!r} must be a whole number of ranks, at least 1{_WORDS.get(name, '')}")
-
-
-_WORDS = {"replicas": ", or 'nodes'", "data_parallel_size": ", or 'auto'"}
+        yield (not is_number and size != word, f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1")
 
 
 def _refuse_together(reason: str) -> None:

@@ -148,8 +148,7 @@ class Checkpointer:
             kept, wanted = ("whole" if ranks is None else f"in {ranks} shards" for ranks in (before, now))
             raise CheckpointError(
                 f"{path} keeps what waits of each replica {kept}, and here it is kept {wanted}: resume with the same"
-                " strategy and the same data_parallel_size and tensor_parallel_size; replicas may be more or fewer."
-                f" {CURE}"
+                f" strategy and the same data_parallel_size; replicas may be more or fewer. {CURE}"
             )
 
     def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
