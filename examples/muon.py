@@ -37,7 +37,7 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         momentum: float = 0.95,
         weight_decay: float = 0.1,
-        elementwise: Iterable[nn.Parameter] = (),
+        elementwise: Iterable[Tensor] = (),
     ) -> None:
         others = set(elementwise)
         matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
@@ -53,7 +53,7 @@ class MuonAdamW(Optimizer):
             self.defaults |= part.defaults
 
     @override
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Make a step, after evaluating ``closure`` if there is one; return what it returned."""
         loss = None
         if closure is not None:

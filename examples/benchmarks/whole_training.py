@@ -46,7 +46,7 @@ class Learner(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = OPTIMIZERS[self.run.optimizer](self.parameters(), self.run.rate, self.task)
+        optimizer = OPTIMIZERS[self.run.optimizer](self.network, self.run.rate, self.task)
         schedule = LambdaLR(optimizer, lambda step: self.task.schedule(step, self.run.steps))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
