@@ -57,6 +57,19 @@ def test_the_first_steps_are_ddps_to_the_bit(pools: dict[int, Pool]) -> None:
         assert_same(one.batches, other.batches)
 
 
+def test_in_few_bits_adam_still_learns_from_sixteen(pair: Pool) -> None:
+    module = partial(Watched, stop_after=12)
+    by_wire = {}
+    for wire in ("bfloat16", "4bit"):
+        settings = {**SPARSE, "wire": wire, "optimizer_correction": AdamCorrection(dense_steps=5, fall_steps=100)}
+        by_wire[wire] = one_model(fits(pair, module, settings, **LONG))
+    sixteen, four = by_wire["bfloat16"], by_wire["4bit"]
+    assert_same(sixteen.batches[:5], four.batches[:5])
+    assert [each["wire_bytes"] for each in sixteen.stats[:5]] == [each["wire_bytes"] for each in four.stats[:5]]
+    assert four.stats[6]["density"] > 0.8
+    assert four.stats[6]["wire_bytes"] < 0.5 * sixteen.stats[6]["wire_bytes"]
+
+
 def test_a_training_that_stops_early_is_compressed_soon(pair: Pool) -> None:
     found = densities(pair, partial(Watched, stop_after=130), **LONG)
     assert found[:10] == [1.0] * 10

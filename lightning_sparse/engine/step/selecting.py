@@ -76,14 +76,20 @@ class GroupSelector:
     ) -> list[Part]:
         """Choose what is sent of gradients plus residuals, flat and not changed; parts sent whole come last."""
         few: list[int] = []
-        rest: list[int] = []
+        rest: dict[WireFormat, list[int]] = {self._wires.learned: [], self._wires.whole: []}
         for position, (name, tensor, density) in enumerate(zip(names, accumulated, densities)):
-            (rest if name in whole or self._is_sent_whole(tensor.numel(), density) else few).append(position)
+            if name in whole:
+                rest[self._wires.learned].append(position)
+            elif self._is_sent_whole(tensor.numel(), density):
+                rest[self._wires.whole].append(position)
+            else:
+                few.append(position)
         parts = self._ask(few, names, accumulated, densities, are_used) if few else []
-        if rest:
-            tensors = [accumulated[position] for position in rest]
+        for wire, positions in rest.items():
+            tensors = [accumulated[position] for position in positions]
             counts: list[float] = [tensor.numel() for tensor in tensors]
-            parts.append(Part(rest, tensors, WholeSelection.of(tensors), counts, self._wires.whole))
+            if positions:
+                parts.append(Part(positions, tensors, WholeSelection.of(tensors), counts, wire))
         self._used.update(part.wire for part in parts)
         return parts
 

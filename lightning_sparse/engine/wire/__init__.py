@@ -70,13 +70,15 @@ class Wires(NamedTuple):
 
     elements: WireFormat  # for selections with indices
     whole: WireFormat  # for selections without, which stand for every element; may be the same object
+    learned: WireFormat  # for whole gradients that Adam's second moment is learned from: never in few bits
     owners: Optional[OwnersFormat] = None  # another for selections with indices
     chooses: bool = False  # whether a tensor leaves ``elements`` only for half the bytes
 
     @property
     def formats(self) -> tuple[WireFormat, ...]:
         """The formats, each once: for elements first, for whole tensors last."""
-        return tuple(dict.fromkeys(wire for wire in (self.elements, self.owners, self.whole) if wire is not None))
+        wires = (self.elements, self.owners, self.learned, self.whole)
+        return tuple(dict.fromkeys(wire for wire in wires if wire is not None))
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -126,12 +128,16 @@ def build_wires(
 
     ``exchange`` and ``bits`` have no effect on selections that are not gathered (``bits``: nor reduced).
     """
-    if name in _IN_BITS:
-        wire: WireFormat = _IN_BITS[name](dtype, rank, ranks, bits)
-    else:
-        wire = WIRE_FORMATS[name](dtype, rank, ranks)
-    whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
+
+    def built(form: str, bits: Optional[int]) -> WireFormat:
+        if form in _IN_BITS:
+            return _IN_BITS[form](dtype, rank, ranks, bits)
+        return WIRE_FORMATS[form](dtype, rank, ranks)
+
+    wire = built(name, bits)
+    whole = wire if dense_name is None else built(dense_name, bits)
+    learned = whole if bits is None or dense_name is None else built(dense_name, None)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
-        return Wires(wire, whole)
+        return Wires(wire, whole, learned)
     owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)
-    return Wires(wire, whole, owners, exchange.chooses)
+    return Wires(wire, whole, learned, owners, exchange.chooses)

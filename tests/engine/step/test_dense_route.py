@@ -69,9 +69,9 @@ def test_mass_is_conserved_while_densities_come_and_go(
     for entries in zip(*books):
         assert_same(entries[1]["applied"], entries[0]["applied"])
         assert_same(entries[2]["applied"], entries[0]["applied"])
-        for name, applied in entries[0]["applied"].items():
-            kept = sum(entry["after"][name] for entry in entries) / 3
-            are_whole.append(bool(kept.abs().max() < 0.01 * (applied + kept).abs().max()))
+        applied = entries[0]["applied"].values()
+        # Three ranks select 0.15 of a large tensor at most; few bits round some of a whole one to zero.
+        are_whole += [bool(each.count_nonzero() > 0.2 * each.numel()) for each in applied]
     assert min(sum(are_whole), len(are_whole) - sum(are_whole)) > 10
 
 
