@@ -32,6 +32,7 @@ from command_line import build_trainer, example_parser
 from image_data import digits, fashion_mnist
 from pytorch_lightning import LightningModule, seed_everything
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -65,6 +66,11 @@ class ImageClassifier(LightningModule):
         self.accuracy = MulticlassAccuracy(_CLASSES, average="micro")
         self.learning_rate = learning_rate
         self.optimizer = optimizer
+
+    @override
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.network, FSDPModule):  # where a strategy shards
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:

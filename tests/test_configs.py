@@ -38,6 +38,7 @@ def stacks(system: Path) -> list[tuple[Path, ...]]:
     some system.
     """
     overlays = [path for path in OVERLAYS if system.stem not in WITHOUT_DENSITY or path.parent.name != "density"]
+    overlays = [path for path in overlays if system.stem != "hsdp" or path.parent.name != "schedule"]
     overlays = [path for path in overlays if path.parent.name != "wire" or takes_wire(compressor_of(system), path.stem)]
     turn = SYSTEMS.index(system)
     alone = [path for path in overlays if path.parent.name == "wire" or OVERLAYS.index(path) % len(SYSTEMS) == turn]

@@ -28,7 +28,7 @@ from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.replicas import ReplicaAverager, floats
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import Replicas
-from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, round_to
@@ -316,7 +316,8 @@ class Rounds(Replicas):
         if weight != 1:  # before residuals are added, so that all of what counts arrives in the end
             torch._foreach_mul_(changes[: len(names)], weight)
         self._pipeline.context = prepare()
-        self._pipeline.commit(self._exchange_groups(names[:trained], changes[:trained]))
+        gradients = [LocalGradient(name, change, None) for name, change in zip(names[:trained], changes)]
+        self._pipeline.commit(self._pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
         self._average(names[trained:] or names, changes[trained:])
         pending.has_news = len(changes) > len(names) and bool(changes[-1])
         self._move(names, changes, trained)
@@ -326,21 +327,6 @@ class Rounds(Replicas):
         self.covered_steps = self._recorder.current.covered_steps = steps
         self._pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
         self._pipeline.close_step()
-
-    def _exchange_groups(self, names: Sequence[str], changes: Sequence[Tensor]) -> list[Exchanged]:
-        exchanged: list[Exchanged] = []
-        group: list[LocalGradient] = []
-        numel = 0
-        for name, change in zip(names, changes):
-            if group and group[0].gradient.dtype is not change.dtype:  # a message has values of one type
-                exchanged += self._pipeline.exchange(group)
-                group, numel = [], 0
-            group.append(LocalGradient(name, change, None))
-            numel += change.numel()
-            if self._schedule.closes_group(name, numel):
-                exchanged += self._pipeline.exchange(group)
-                group, numel = [], 0
-        return exchanged + (self._pipeline.exchange(group) if group else [])
 
     def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
         """Average changes over ranks, in place: all of each, whatever the compressor."""

@@ -137,17 +137,10 @@ class _Names(list[str]):
 class _Row(dict[str, Any]):
     """A row of a Lightning's table, whose class is imported when somebody asks for it."""
 
-    def __init__(
-        self,
-        lightning: str,
-        name: str,
-        description: str,
-        arguments: dict[str, Any],
-        trainers: Optional[tuple[str, str]] = None,
-    ) -> None:
-        self._place = trainers or TABLES[lightning][1:]
-        super().__init__(description=description, init_params=arguments, strategy_name=name)
+    def __init__(self, lightning: str, name: str, system: System, arguments: dict[str, Any]) -> None:
+        super().__init__(description=system.description, init_params=arguments, strategy_name=name)
         self._lightning = lightning
+        self._place = system.trainers or TABLES[lightning][1:]
 
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
@@ -175,9 +168,9 @@ def register_names(lightning: str) -> None:
         for system in (*systems(), *sharded):  # of compressors that have been registered since, too
             if system.name not in strategies:
                 for name, arguments in system.variants().items():
-                    strategies[name] = _Row(lightning, name, system.description, arguments, system.trainers)
+                    strategies[name] = _Row(lightning, name, system, arguments)
         return _Names(known())
 
     strategies.available_strategies = names
     names()
-    strategies[path] = _Row(lightning, path, "the class, with its defaults", {})
+    strategies[path] = _Row(lightning, path, System(path, "the class, with its defaults", {}), {})

@@ -38,6 +38,7 @@ from lightning_sparse.strategy.trainer import clipping_of, total_steps_of
 
 NODES = "nodes"
 _MESH = ("replicate", "data_parallel", "tensor_parallel")
+_SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 
 
 class SparseModelParallelStrategy(ModelParallelStrategy):
@@ -101,13 +102,13 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
             overlaps_backward=False,
         )
         sizes = {"replicas": replicas, "data_parallel_size": data_parallel_size}
-        layers = model_parallel.setdefault("tensor_parallel_size", 1)
+        layers = model_parallel.pop("tensor_parallel_size", 1)
         refuse(*_of_shards(self.settings, local_steps, layers, sizes))
         self._replicas = replicas
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._is_blocked = self._has_failed = False
-        super().__init__(data_parallel_size, **model_parallel)  # type: ignore[arg-type]
+        super().__init__(data_parallel_size, tensor_parallel_size=1, **model_parallel)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         # A Trainer of the other Lightning refuses this object, and shows it in its error.
@@ -153,10 +154,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         return replicas, shards, 1
 
     @property
-    def _replica_ranks(self) -> int:
-        return self.device_mesh.size()
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -167,20 +164,21 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         module = self.lightning_module
         check_parameters(module)
         self._has_failed = False
-        _refuse_together(_refusal_of(module, self.device_mesh, self.root_device))
-        copy_from_first([*map(held_of, module.parameters()), *module.buffers()], self._whole_mesh.get_group(_MESH[0]))
+        _refuse_together(_of_the_model(module, self.device_mesh, self.root_device))
+        same_shards = self._whole_mesh.get_group(_MESH[0])
+        copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
-        self._checkpointer.node_ranks = self._replica_ranks
-        self._checkpointer.same_shards = self._whole_mesh.get_group(_MESH[0])
-        if self._whole_mesh.shape[0] == 1:
+        replicas, shards, _ = self._whole_mesh.shape
+        self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
+        if replicas == 1:
             self._say("one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy.")
             return
-        self._sharded = ShardedModel(module, self._replica_ranks)
+        self._sharded = ShardedModel(module)
         self._trained = TrainedParameters(module)
         value = trainer.gradient_clip_val
         clipping = Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, self._replica_ranks)
+        self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, shards)
         self._give_back()  # where users have optimizers set up anew
         if self._loop.corrects_adam:
             self._clip_gradients = self.precision_plugin.clip_gradients
@@ -333,7 +331,7 @@ def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping
         " exchanges in every step, or SparseDDPStrategy where the model fits",
     )
     yield (
-        layers != 1,
+        layers not in (1, AUTO),  # which a command line gives where nobody has said anything
         f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"
         " the norms of shards: shard over these ranks, too, with data_parallel_size",
     )
@@ -342,64 +340,47 @@ def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping
         yield (not is_number and size != word, f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1")
 
 
-def _refuse_together(reason: str) -> None:
+def _refuse_together(rows: Iterator[Row]) -> None:
     """Raise on every rank what the first that has one has to say."""
-    said = [each for each in gather_together(reason) if each]
-    refuse((bool(said), said[0] if said else ""))
+    reasons = gather_together(next((reason for is_refused, reason in rows if is_refused), ""))
+    refuse(*((True, reason) for reason in reasons if reason))
 
 
-def _refusal_of(module: Any, mesh: DeviceMesh, device: torch.device) -> str:
-    """Say why a model cannot be trained in shards that replicas exchange; nothing where it can."""
+def _of_the_model(module: Any, mesh: DeviceMesh, device: torch.device) -> Iterator[Row]:
+    """Yield what cannot be trained in shards that replicas exchange; what comes later goes by what came before."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    if not module.automatic_optimization:
-        return (
-            "automatic_optimization=False steps by hand, and where a step's last backward is, after which shards are"
-            " exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy"
-        )
+    yield (
+        not module.automatic_optimization,
+        "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards are"
+        " exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy",
+    )
     whole = [name for name, each in trained.items() if not hasattr(each, "device_mesh")]
-    if whole:
-        kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
-        return (
-            f"configure_model has sharded {kind}, and what is left whole nobody averages in a replica: call"
-            ' fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of its layers, then of the module that holds'
-            " the rest; a model that fits is better served by strategy='sparse_lags'"
-        )
-    ranks = set(mesh.mesh.flatten().tolist())
-    beyond = [name for name, each in trained.items() if not ranks.issuperset(each.device_mesh.mesh.flatten().tolist())]
-    if beyond:
-        return (
-            f"configure_model has sharded {listed(beyond)} beyond a replica, whose ranks are {sorted(ranks)}, so that"
-            " FSDP exchanges gradients whole between replicas, too: give"
-            ' fully_shard(layer, mesh=self.device_mesh["data_parallel"]) the mesh, which is that of one replica'
-        )
-    replicated = [name for name, each in trained.items() if _is_replicated(each, mesh)]
-    if replicated:
-        return (
-            f"configure_model leaves {listed(replicated)} whole on all ranks of data_parallel, where nobody averages"
-            ' gradients: call fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
-        )
-    return refusal_of_shards({name: held_of(each) for name, each in trained.items()}, device)
+    kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
+    yield (
+        bool(whole),
+        f"configure_model has sharded {kind}, and what is left whole nobody averages in a replica: call {_SHARD} of its"
+        " layers, then of the module that holds the rest; a model that fits is better served by strategy='sparse_lags'",
+    )
+    ranks = mesh.mesh.flatten().tolist()
+    elsewhere = [name for name, each in trained.items() if each.device_mesh.mesh.flatten().tolist() != ranks]
+    yield (
+        bool(elsewhere),
+        f"configure_model has sharded {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and"
+        f" between replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica",
+    )
+    yield from of_the_shards({name: held_of(each) for name, each in trained.items()}, device)
 
 
-def _is_replicated(parameter: Any, mesh: DeviceMesh) -> bool:
-    """Tell whether FSDP has not divided a parameter, though there are several ranks to divide it over."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if mesh["data_parallel"].size() == 1:
-        return False
-    return "data_parallel" not in names or bool(parameter.placements[names.index("data_parallel")].is_replicate())
-
-
-def refusal_of_shards(held: Mapping[str, Tensor], device: torch.device) -> str:
-    """Say why a rank cannot exchange the shards that it holds on a device; nothing where it can."""
+def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[Row]:
+    """Yield what a rank cannot exchange of the shards that it holds, on a device."""
     elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
-    if elsewhere:
-        return (
-            f"shards of {listed(elsewhere)} are on {held[elsewhere[0]].device} and gradients are exchanged on {device}:"
-            " leave CPUOffloadPolicy out; replicas of more ranks take less memory of each"
-        )
-    if not any(shard.numel() for shard in held.values()):
-        return (
-            "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
-            " data_parallel_size"
-        )
-    return ""
+    yield (
+        bool(elsewhere),
+        f"shards of {listed(elsewhere)} are not on {device}, where gradients are exchanged: leave CPUOffloadPolicy out;"
+        " replicas of more ranks take less memory of each",
+    )
+    yield (
+        not any(shard.numel() for shard in held.values()),
+        "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
+        " data_parallel_size",
+    )

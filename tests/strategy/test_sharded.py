@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
+from lightning_sparse.engine.settings import refuse as refuse_rows
 from lightning_sparse.functional.elements import held_of
-from lightning_sparse.strategy.sharded import refusal_of_shards
+from lightning_sparse.strategy.sharded import of_the_shards
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import NotingLogger, listening
@@ -415,7 +416,7 @@ def test_callbacks_that_look_at_whole_parameters_are_refused(pools: dict[int, Po
 
 
 REFUSED: dict[str, tuple[Callable[..., Sharded], dict[str, Any], str]] = {
-    "over the world": (Native, {}, "beyond a replica"),
+    "over the world": (Native, {}, "over other ranks than"),
     "not at all": (Unsharded, {}, "configure_model has sharded nothing"),
     "one layer whole": (PartlySharded, {}, "configure_model has sharded all but 'last.weight'"),
     "FSDP1": (OldFSDP, {}, "FSDP2"),
@@ -458,8 +459,9 @@ def test_bad_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None
     ids=["offloaded", "no element"],
 )
 def test_shards_that_cannot_be_exchanged_are_refused(shards: Tensors, word: str) -> None:
-    assert word in refusal_of_shards(shards, torch.device("cpu"))
-    assert not refusal_of_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu"))
+    with pytest.raises(ValueError, match=word):
+        refuse_rows(*of_the_shards(shards, torch.device("cpu")))
+    refuse_rows(*of_the_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu")))
 
 
 class Sampled(Sharded):

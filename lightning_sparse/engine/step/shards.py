@@ -1,6 +1,6 @@
 """A model of which every rank holds a shard: its gradients are exchanged between replicas when a backward is over."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Optional
 
@@ -17,18 +17,13 @@ from lightning_sparse.schedule import Schedule
 
 
 class ShardedModel:
-    """What stands in the place of a DDP wrapper: ``replica_ranks`` that follow one another hold one replica in shards.
-
-    FSDP averages gradients inside a replica, as the user has set it up, and never between replicas.
-    """
+    """What stands in the place of a DDP wrapper: FSDP averages gradients inside a replica, and never between them."""
 
     process_group = None  # all ranks
-    find_unused_parameters = static_graph = False
     require_backward_grad_sync = require_forward_param_sync = True
 
-    def __init__(self, module: Module, replica_ranks: int) -> None:
+    def __init__(self, module: Module) -> None:
         self.module = module
-        self.replica_ranks = replica_ranks
 
 
 class ShardStream(Uncopied):
@@ -69,9 +64,7 @@ class ShardStream(Uncopied):
         """Exchange and write back on the worker; return those of ``missing`` that no replica has used."""
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norm(gradients)
-        exchanged: list[Exchanged] = []
-        for group in groups_of(gradients, self._schedule.closes_group):
-            exchanged += self._pipeline.exchange(group)
+        exchanged = self._pipeline.exchange_in_groups(gradients, self._schedule.closes_group)
         self._pipeline.commit(exchanged)
         unused = self._unused(exchanged, missing) if missing else []
         self._pipeline.close_step()
@@ -103,22 +96,3 @@ def _flat(parameter: Parameter) -> Tensor:
             " (set_requires_gradient_sync(True), which Lightning's accumulation is left to)"
         )
     return held_of(gradient).view(-1)
-
-
-def groups_of(
-    gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
-) -> Iterator[list[LocalGradient]]:
-    """Cut gradients into groups as a schedule does, each of one type."""
-    group: list[LocalGradient] = []
-    numel = 0
-    for local in gradients:
-        if group and group[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
-            yield group
-            group, numel = [], 0
-        group.append(local)
-        numel += local.gradient.numel()
-        if closes_group(local.name, numel):
-            yield group
-            group, numel = [], 0
-    if group:
-        yield group

@@ -147,6 +147,24 @@ class Pipeline:
                 parts = self._select(group, accumulated)
             return [self._exchange_part(part, group, accumulated) for part in parts]
 
+    def exchange_in_groups(
+        self, gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
+    ) -> list[Exchanged]:
+        """Exchange gradients in groups as a schedule closes them."""
+        exchanged: list[Exchanged] = []
+        group: list[LocalGradient] = []
+        numel = 0
+        for local in gradients:
+            if group and group[0].gradient.dtype is not local.gradient.dtype:  # a message has values of one type
+                exchanged += self.exchange(group)
+                group, numel = [], 0
+            group.append(local)
+            numel += local.gradient.numel()
+            if closes_group(local.name, numel):
+                exchanged += self.exchange(group)
+                group, numel = [], 0
+        return exchanged + (self.exchange(group) if group else [])
+
     def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Part]:
         names, whole = [local.name for local in group], self.context.whole
         densities = [1.0 if name in whole else self.density_of(name) for name in names]
