@@ -229,6 +229,12 @@ class Run(NamedTuple):
     wire: str
     exchange: str = "gather"
     local: str = ""
+    batches: str = ""
+
+    def has_batch(self, rank: int, step: int) -> bool:
+        """Return whether a rank has a batch in this step of its epoch, which is as long as that of the longest."""
+        counts = [int(number) for number in self.batches.split(":") if number]
+        return not counts or step % max(counts) < counts[rank]
 
     def local_numbers(self) -> list[float]:
         """Return steps of a round, outer rate, outer momentum, decay, and synchronous steps before the first round.
@@ -281,7 +287,8 @@ def train(run: Run) -> dict[str, Any]:
         for member in ranks.ranks:
             for group in member.optimizer.param_groups:
                 group["lr"] = run.rate * task.schedule(step, run.steps)
-        ranks.step([_loss_of(learnable, rank, step) for rank in range(run.ranks)], step // task.epoch_steps)
+        losses = [_loss_of(learnable, rank, step) if run.has_batch(rank, step) else None for rank in range(run.ranks)]
+        ranks.step(losses, step // task.epoch_steps)
         if (step + 1) % max(1, run.steps // _CURVE_POINTS) == 0 or step + 1 == run.steps:
             with ranks.ranks[0].shared_model() as network:
                 curve.append([step + 1, ranks.wire_bytes, _scored(learnable, network)])
@@ -323,7 +330,8 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         for density, rate, seed, exchange, local in product(
             densities, rates, options.seeds, exchanges, options.local_steps
         ):
-            yield Run(task, optimizer, system, density, seed, rate, steps, options.ranks, wire, exchange, local)
+            how = (options.ranks, wire, exchange, local, options.batches)
+            yield Run(task, optimizer, system, density, seed, rate, steps, *how)
 
 
 def known_runs(path: Path) -> dict[Run, dict[str, Any]]:
@@ -342,12 +350,15 @@ def table(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
     yield "| task | optimizer, rate | steps, ranks | system | density, wire | score | / ddp | seeds | bytes / ddp |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |"
     for run, lines in sorted(scores.items(), key=lambda item: tuple(map(str, item[0]))):
-        ddp = scores.get(run._replace(system="ddp", density=None, wire="float32", exchange="gather", local=""), [])
+        ddp = scores.get(
+            run._replace(system="ddp", density=None, wire="float32", exchange="gather", local="", batches=""), []
+        )
         values = [line["score"] for line in lines]
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         ratio = fmean(values) / fmean([line["score"] for line in ddp]) if ddp else math.nan
         sent = "" if run.density is None else f"{run.density:g}, {run.wire}, {run.exchange}"
         sent += f" local {run.local}" if run.local else ""
+        sent += f" batches {run.batches}" if run.batches else ""
         volume = fmean([line["bytes"] for line in lines])
         yield (
             f"| {run.task} | {run.optimizer}, {run.rate:g} | {run.steps}, {run.ranks} | {run.system} | {sent} |"
@@ -398,6 +409,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of a round, then outer rate, outer momentum (Nesterov's), decay, and synchronous steps before the first"
         " round, such as 20:0.7:0.9 or 20:1:0:1:200; ddp with the first and the last of them is torch's post-localSGD"
         " (the last is 100 if left out)",
+    )
+    parser.add_argument(
+        "--batches",
+        default="",
+        help="of each rank in an epoch, such as 40:30:20:10, with --local-steps; as many if left out",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; without it, the task's own")
     parser.add_argument("--rate", type=float, help="learning rate; without it, DDP's best")

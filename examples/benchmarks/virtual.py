@@ -180,6 +180,8 @@ class VirtualRank:
         loss.backward()
         self._steps += 1
         rounds = self._rounds
+        if rounds is not None:
+            rounds.see_batch(1)
         is_local = self._averages_every is not None and self._steps > self._averages_after
         if rounds is not None and not rounds.is_synchronous:
             rounds.begin()
@@ -198,6 +200,12 @@ class VirtualRank:
                 rounds.count_step(0)
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
                 self._average(list(self.network.parameters()))
+
+    def pass_by(self) -> None:
+        """Let a step go by without a batch, in rounds: where one ends, this rank's change counts for nothing."""
+        assert self._rounds is not None
+        with torch.no_grad():
+            self._rounds.count_step(0)
 
     @contextmanager
     def shared_model(self) -> Iterator[nn.Module]:
@@ -282,17 +290,20 @@ class VirtualRanks:
         """Bytes that have left rank 0 so far."""
         return self.ranks[0].recorder.totals.wire_bytes
 
-    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]], epoch: int = 0) -> None:
+    def step(self, losses: Sequence[Optional[Callable[[nn.Module], Tensor]]], epoch: int = 0) -> None:
         """Make a step.
 
         Args:
-            losses: for each rank, computes its loss with its replica.
+            losses: for each rank, computes its loss with its replica; ``None`` for one without a batch, in rounds.
             epoch: from 0.
         """
 
-        def step_of(member: VirtualRank, loss_of: Callable[[nn.Module], Tensor]) -> None:
+        def step_of(member: VirtualRank, loss_of: Optional[Callable[[nn.Module], Tensor]]) -> None:
             try:
-                member.step(loss_of(member.network), epoch)
+                if loss_of is None:
+                    member.pass_by()
+                else:
+                    member.step(loss_of(member.network), epoch)
             except BaseException:
                 self._meeting.leave()
                 raise

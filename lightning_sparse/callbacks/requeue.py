@@ -45,7 +45,7 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signals is not None and trainer.world_size > 1:
-            self._signals.connect(trainer.strategy)
+            self._signals.connect(trainer.strategy, lambda: self._answer(trainer))
 
     @override
     def on_train_batch_end(
@@ -70,6 +70,12 @@ class RequeueAtStepEnd(Callback):
         if self._signals is not None:
             self._signals.close()
             self._signals = None
+
+    def _answer(self, trainer: Trainer) -> None:
+        """Answer on a rank that waits for others with more batches."""
+        assert self._signals is not None
+        self._signals.is_noted = False
+        self._save_and_requeue(trainer)
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
         # Lightning's own name for the file, since it is Lightning that looks for it.

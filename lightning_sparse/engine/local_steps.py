@@ -14,10 +14,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import chain
+from operator import or_
 from threading import Event
 from time import perf_counter
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own 
 _FIRST_STEPS = 8  # of a round, until times are known
 _TIMED_ROUNDS = 3
 _SAVED = ("names", "due", "corrections", "has_news")  # of an exchange that is on its way
+PLACES = ("a step", "a validation", "the end of an epoch")  # where ranks are when they begin an exchange
 _MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as well
 
 
@@ -58,9 +61,22 @@ class _PendingSync:
     names: list[str]
     due: int
     corrections: Optional[list[Tensor]]  # added to each tensor; ``None``: the shared model replaces them
+    noted: int = 0  # what ranks have noted, as bits
     has_news: bool = False  # whether a rank has written something that is not shared yet
     changes: list[Tensor] = field(default_factory=list)  # held for as long as a device may read them
     done: Event = field(default_factory=Event)
+
+
+class _Told(NamedTuple):
+    """What each rank tells the others before an exchange, in numbers."""
+
+    place: float  # that it has come to, as a position in ``PLACES``
+    samples: float  # since the last exchange; NaN where they cannot be told
+    batches: float
+    step: float
+    missed_steps: float  # of others, since all ranks last met
+    is_stale: float  # whether it has made a step since the last exchange
+    noted: float
 
 
 class Rounds(Replicas):
@@ -73,7 +89,6 @@ class Rounds(Replicas):
     """
 
     are_apart = True
-    begun_exchanges: int = 0
 
     def __init__(
         self,
@@ -98,6 +113,9 @@ class Rounds(Replicas):
         self._everybody = pipeline.levels.everybody
         self._schedule = schedule
         self._worker = worker
+        self.notes: dict[Any, Callable[[], bool]] = {}  # what each exchange tells all ranks that any of them has noted
+        self._noted = 0  # by the exchange that was applied last, and not heard yet
+        self._missed_steps = 0  # that others have made, since all ranks last met
         self._step = 0
         self._steps_of: dict[int, int] = {}
         self._is_told_of_batches = False
@@ -217,11 +235,13 @@ class Rounds(Replicas):
         if (self._step - self._origin) % self._every == 0:
             self._submit(self._local.overlap_steps, agreed)
         self._apply_until(self._step)
-        if self._times is not None and len(self._times) > _TIMED_ROUNDS:
-            self._choose_length(self._times)
+        self._choose_length()
 
-    def _choose_length(self, times: Sequence[tuple[int, float, float]]) -> None:
-        """Choose how many steps a round has from now on, the same on all ranks."""
+    def _choose_length(self) -> None:
+        """Choose, when some rounds have been timed, how many steps one has from now on, the same on all ranks."""
+        times = self._times
+        if times is None or len(times) <= _TIMED_ROUNDS:
+            return
         steps, seconds, waited = (sum(each) for each in zip(*times[1:]))  # the first exchange makes connections
         means: list[float] = []
         numbers = (seconds / steps, waited / (len(times) - 1))
@@ -251,8 +271,75 @@ class Rounds(Replicas):
         if not (self._is_resumed and self._names == trained):
             self.synchronize()
 
-    def _submit(self, overlap: int, agreed: Sequence[float] = ()) -> None:
-        """Begin an exchange, which is applied after some more steps."""
+    @override
+    def meet(self, place: str, agreed: Sequence[float] = ()) -> Optional[bool]:
+        if not self._has_begun and (self._steps_of or self.is_synchronous):
+            return True
+        self.begin()  # a rank may have had no batch yet
+        if self._pending is not None:
+            self._worker.wait(self._pending.done)
+            self._note(self._pending)
+            if self._pending.has_news:  # others have taken them up before they come here, or to the next exchange
+                self._apply_until(self._pending.due)
+        if self._noted:
+            return None
+        everywhere: list[_Told] = []
+        numbers = self._numbers(agreed, PLACES.index(place))
+        self._worker.run(lambda: everywhere.extend(self._tell(numbers)[0]))
+        are_uneven = len({told.step for told in everywhere}) > 1 or any(told.missed_steps for told in everywhere)
+        self._miss(int(max(told.step for told in everywhere)) - self._step)
+        if all(told.place for told in everywhere):
+            return self._met(everywhere, PLACES.index(place), are_uneven)
+        self._apply_until(self._step + self._every)
+        self._submit(0, agreed, everywhere)
+        self._apply_until(self._step)
+        self._choose_length()
+        return None
+
+    def _met(self, everywhere: Sequence[_Told], place: int, are_uneven: bool) -> Optional[bool]:
+        """Answer for :meth:`meet` when no rank has anything left to train before it meets the others."""
+        furthest = max(told.place for told in everywhere)
+        if place < furthest:
+            return False
+        if any(told.place < furthest for told in everywhere):
+            return None
+        self._is_stale = any(told.is_stale for told in everywhere)
+        self.are_uneven, self._missed_steps = are_uneven, 0
+        return True
+
+    def _miss(self, steps: int) -> None:
+        """Count steps of other ranks, during which this one had no batch, as if it had made them."""
+        self._step += steps
+        self._missed_steps += steps
+        if self._pending is not None:
+            self._pending.due += steps
+        if steps:
+            self._steps_of = {number: self._steps_of.get(number, 0) + steps for number in self._steps_of or (0,)}
+
+    def hears(self, note: Any) -> bool:
+        """Return whether an exchange that was applied brought one of ``notes``; ``False`` once it has been asked."""
+        bit = 1 << list(self.notes).index(note)
+        is_noted, self._noted = bool(self._noted & bit), self._noted & ~bit
+        return is_noted
+
+    def _note(self, pending: _PendingSync) -> None:
+        self._noted, pending.noted = self._noted | pending.noted, 0
+
+    def _numbers(self, agreed: Sequence[float], place: int = 0) -> tuple[float, ...]:
+        """Return what this rank tells before an exchange that begins now."""
+        noted = sum(asked() << bit for bit, asked in enumerate(self.notes.values()))
+        counts = (self._samples, self._batches, self._step, self._missed_steps)
+        return (*_Told(place, *counts, self._is_stale, noted), *agreed)
+
+    def _tell(self, numbers: Sequence[float]) -> tuple[list[_Told], list[Sequence[float]]]:
+        """Tell all ranks; return what each has told, and learning rates of those that train; on the worker."""
+        count = len(_Told._fields)
+        rows = self._everybody.collectives.gather_numbers(numbers).tolist()
+        return [_Told(*row[:count]) for row in rows], [row[count:] for row in rows if not row[0]]
+
+    def _submit(self, overlap: int, agreed: Sequence[float] = (), everywhere: Optional[Sequence[_Told]] = None) -> None:
+        """Begin an exchange, which is applied after some more steps; ranks may have told ``everywhere`` before it."""
+        numbers = self._numbers(agreed)
         steps, self._begun, self._is_stale = self._step - self._begun, self._step, False
         present = self._tensors()
         # A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
@@ -263,11 +350,17 @@ class Rounds(Replicas):
         if self._may_have_news:
             nothing = torch.zeros((), dtype=torch.bool, device=self._averager.device)
             pending.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
-        self.begun_exchanges += 1
         prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
-        numbers = (self._samples, self._batches, *agreed)
         self._forget_batches()
-        self._worker.submit(lambda: self._exchange(pending, prepare, steps, numbers), pending.done.set)
+
+        def exchange() -> None:
+            told = everywhere
+            if told is None:
+                told, rates = self._tell(numbers)
+                _check_agreed(rates)
+            self._exchange(pending, prepare, steps, told)
+
+        self._worker.submit(exchange, pending.done.set)
 
     def _change(self, name: str, tensor: Tensor) -> Tensor:
         """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
@@ -304,15 +397,15 @@ class Rounds(Replicas):
         self._seen = self._fingerprints()
 
     def _exchange(
-        self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, numbers: Sequence[float]
+        self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, everywhere: Sequence[_Told]
     ) -> None:
         """Exchange changes and move the shared model by their mean; on the worker."""
         self._recorder.begin_backward()
         self._recorder.end_backward()
-        everywhere = self._everybody.collectives.gather_numbers(numbers).tolist()
-        _check_agreed([rates for _, _, *rates in everywhere], numbers[2:])
+        pending.noted = reduce(or_, (int(told.noted) for told in everywhere))
         names, changes, trained = pending.names, pending.changes, len(self._names)
-        weight = _weight(everywhere, self._everybody.collectives.rank)
+        counts = [(told.samples, told.batches) for told in everywhere]
+        weight = _weight(counts, self._everybody.collectives.rank)
         if weight != 1:  # before residuals are added, so that all of what counts arrives in the end
             torch._foreach_mul_(changes[: len(names)], weight)
         self._pipeline.context = prepare()
@@ -357,6 +450,7 @@ class Rounds(Replicas):
             return
         self._pending = None
         self._wait(pending)
+        self._note(pending)
         tensors = self._tensors()
         for position, name in enumerate(pending.names):
             if name not in tensors:
@@ -478,6 +572,7 @@ class Rounds(Replicas):
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
         self._samples, self._batches = state.get("seen", (0.0, 0.0))
+        self._missed_steps = 0
         for name, tensor in state["unshared"].items():
             if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
                 unshared[name].copy_(tensor)
@@ -494,15 +589,15 @@ class Rounds(Replicas):
             self._pending.done.set()
 
 
-def _check_agreed(everywhere: Sequence[Sequence[float]], numbers: Sequence[float]) -> None:
+def _check_agreed(everywhere: Sequence[Sequence[float]]) -> None:
     if any(each != everywhere[0] for each in everywhere):
         raise RuntimeError(
-            f"learning rates differ between ranks, that of this rank is {numbers[0]}: a schedule went by a number"
+            f"learning rates differ between ranks, {everywhere[0][0]} is that of one: a schedule went by a number"
             " that is each rank's own. Log what it monitors with self.log(..., sync_dist=True)"
         )
 
 
-def _weight(everywhere: Sequence[Sequence[float]], rank: int) -> float:
+def _weight(everywhere: Sequence[tuple[float, float]], rank: int) -> float:
     """Return how much a rank's change counts, 1 on average: by samples, or by batches unless all know their samples.
 
     >>> [_weight([(6, 2), (2, 2)], rank) for rank in (0, 1)]

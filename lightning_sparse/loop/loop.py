@@ -260,9 +260,9 @@ class Loop:
         if self.engine is not None:
             self.engine.arrived.forget(handled(optimizer))
             number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
-            self.engine.end_step(number, self.epoch or 0, self._rates())
+            self.engine.end_step(number, self.epoch or 0, self.rates())
 
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
         """Return learning rates that have to be the same on all ranks where a round ends."""
         if not (self.agrees_on_rates and self.replicas.are_apart):
             return []

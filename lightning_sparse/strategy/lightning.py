@@ -20,6 +20,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.callbacks import ModelCheckpoint, Timer
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import Logger, TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -35,6 +36,7 @@ else:
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint, Timer
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -63,12 +65,14 @@ __all__ = [
     "LightningModule",
     "Logger",
     "MisconfigurationException",
+    "ModelCheckpoint",
     "ModelParallelStrategy",
     "SIGTERMException",
     "SLURMEnvironment",
     "Strategy",
     "StrategyRegistry",
     "TensorBoardLogger",
+    "Timer",
     "TorchCheckpointIO",
     "Trainer",
     "_MultiProcessingLauncher",

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Optional
@@ -10,16 +11,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.strategy.lightning import SIGTERMException, Strategy, Trainer
 
 
 class Signals(Uncopied):
     """Tell every rank whether any of them has been signalled, without a wait in every batch.
 
-    What is told at one batch is heard at the next: one round trip, which hides behind the batch. gloo has a process
-    group of its own for it, so that no other exchange comes between. Other backends have it among what the main thread
-    exchanges anyway, in one order on all ranks: a group of gloo beside NCCL would need names of hosts that do not lead
-    to loopback, and another one of NCCL takes memory of each GPU.
+    What is told at one batch is heard at the next: one round trip, which hides behind the batch. With local steps it
+    travels with what ranks tell each other before an exchange. gloo has a process group of its own for it, so that no
+    other exchange comes between. Other backends have it among what the main thread exchanges anyway, in one order on
+    all ranks: a group of gloo beside NCCL would need names of hosts that do not lead to loopback, and another one of
+    NCCL takes memory of each GPU.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -27,8 +30,8 @@ class Signals(Uncopied):
         self.replaced: Any = None  # handler that the signal had
         self._number: Optional[signal.Signals] = None
         self._group: Any = None
-        self._strategy: Optional[Strategy] = None
-        self._exchanges: Optional[int] = None
+        self._is_connected = False
+        self._rounds: Optional[Rounds] = None
         self._work: Any = None
         if threading.current_thread() is threading.main_thread():
             self._number, self.replaced = number, signal.signal(number, self._note)
@@ -36,10 +39,16 @@ class Signals(Uncopied):
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self.is_noted = True
 
-    def connect(self, strategy: Strategy) -> None:
-        """Have ranks hear of each other from now on; all of them must call."""
+    def connect(self, strategy: Strategy, answer: Callable[[], None]) -> None:
+        """Have ranks hear of each other from now on; all of them must call.
+
+        Those that wait for others with more batches ``answer`` at once what they hear.
+        """
         is_gloo, device = dist.get_backend() == "gloo", strategy.root_device
-        self._strategy = strategy
+        self._is_connected, self.answer = True, answer
+        self._rounds = getattr(strategy, "rounds", None)
+        if self._rounds is not None:
+            self._rounds.notes[self] = lambda: self.is_noted
         self._group = dist.new_group(timeout=getattr(strategy, "_timeout", None)) if is_gloo else None
         self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)
         self._streams = None if self._noted.device.type == "cpu" else torch.get_device_module(device)
@@ -47,13 +56,12 @@ class Signals(Uncopied):
         self._host = torch.zeros(dist.get_world_size(), dtype=torch.uint8, pin_memory=self._streams is not None)
 
     def tell(self) -> None:
-        """Tell whether this rank has been signalled; all ranks must call."""
-        if self._strategy is None:
-            return
-        begun = getattr(self._strategy, "begun_exchanges", None)
-        if begun is not None and begun == self._exchanges:  # within a round of local steps nothing is sent
-            return
-        self._exchanges = begun
+        """Tell whether this rank has been signalled; all ranks must call. Rounds of local steps tell by themselves."""
+        if self._is_connected and (self._rounds is None or self._rounds.is_synchronous):
+            self.send()
+
+    def send(self) -> None:
+        """Send to all ranks whether this one has been signalled."""
         self._noted.fill_(self.is_noted)
         if self._group is not None:  # to all at once: an all-reduce goes around a ring, twice
             self._work = dist.all_to_all_single(self._host, self._noted, group=self._group, async_op=True)
@@ -66,10 +74,10 @@ class Signals(Uncopied):
 
     def heard(self) -> bool:
         """Return whether any rank had been signalled when it last told; ``False`` once it has been asked."""
-        if self._strategy is None:  # one process hears of itself
+        if not self._is_connected:  # one process hears of itself
             return self.is_noted
         if self._work is None:
-            return False
+            return self._rounds is not None and self._rounds.hears(self)
         if self._stream is not None:
             self._stream.synchronize()
         else:
@@ -84,6 +92,8 @@ class Signals(Uncopied):
         if self._number is not None:
             signal.signal(self._number, self.replaced)
             self._number = None
+        if self._rounds is not None:
+            self._rounds.notes.pop(self, None)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -100,7 +110,7 @@ class Termination:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._signals = Signals(signal.SIGTERM)
-        self._signals.connect(trainer.strategy)
+        self._signals.connect(trainer.strategy, self._end)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
     @classmethod
@@ -112,9 +122,12 @@ class Termination:
     def _agree(self) -> None:
         """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
         if self._heard():
-            self._answer()
-            raise SIGTERMException
+            self._end()
         self._signals.tell()
+
+    def _end(self) -> None:
+        self._answer()
+        raise SIGTERMException
 
     def _answer(self) -> None:
         """Have Lightning's handler do its work, on all ranks at once, so that what it exchanges meets."""
@@ -132,7 +145,7 @@ class Termination:
         """Give back what was replaced; answer what has come since the last batch, if all ranks have ended."""
         if has_ended:
             is_known = self._heard()
-            self._signals.tell()
+            self._signals.send()
             if self._heard() or is_known:
                 self._answer()
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor

@@ -17,6 +17,7 @@ from lightning_sparse.compressors.feedback import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.loop.checks import check_parameters
@@ -45,9 +46,9 @@ from lightning_sparse.strategy.lightning import (
     GradClipAlgorithmType,
     MisconfigurationException,
     Trainer,
-    _extract_batch_size,
 )
 from lightning_sparse.strategy.signals import Termination
+from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, samples_of
 from lightning_sparse.strategy.whereabouts import (
     ReportingLauncher,
     ScriptLauncher,
@@ -154,7 +155,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._checkpointer = Checkpointer(self, resume_compression)
         self._choice: Optional[BackendChoice] = None
         self._termination: Optional[Termination] = None
-        self._has_failed = False
+        self._has_failed = self._has_uneven_batches = self._has_own_position = False
         self._replaced: list[tuple[Any, str]] = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -285,10 +286,14 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
-        fit_loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-        run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
+        fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        validation = epoch.val_loop
+        run, end, run_epoch, validate = fit_loop.run, fit_loop.on_run_end, epoch.run, validation.run
 
         def run_to_one() -> None:
+            if self.settings.local_steps is not None:
+                fit_loop.setup_data()
+                self._has_uneven_batches = check_batches(trainer, self.settings.local_steps, self._has_own_position)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -297,13 +302,34 @@ class SparseDDPStrategy(DDPStrategy):
             self._loop.replicas.synchronize()
             end()
 
+        def run_epoch_together(data_fetcher: Any) -> None:
+            run_epoch(data_fetcher)
+            self._meet("the end of an epoch")
+
         def validate_as_one() -> Any:
+            if not trainer.sanity_checking and not self._meet("a validation"):
+                return []
             with self._loop.replicas.shared_model():
                 return validate()
 
         fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
-        validation.run = validate_as_one  # type: ignore[method-assign]
-        self._replaced += [(fit_loop, "run"), (fit_loop, "on_run_end"), (validation, "run")]
+        epoch.run, validation.run = run_epoch_together, validate_as_one  # type: ignore[method-assign]
+        self._replaced += [(fit_loop, "run"), (fit_loop, "on_run_end"), (epoch, "run"), (validation, "run")]
+
+    def _meet(self, place: str) -> bool:
+        """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
+        replicas, rounds = self._loop.replicas, self.rounds
+        while (have_met := replicas.meet(place, self._loop.rates())) is None:
+            for signals in list(rounds.notes if rounds is not None else ()):
+                if signals.heard():
+                    signals.answer()
+        if have_met and replicas.are_uneven:
+            catch_up(self._trainer, self.optimizers)
+        if not have_met:
+            rank_zero_warn(
+                f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
+            )
+        return have_met
 
     def _let_go(self) -> None:
         """Give Lightning's methods back."""
@@ -345,7 +371,6 @@ class SparseDDPStrategy(DDPStrategy):
             self._loop.expect_steps(total_steps_of(trainer))
         self._loop.resume()
         if self._loop.replicas.are_apart:
-            _check_batches(gather_together(trainer.num_training_batches))
             self._tell_of_rounds(trainer)
 
     def _tell_of_rounds(self, trainer: Trainer) -> None:
@@ -366,9 +391,9 @@ class SparseDDPStrategy(DDPStrategy):
             )
 
     @property
-    def begun_exchanges(self) -> Optional[int]:
-        """How many exchanges rounds of local steps have begun, on all ranks; ``None`` where every step has some."""
-        return self._loop.replicas.begun_exchanges
+    def rounds(self) -> Optional[Rounds]:
+        """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
+        return None if self.engine is None else self.engine.rounds
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -385,8 +410,11 @@ class SparseDDPStrategy(DDPStrategy):
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
         self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
-        self._loop.replicas.see_batch(_samples_of(args[0] if args else None))
-        return super().training_step(*args, **kwargs)
+        self._loop.replicas.see_batch(samples_of(args[0] if args else None))
+        output = super().training_step(*args, **kwargs)
+        if self._has_uneven_batches:
+            check_logged(self._trainer)
+        return output
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -505,6 +533,7 @@ class SparseDDPStrategy(DDPStrategy):
         kept = {"engine": engine_state, **self._loop.unfinished.state(self.lightning_module, self.engine)}
         kept["layouts"] = saved_layouts(self._parameters())
         kept["clipping"] = list(self._loop.clipping)
+        kept["batches"] = self._trainer.fit_loop.epoch_loop.batch_progress.state_dict()
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         if self.settings.replicas_diverge:
@@ -556,6 +585,9 @@ class SparseDDPStrategy(DDPStrategy):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
             if self._scaler is not None and "scaler" in kept:
                 self._scaler.load_state_dict(kept["scaler"])
+        self._has_own_position = save.ranks == self.world_size and "batches" in kept
+        if self._has_own_position:  # Lightning's file has that of rank 0
+            self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
         if self._choice is not None and is_ours:
             self._choice.restore(bool(kept["is_plain"]))
@@ -583,23 +615,13 @@ class SparseDDPStrategy(DDPStrategy):
         rank_zero_info(f"{type(self).__name__}: {line}")
 
 
-def _samples_of(batch: Any) -> Optional[int]:
-    """Return the length of a batch's first tensor, as ``self.log`` takes it; ``None`` where there is none."""
-    if isinstance(batch, Iterator):  # which training_step itself takes batches from
-        return None
-    try:
-        return next((size for size in _extract_batch_size(batch) if size is not None), None)
-    except (TypeError, RecursionError):  # a collection that cannot be gone through
-        return None
-
-
 def total_steps_of(trainer: Trainer) -> Optional[int]:
     """Return the optimizer steps that the whole training may have; ``None`` where Lightning does not know."""
     try:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # batches are accumulated by a schedule
         return None
-    return None if total == float("inf") else int(total)
+    return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
 
 
 def clipping_of(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
@@ -615,13 +637,4 @@ def _check_layers(model: Module, local: LocalSteps) -> None:
             f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
             " layers in every step: leave out sync_batchnorm=True, so that BatchNorm's statistics are averaged in each"
             " round, or use local_steps=1"
-        )
-
-
-def _check_batches(numbers: Sequence[float]) -> None:
-    if len(set(numbers)) > 1:
-        listed_numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(numbers))
-        raise ValueError(
-            f"ranks have different numbers of batches ({listed_numbers}), so that some would wait in a round for others"
-            f" that have ended: give Trainer(limit_train_batches={min(numbers):g}), or a DistributedSampler"
         )

@@ -22,7 +22,7 @@ _MOST = 3  # ranks that a message names
 _LONGEST = 300  # characters of another rank's error
 _UNEQUAL = (
     "ranks have different numbers of batches, or one of them stopped by itself. Give Trainer(limit_train_batches=...)"
-    " as many as the shortest has, or use a DistributedSampler."
+    " as many as the shortest has, use a DistributedSampler, or train with local_steps=..., which needs no equal ones."
 )
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
-from lightning_sparse.strategy.trainer import _samples_of
+from lightning_sparse.strategy.uneven import samples_of
 from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
@@ -598,7 +598,7 @@ def test_a_change_counts_by_the_samples_of_its_batches(pair: Pool, module: Any, 
 
 def test_no_batch_is_taken_to_be_counted() -> None:
     batches = iter([torch.ones(3)])
-    assert _samples_of(batches) is None
+    assert samples_of(batches) is None
     assert len(list(batches)) == 1
 
 
@@ -616,22 +616,14 @@ class Plateau(Small):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mine"}}
 
 
-class Uneven(Small):
-    """A model with more batches on one rank."""
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(8 + 4 * self.global_rank), batch_size=4)
-
-
 @pytest.mark.parametrize(
     ("module", "arguments", "named"),
     [
         (Local, {"sync_batchnorm": True}, "SyncBatchNorm"),
         (Plateau, {"max_epochs": 4, "limit_train_batches": 4, "limit_val_batches": 2}, "sync_dist=True"),
-        (Uneven, {"use_distributed_sampler": False, "limit_train_batches": 1.0}, "limit_train_batches=2"),
         (Small, {"callbacks": [ReplicaSentinel()]}, "drift"),
     ],
-    ids=["SyncBatchNorm", "plateau", "uneven", "compared"],
+    ids=["SyncBatchNorm", "plateau", "compared"],
 )
 def test_what_would_drive_ranks_apart_is_refused(
     pair: Pool, module: type[LightningModule], arguments: dict[str, Any], named: str

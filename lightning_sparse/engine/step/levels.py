@@ -91,7 +91,7 @@ class Replicas(Uncopied):
     """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
 
     are_apart = False  # each rank steps with gradients of its own
-    begun_exchanges: Optional[int] = None  # of rounds, on all ranks; ``None`` where every step has some
+    are_uneven = False  # ranks had made different numbers of steps when all last met
 
     def begin(self) -> None:
         """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
@@ -116,6 +116,14 @@ class Replicas(Uncopied):
 
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
+
+    def meet(self, place: str, agreed: Sequence[float] = ()) -> Optional[bool]:
+        """Tell whether all ranks have come to a place; ``False`` if some will not, as they are past it.
+
+        Where some still train it takes part in one more exchange and returns ``None``; also where an exchange has
+        brought something that ranks have noted, which is to be heard first.
+        """
+        return True
 
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""

@@ -1,0 +1,156 @@
+"""Ranks with different numbers of batches, in rounds of local steps: what Lightning cannot do is refused."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+from torch.optim import Optimizer
+
+from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.strategy.lightning import ModelCheckpoint, Timer, Trainer, _extract_batch_size
+
+
+class _Epoch(NamedTuple):
+    """An epoch of one rank."""
+
+    batches: float
+    validations: float  # in its midst and at its end; NaN where that is not known
+    begun: int  # batches, before the checkpoint that training goes on from
+    has_ended: bool
+
+
+def samples_of(batch: Any) -> Optional[int]:
+    """Return the length of a batch's first tensor, as ``self.log`` takes it; ``None`` where there is none."""
+    if isinstance(batch, Iterator):  # which training_step itself takes batches from
+        return None
+    try:
+        return next((size for size in _extract_batch_size(batch) if size is not None), None)
+    except (TypeError, RecursionError):  # a collection that cannot be gone through
+        return None
+
+
+def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool) -> bool:
+    """Return whether ranks have different numbers of batches; refuse, on all alike, what cannot go with that."""
+    epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
+    batches = [epoch.batches for epoch in epochs]
+    if len(set(batches)) == 1:
+        return False
+    numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(batches))
+    if not is_position_own and epochs[0].has_ended:
+        _end_epoch(trainer)
+        is_position_own = True
+    refused = next(_refusals(trainer, local, epochs, is_position_own), None)
+    if refused is not None:
+        raise ValueError(f"ranks have different numbers of batches ({numbers}), and {refused}")
+    return True
+
+
+def _epoch_of(trainer: Trainer) -> _Epoch:
+    batches, progress, every = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress, None
+    if trainer.enable_validation:
+        every = trainer.val_check_batch
+    validations = 0 if every is None or batches in (0, float("inf")) else batches // every
+    has_begun = trainer.fit_loop.restarting
+    return _Epoch(batches, validations, has_begun * progress.current.ready, has_begun and progress.is_last_batch)
+
+
+def _end_epoch(trainer: Trainer) -> None:
+    """Go on from the end of an epoch of this rank, where the checkpoint has that of another one."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    others = int(trainer.num_training_batches) - current.ready
+    current.ready += others
+    current.started += others
+    current.processed += others
+    current.completed += others
+
+
+def _refusals(trainer: Trainer, local: LocalSteps, epochs: Sequence[_Epoch], is_position_own: bool) -> Iterator[str]:
+    """Yield what cannot go with different numbers of batches, and what to do."""
+    fewest = min(epoch.batches for epoch in epochs)
+    if fewest == 0:
+        yield "Lightning trains nothing on a rank that has none: give each at least one"
+    synchronous = local.synchronous_steps * trainer.accumulate_grad_batches
+    if fewest <= synchronous:
+        yield (
+            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together: give fewer"
+            " than the shortest epoch has steps"
+        )
+    if trainer.enable_validation:
+        yield from _refusals_of_validation(trainer, epochs)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and (callback._every_n_train_steps or callback._train_time_interval):
+            yield (
+                "ModelCheckpoint(every_n_train_steps=..., train_time_interval=...) saves where some have ended: give"
+                " every_n_epochs=..., or save_on_train_epoch_end=False for a save after each validation"
+            )
+        if isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step":
+            yield "max_time is looked at by all ranks in every batch: give Timer(..., interval='epoch')"
+    if len({epoch.has_ended for epoch in epochs}) > 1:
+        yield (
+            "the checkpoint was saved where some of them had ended their epoch, from where Lightning cannot go on: take"
+            " one that was saved at the end of an epoch"
+        )
+    if not is_position_own and epochs[0].begun:
+        yield (
+            "the checkpoint was saved in the midst of an epoch, by other ranks: take one that was saved at the end of"
+            " an epoch"
+        )
+
+
+def _refusals_of_validation(trainer: Trainer, epochs: Sequence[_Epoch]) -> Iterator[str]:
+    if trainer.check_val_every_n_epoch is None or getattr(trainer, "_val_check_time_interval", None) is not None:
+        yield "validations that go by batches of all epochs, or by time, come at other times on each: give fractions"
+    counts = [epoch.validations for epoch in epochs]
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"{count:g}" for count in counts)
+        yield (
+            f"val_check_interval={trainer.val_check_interval} has them validate {listed} times an epoch: give 1.0, or a"
+            " fraction by which all validate equally often"
+        )
+
+
+def check_logged(trainer: Trainer) -> None:
+    """Refuse what a training step has logged of all ranks, which have different numbers of steps."""
+    for metric in () if trainer._results is None else trainer._results.result_metrics:
+        if metric.meta.on_step and metric.meta.sync.should:
+            raise ValueError(
+                f"self.log({metric.meta.name!r}, on_step=True, sync_dist=True) sends in every step, and ranks have"
+                " different numbers of batches: give on_step=False, on_epoch=True, or leave out sync_dist"
+            )
+
+
+def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
+    """Go on with the step number and the learning rates of the rank that has made the most steps; all must call.
+
+    A rank without a batch is refused: what it logs for all ranks it has never heard of, and others would wait for it.
+    """
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = [
+        {name: each for name, each in group.items() if isinstance(each, (int, float, tuple))} for group in groups
+    ]
+    loop = trainer.fit_loop.epoch_loop
+    mine = (
+        trainer.global_step,
+        [each.state_dict() for each in schedulers],
+        settings,
+        loop.batch_progress.current.ready,
+    )
+    everywhere = gather_together(mine)
+    for rank, (*_, batches) in enumerate(everywhere):
+        if batches == 0:
+            raise ValueError(f"rank {rank} had no batch in an epoch in which others had some: give it at least one")
+    step, states, settings, _ = max(everywhere, key=lambda theirs: theirs[0])
+    missed = step - trainer.global_step
+    if not missed:
+        return
+    for scheduler, state in zip(schedulers, states):
+        scheduler.load_state_dict(state)
+    for group, setting in zip(groups, settings):
+        group.update(setting)
+    by_hand = loop.manual_optimization.optim_step_progress.total
+    is_automatic = trainer.lightning_module.automatic_optimization
+    total = loop.automatic_optimization.optim_progress.optimizer.step.total if is_automatic else by_hand
+    total.ready += missed
+    total.completed += missed
+    loop._batches_that_stepped += missed

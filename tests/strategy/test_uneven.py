@@ -1,0 +1,312 @@
+"""Ranks with different numbers of batches train together, in rounds of local steps."""
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.fits import refusals
+from tests.helpers.trainers import Rows, Small, make_trainer, weights
+
+ROWS = 4  # of a batch
+
+
+class Endless(IterableDataset[Tensor]):
+    """As many rows as are asked for, of a number that nobody is told."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from Rows(self.count)
+
+
+class Uneven(Small):
+    """A model with its own number of batches on each rank, and a learning rate that falls in every step."""
+
+    def __init__(self, batches: tuple[int, ...], is_known: bool = True, by_hand: bool = False) -> None:
+        super().__init__()
+        self.batches = batches
+        self.is_known = is_known
+        self.automatic_optimization = not by_hand
+        self.validated: list[tuple[int, float]] = []
+        self.trained: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Optional[Tensor]:
+        self.trained.append(self.current_epoch)
+        loss = (self.network(batch) - batch).square().mean() * (1 + self.global_rank)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        super().validation_step(batch, batch_index)
+        if batch_index == 0 and not self.trainer.sanity_checking:
+            self.validated.append((self.global_step, float(sum(each.double().sum() for each in self.parameters()))))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        count = ROWS * self.batches[self.global_rank]
+        return DataLoader(Rows(count) if self.is_known else Endless(count), batch_size=ROWS)
+
+
+class End(NamedTuple):
+    """What came of a fit on one rank."""
+
+    weights: dict[str, Tensor]
+    step: int
+    rate: float
+    trained: list[int]  # epoch of each batch
+    validated: list[tuple[int, float]]  # step, and sum of weights
+
+
+def fit(
+    rank: int,
+    batches: tuple[int, ...],
+    local: Any,
+    how: dict[str, Any],
+    trainer: dict[str, Any],
+    path: Optional[str] = None,
+) -> End:
+    """Fit with so many batches on each rank."""
+    for message in (".*is left out: some.*", ".*your dataloader is not resumable.*"):
+        warnings.filterwarnings("ignore", message=message)
+    strategy = SparseDDPStrategy(**{"compressor": "topk", "density": 0.1, "local_steps": local})
+    module = Uneven(batches, **how)
+    arguments = {"use_distributed_sampler": False, "max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
+    fitted = make_trainer(rank, strategy, **arguments)
+    fitted.fit(module, ckpt_path=path)
+    rate = fitted.optimizers[0].param_groups[0]["lr"]
+    return End(weights(module), fitted.global_step, rate, module.trained, module.validated)
+
+
+def assert_one_model(ends: list[End]) -> None:
+    """Compare what all ranks have to have alike."""
+    for end in ends[1:]:
+        assert_same(end.weights, ends[0].weights)
+        assert (end.step, end.rate, end.validated) == (ends[0].step, ends[0].rate, ends[0].validated)
+
+
+@pytest.mark.parametrize(
+    ("batches", "local", "how", "arguments", "steps"),
+    [
+        ((13, 8, 3), 4, {}, {}, 26),
+        ((4, 8, 13), 4, {}, {"val_check_interval": 0.5, "limit_val_batches": 2}, 26),
+        ((13, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 26),
+        ((13, 8, 4), LocalSteps(4, synchronous_steps=3), {}, {}, 26),
+        ((13, 8, 3), 50, {}, {}, 26),
+        ((13, 8, 3), "auto", {}, {}, 26),
+        ((13, 8, 3), 4, {"is_known": False}, {}, 26),
+        ((13, 8, 3), 4, {"by_hand": True}, {}, 26),
+        ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
+        ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
+        ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
+    ],
+    ids=[
+        "at once", "midst", "late", "synchronous", "few rounds", "auto", "iterable", "by hand",
+        "accumulating", "max_steps", "limited",
+    ],
+)  # fmt: skip
+def test_ranks_with_fewer_batches_wait_in_rounds(
+    pools: dict[int, Pool],
+    batches: tuple[int, ...],
+    local: Any,
+    how: dict[str, Any],
+    arguments: dict[str, Any],
+    steps: int,
+) -> None:
+    ends = pools[3].run(fit, batches, local, how, arguments)
+    assert_one_model(ends)
+    assert ends[0].step == steps
+    limit = arguments.get("limit_train_batches", 13)
+    for end, number in zip(ends, batches):
+        assert end.trained.count(0) == min(number, limit)
+    if not how.get("by_hand"):
+        assert ends[0].rate == pytest.approx(1e-3 * 0.95**steps)
+
+
+def test_the_end_of_an_epoch_begins_no_rounds_in_synchronous_steps(pools: dict[int, Pool]) -> None:
+    ends = [
+        pools[3].run(fit, (4, 4, 4), LocalSteps(4, synchronous_steps=count), {}, {"val_check_interval": 0.5})
+        for count in (8, 100)
+    ]
+    for one, other in zip(*ends):
+        assert_same(one.weights, other.weights)
+
+
+class SaveAt(Callback):
+    """Save after a number of validations, or epochs."""
+
+    def __init__(self, path: str, after: int, is_epoch: bool) -> None:
+        self.path = path
+        self.after = after
+        self.is_epoch = is_epoch
+
+    def _save(self, trainer: Any, is_epoch: bool) -> None:
+        if is_epoch == self.is_epoch:
+            self.after -= 1
+            if self.after == 0:
+                trainer.save_checkpoint(self.path)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, is_epoch=False)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, is_epoch=True)
+
+
+BATCHES, HALVES = (4, 8, 14), {"val_check_interval": 0.5, "limit_val_batches": 2}
+
+
+@pytest.mark.parametrize("is_epoch", [True, False], ids=["epoch", "validation"])
+def test_training_goes_on_from_the_end_of_an_epoch(pools: dict[int, Pool], tmp_path: Path, is_epoch: bool) -> None:
+    path, more = str(tmp_path / "end.ckpt"), HALVES
+    whole = pools[3].run(fit, BATCHES, 4, {}, {**more, "callbacks": [SaveAt(path, 1 if is_epoch else 2, is_epoch)]})
+    ends = pools[3].run(fit, BATCHES, 4, {}, more, path)
+    assert_one_model(ends)
+    for one, other, batches in zip(whole, ends, BATCHES):
+        assert_same(one.weights, other.weights)
+        assert other.trained == [1] * batches
+
+
+def test_training_goes_on_from_a_validation_in_the_midst_of_an_epoch(pools: dict[int, Pool], tmp_path: Path) -> None:
+    path = str(tmp_path / "midst.ckpt")
+    pools[3].run(fit, BATCHES, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 1, is_epoch=False)]})
+    ends = pools[3].run(fit, BATCHES, 4, {}, HALVES, path)
+    assert_one_model(ends)
+    assert [end.trained.count(0) for end in ends] == [2, 4, 7]
+    assert [end.trained.count(1) for end in ends] == list(BATCHES)
+
+
+def test_other_ranks_go_on_from_the_end_of_an_epoch_only(pools: dict[int, Pool], tmp_path: Path) -> None:
+    end, midst = str(tmp_path / "end.ckpt"), str(tmp_path / "midst.ckpt")
+    saving = [SaveAt(end, 1, is_epoch=True), SaveAt(midst, 1, is_epoch=False)]
+    pools[3].run(fit, BATCHES, 4, {}, {**HALVES, "callbacks": saving})
+    ends = pools[2].run(fit, BATCHES[1:], 4, {}, HALVES, end)
+    assert_one_model(ends)
+    assert [each.trained for each in ends] == [[1] * 8, [1] * 14]
+    with pytest.raises(Exception, match="in the midst of an epoch"):
+        pools[2].run(fit, BATCHES[1:], 4, {}, HALVES, midst)
+
+
+def test_nothing_goes_on_from_where_only_some_have_ended(pools: dict[int, Pool], tmp_path: Path) -> None:
+    path, batches = str(tmp_path / "some.ckpt"), (4, 8, 13)  # the last validates after 6 and 12
+    pools[3].run(fit, batches, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 2, is_epoch=False)]})
+    with pytest.raises(Exception, match="had ended their epoch"):
+        pools[3].run(fit, batches, 4, {}, HALVES, path)
+
+
+def test_early_stopping_stops_all_ranks(pair: Pool) -> None:
+    stopping = EarlyStopping("val_loss", mode="max", patience=1)
+    ends = pair.run(fit, (9, 5), 4, {}, {"max_epochs": 8, "callbacks": [stopping]})
+    assert_one_model(ends)
+    assert ends[0].step == 2 * 9
+
+
+class SignalAt(Callback):
+    """Send this process SIGTERM in a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_signalled(rank: int) -> bool:
+    """Fit; return whether SIGTERM of the first rank has ended it, when others have run out of batches."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        fit(rank, (13, 8, 3), 4, {}, {"max_epochs": 1, "callbacks": [SignalAt(9)] if rank == 0 else []})
+    except SIGTERMException:
+        return True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return False
+
+
+def test_a_signal_ends_those_that_wait(pools: dict[int, Pool]) -> None:
+    assert pools[3].run(fit_signalled) == [True] * 3
+
+
+class Logging(Uneven):
+    """A model that sends what it logs in every step."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Optional[Tensor]:
+        self.log("often", 1.0, on_step=True, on_epoch=False, sync_dist=True)
+        return super().training_step(batch, batch_index)
+
+
+class Allowing(Uneven):
+    """A model that tells Lightning that a rank may have nothing."""
+
+    def __init__(self, batches: tuple[int, ...]) -> None:
+        super().__init__(batches)
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+
+@pytest.mark.parametrize(
+    ("module", "local", "arguments", "named"),
+    [
+        (Uneven, 2, {"val_check_interval": 2}, "val_check_interval=2"),
+        (Uneven, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, "fractions"),
+        (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps=3"),
+        (Uneven, 2, {"callbacks": [Timer("00:01:00:00")]}, "interval='epoch'"),
+        (
+            Uneven,
+            2,
+            {"callbacks": [ModelCheckpoint(every_n_train_steps=2)], "enable_checkpointing": True},
+            "every_n_epochs",
+        ),
+        (Logging, 2, {}, "'often'"),
+        (partial(Allowing, (5, 0)), 2, {}, "none"),
+        (partial(Uneven, (5, 0), is_known=False), 2, {"limit_val_batches": 0}, "rank 1 had no batch"),
+    ],
+    ids=[
+        "validations",
+        "across epochs",
+        "synchronous",
+        "timer",
+        "saves",
+        "logs",
+        "no batch",
+        "no batch of an iterable",
+    ],
+)
+def test_what_cannot_go_with_different_numbers_is_refused(
+    pair: Pool, module: Any, local: Any, arguments: dict[str, Any], named: str
+) -> None:
+    build = module if isinstance(module, partial) else partial(module, (5, 3))
+    for answer in refusals(
+        pair,
+        build,
+        {"local_steps": local},
+        use_distributed_sampler=False,
+        limit_train_batches=1.0,
+        **{"limit_val_batches": 2, **arguments},
+    ):
+        assert named in answer
