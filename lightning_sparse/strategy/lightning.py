@@ -24,7 +24,13 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import Logger, TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        Strategy,
+        StrategyRegistry,
+    )
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.data import _extract_batch_size
@@ -40,7 +46,13 @@ else:
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        Strategy,
+        StrategyRegistry,
+    )
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.data import _extract_batch_size
@@ -67,6 +79,7 @@ __all__ = [
     "MisconfigurationException",
     "ModelCheckpoint",
     "ModelParallelStrategy",
+    "ParallelStrategy",
     "SIGTERMException",
     "SLURMEnvironment",
     "Strategy",

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Optional, Union
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +13,6 @@ from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first, gather_together
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refusal_of_shares, refuse, rounds_of
@@ -23,7 +21,7 @@ from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.checks import check_parameters
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import TrainedParameters, handled, listed
+from lightning_sparse.loop.optimizers import TrainedParameters, listed
 from lightning_sparse.schedule import FixedSize, Plan
 from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
@@ -33,15 +31,15 @@ from lightning_sparse.strategy.checkpoints import (
     restore_engine,
     saved_layouts,
 )
-from lightning_sparse.strategy.lightning import CURE, ModelParallelStrategy, Trainer
-from lightning_sparse.strategy.trainer import clipping_of, total_steps_of
+from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
+from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of, total_steps_of
 
 NODES = "nodes"
 _MESH = ("replicate", "data_parallel", "tensor_parallel")
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 
 
-class SparseModelParallelStrategy(ModelParallelStrategy):
+class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     """Sharded training (FSDP2) in replicas that send each other only the largest part of each gradient.
 
     Everything else is :class:`~pytorch_lightning.strategies.ModelParallelStrategy`, and ``configure_model`` stays as it
@@ -109,15 +107,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         self._checkpointer = Checkpointer(self, resume_compression)
         self._is_blocked = self._has_failed = False
         super().__init__(data_parallel_size, tensor_parallel_size=1, **model_parallel)  # type: ignore[arg-type]
-
-    def __repr__(self) -> str:
-        # A Trainer of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}>"
-
-    @property
-    def engine(self) -> Optional[Engine]:
-        """What exchanges gradients; ``None`` outside of ``fit``, and with one replica."""
-        return self._loop.engine
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
@@ -187,18 +176,11 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
     def _give_back(self) -> None:
         vars(self.precision_plugin).pop("clip_gradients", None)
 
-    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
-        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
-            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
-                self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
-
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._loop.corrects_adam:
-            assert self.lightning_module is not None
-            self._loop.expect_steps(total_steps_of(self.lightning_module.trainer))
+            self._loop.expect_steps(total_steps_of(self._trainer))
         if self.engine is not None:
             self._checkpointer.restore(self._restore)
         elif self._checkpointer.has_loaded_save:
@@ -208,12 +190,11 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        self._loop.epoch = self.lightning_module.trainer.current_epoch
+        self._loop.epoch = self._trainer.current_epoch
         if self.engine is not None and self._trained.have_changed(self.optimizers):
             self._trained.agree(self._loop.unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
             self._loop.detach(is_plain=False)
-            self._trained = TrainedParameters(self.lightning_module)
+            self._trained = TrainedParameters(self._sharded.module)
             self._loop.attach(self._sharded, is_plain=False)
         return super().training_step(*args, **kwargs)
 
@@ -253,16 +234,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         with self._loop.step_of(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._loop.resume()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
-
     def _held(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
         return {name: held_of(each) for name, each in self.lightning_module.named_parameters()}
@@ -280,11 +251,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
     @override
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        super().remove_checkpoint(filepath)
-        self._checkpointer.remove(filepath)
-
-    @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         with ExitStack() as loading:
             for optimizer in self.optimizers:  # torch makes a step of zeros to have something to load into
@@ -296,7 +262,8 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
         assert self.engine is not None
-        self._loop.expect_clipping(Clipping(*kept.get("clipping", ())))
+        if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
+            self._loop.expect_clipping(Clipping(*kept.get("clipping", ())))
         whole = save._replace(node_ranks=1)  # of its shards a rank keeps all
         parts = (self._held(), kept.get("layouts", {}), path)
         return restore_engine(self.engine, self.settings.compressor, kept["engine"], whole, *parts)
@@ -312,9 +279,6 @@ class SparseModelParallelStrategy(ModelParallelStrategy):
         self._loop.end(self._has_failed, keep=on_host)
         super().teardown()
         self._checkpointer.close()
-
-    def _say(self, line: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: {line}")
 
 
 def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Optional, Union
 
@@ -45,6 +45,7 @@ from lightning_sparse.strategy.lightning import (
     DDPStrategy,
     GradClipAlgorithmType,
     MisconfigurationException,
+    ParallelStrategy,
     Trainer,
 )
 from lightning_sparse.strategy.signals import Termination
@@ -62,7 +63,54 @@ _FEW_ROUNDS = 100
 _SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
 
 
-class SparseDDPStrategy(DDPStrategy):
+class SparseStrategy(ParallelStrategy):
+    """What the strategies of the Trainer have in common, which have a loop and a checkpointer."""
+
+    settings: Settings
+    _loop: Loop
+    _checkpointer: Checkpointer
+    _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
+
+    def __repr__(self) -> str:
+        # A Trainer of the other Lightning refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {CURE}>"
+
+    @property
+    def engine(self) -> Optional[Engine]:
+        """What exchanges gradients; ``None`` outside of ``fit``, and with nobody to exchange with."""
+        return self._loop.engine
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
+        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
+        with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
+            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
+                self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._loop.resume()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpointer.remove(filepath)
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{type(self).__name__}: {line}")
+
+
+class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """Data-parallel training that sends only the largest part of each gradient, and keeps the rest for later steps.
 
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
@@ -159,28 +207,14 @@ class SparseDDPStrategy(DDPStrategy):
         self._replaced: list[tuple[Any, str]] = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
-    def __repr__(self) -> str:
-        # A Trainer of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}>"
-
     @property
     def _ddp(self) -> DistributedDataParallel:
         assert isinstance(self.model, DistributedDataParallel)
         return self.model
 
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     def _parameters(self) -> dict[str, Parameter]:
         assert self.lightning_module is not None
         return dict(self.lightning_module.named_parameters())
-
-    @property
-    def engine(self) -> Optional[Engine]:
-        """What exchanges gradients; ``None`` outside of ``fit``, and on one process."""
-        return self._loop.engine
 
     @property
     def is_plain(self) -> bool:
@@ -351,12 +385,6 @@ class SparseDDPStrategy(DDPStrategy):
             )
         return count
 
-    def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
-        """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
-            if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
-                self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
-
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -454,11 +482,6 @@ class SparseDDPStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._loop.resume()
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._loop.replicas.shared_model():
             state = super().lightning_module_state_dict()
@@ -495,11 +518,6 @@ class SparseDDPStrategy(DDPStrategy):
         self.model.require_forward_param_sync = broadcasts
         self._loop.attach(self.model, is_plain)
         note_use(self.model, used)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -542,11 +560,6 @@ class SparseDDPStrategy(DDPStrategy):
             if self._scaler is not None:
                 kept["scaler"] = self._scaler.state_dict()
         return kept
-
-    @override
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        super().remove_checkpoint(filepath)
-        self._checkpointer.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -610,9 +623,6 @@ class SparseDDPStrategy(DDPStrategy):
         super().teardown()
         self._wrapping.close()
         self._checkpointer.close()
-
-    def _say(self, line: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: {line}")
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:
