@@ -109,7 +109,8 @@ class Pool:
 
 def _send(connection: Connection, content: Any) -> None:
     """Send tensors as bytes: ``Connection.send`` opens a shared file for each of them, half the time of a short fit."""
-    torch.save(content, written := io.BytesIO())
+    written = io.BytesIO()
+    torch.save(content, written, pickle_protocol=4)  # of a memory format older ones know nothing
     connection.send_bytes(written.getbuffer())
 
 
