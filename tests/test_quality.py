@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
@@ -90,8 +90,26 @@ def test_local_steps_follow_synchronous_ones(monkeypatch: pytest.MonkeyPatch) ->
     assert averages != pytest.approx(ddp, rel=1e-4)
 
 
+def test_a_rank_without_a_batch_changes_nothing() -> None:
+    settings = partial(Settings, "dense", None, "single", "float32", 0, None, local_steps=LocalSteps(2, 1.0, 0.0))
+    ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=False), settings, 4)
+    alone = network()
+    optimizer = build_optimizer(alone, is_adam=False)
+    for step in range(4):
+        loss = lambda model, step=step: model(batch(0, step))  # noqa: E731
+        ranks.step([loss, loss if step < 2 else None])
+        optimizer.zero_grad()
+        alone(batch(0, step)).backward()
+        optimizer.step()
+    ranks.close()
+    for member in ranks.ranks:
+        found = member.network.state_dict()
+        assert all(torch.allclose(found[name], each) for name, each in alone.state_dict().items())
+        assert not any(torch.equal(found[name], each) for name, each in network().state_dict().items() if each.numel())
+
+
 def test_an_error_of_a_rank_ends_all() -> None:
-    ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found, 0.1), lambda: None, 1)
+    ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found.parameters(), 0.1), lambda: None, 1)
 
     def fail(model: torch.nn.Module) -> Tensor:
         raise ValueError("no loss")

@@ -204,6 +204,7 @@ class VirtualRank:
     def pass_by(self) -> None:
         """Let a step go by without a batch, in rounds: where one ends, this rank's change counts for nothing."""
         assert self._rounds is not None
+        assert self._steps, "each rank has a batch in the first step"
         with torch.no_grad():
             self._rounds.count_step(0)
 
