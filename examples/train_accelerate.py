@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse
 from lightning_sparse import AdamCorrection
+from lightning_sparse.loop.hugging_face import save_with
 
 
 def train(
@@ -51,17 +52,7 @@ def train(
         handle = lightning_sparse.sparsify(
             ddp, optimizer, "lags", density=density, optimizer_correction=correction, total_steps=steps
         )
-
-        def path(state: str) -> Path:
-            return Path(state) / f"kept-{accelerator.process_index}.pt"
-
-        # Each process keeps something of its own; register_for_checkpointing would save that of one.
-        accelerator.register_save_state_pre_hook(
-            lambda models, weights, state: torch.save(handle.state_dict(), path(state))
-        )
-        accelerator.register_load_state_pre_hook(
-            lambda models, state: handle.load_state_dict(torch.load(path(state), weights_only=True))
-        )
+        save_with(accelerator, handle)
     first = 0
     if resumes:
         accelerator.load_state(str(folder))

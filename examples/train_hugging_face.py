@@ -11,59 +11,11 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import lightning_sparse
 from lightning_sparse import AdamCorrection
-
-
-class Sparse(TrainerCallback):
-    """Have a Trainer send only the part of each gradient that matters most, and save what each process keeps.
-
-    It clips, too, as updates of AdamW are made before they are sent: leave that out of the Trainer's own arguments,
-    ``max_grad_norm=0``.
-
-    Args:
-        trainer: that it is added to.
-        clip_norm: largest norm of the gradient.
-        resume_from: folder of the checkpoint that ``train`` is given, too; ``None`` to begin.
-        **settings: arguments of :func:`lightning_sparse.sparsify`.
-    """
-
-    def __init__(self, trainer: Trainer, clip_norm: float, resume_from: Optional[Path] = None, **settings: Any) -> None:
-        self._trainer = trainer
-        self._clip_norm = clip_norm
-        self._resume_from = resume_from
-        self._settings = settings
-        self.stats: dict[str, float] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin the exchange, when model and optimizer have been wrapped and loaded."""
-        ddp: Any = self._trainer.model_wrapped
-        optimizer: Any = self._trainer.optimizer
-        self._handle = lightning_sparse.sparsify(ddp, optimizer, total_steps=state.max_steps, **self._settings)
-        if self._resume_from is not None:
-            path = self._resume_from / f"kept-{args.process_index}.pt"
-            self._handle.load_state_dict(torch.load(path, weights_only=True))
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Tell of the epoch, over the first of which the density may fall."""
-        self._handle.set_epoch(int(state.epoch or 0))
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Clip."""
-        self._handle.clip(norm=self._clip_norm)
-
-    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Save what this process keeps beside the Trainer's own files."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self._handle.state_dict(), folder / f"kept-{args.process_index}.pt")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End the exchange."""
-        self.stats = self._handle.stats()
-        self._handle.close()
+from lightning_sparse.loop.hugging_face import SparsifyCallback
 
 
 class Counting(Dataset[dict[str, Tensor]]):
@@ -100,15 +52,14 @@ def train(
         max_steps=arguments.pop("max_steps", 60),
         learning_rate=3e-3,
         gradient_accumulation_steps=2,
-        max_grad_norm=1.0 if density is None else 0.0,
+        max_grad_norm=1.0,
         ddp_find_unused_parameters=False,
         report_to=[],
         **{"ddp_bucket_cap_mb": lightning_sparse.bucket_cap_mb(model), **arguments},
     )
     trainer = Trainer(model=model, args=settings, train_dataset=Counting())
     if density is not None:
-        method = {"compressor": "lags", "density": density, "optimizer_correction": correction}
-        sparse = Sparse(trainer, clip_norm=1.0, resume_from=resume_from, **method)
+        sparse = SparsifyCallback(trainer, compressor="lags", density=density, optimizer_correction=correction)
         trainer.add_callback(sparse)
     done = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     if density is not None and settings.process_index == 0:

@@ -193,7 +193,7 @@ class Rounds(Replicas):
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self._worker.run(self._averager.average)
         self._count_bytes()
-        self._pending, self._is_stale = None, False
+        self._pending, self._away, self._is_stale = None, None, False
         for name, tensor in self._tensors().items():
             shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
             shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))

@@ -7,6 +7,8 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.engine.settings import LocalSteps, refuse
+
 
 def check_parameters(model: Module) -> None:
     """Refuse a model of which a parameter that is trained is not real floating point."""
@@ -20,6 +22,27 @@ def check_parameters(model: Module) -> None:
             f"parameters that are not real floating point cannot be compressed: {', '.join(refused)}. Keep the real and"
             " imaginary parts of a complex parameter as a real one (torch.view_as_real), or freeze it."
         )
+
+
+def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None, static_graph: bool = False) -> None:
+    """Refuse what would send in each of the local steps, if there are any."""
+    if local is None:
+        return
+    modules = () if model is None else model.modules()
+    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
+    refuse(
+        (
+            static_graph,
+            f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local.every!r} it"
+            " exchanges none: leave it out",
+        ),
+        (
+            has_batch_norm,
+            f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
+            " layers in every step: leave out sync_batchnorm=True or convert_sync_batchnorm, so that BatchNorm's"
+            " statistics are averaged in each round, or use local_steps=1",
+        ),
+    )
 
 
 def check_reducer(ddp: DistributedDataParallel) -> None:

@@ -1,11 +1,13 @@
 """The loop: what a training does around an exchange, the same behind the Trainer, Fabric and a loop of one's own."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Optional, Protocol
 
 import torch
@@ -24,12 +26,23 @@ from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
-from lightning_sparse.loop.summary import TAKES_MOMENTUM, closing, summary, takes_adam, tells_warm_up, warning_for
+from lightning_sparse.loop.summary import (
+    FEW_ROUNDS,
+    SAFE_STEPS,
+    TAKES_MOMENTUM,
+    closing,
+    summary,
+    takes_adam,
+    tells_warm_up,
+    warning_for,
+    warning_of_rounds,
+)
 from lightning_sparse.schedule import Plan
 
 CLOSED = "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
-_USERS_FRAME = 5  # of the caller of sparsify, above a warning
+
+_NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
 class Choice(Protocol):
@@ -51,6 +64,7 @@ class Loop:
         self.engine: Optional[Engine] = None  # also on one process
         self.optimizers: Sequence[Optimizer] = ()  # that train the model
         self._handles: list[Any] = []
+        self._scaler: Any = None
         self.remember({}, None)
         self._forget()
 
@@ -115,14 +129,23 @@ class Loop:
             learning = filter(is_adaptive, self.optimizers)
             found += [warning_for(each) for each in learning if not (self.corrects_adam and is_correctable(each))]
         for warning in filter(None, found):
-            if dist.get_rank() == 0:
-                warnings.warn(warning, stacklevel=_USERS_FRAME)
+            warn_user(warning)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
         self.view.adam.total_steps = total_steps
         if self.view.adam.is_dense:
             self._say(takes_adam(self._settings, self.optimizers, total_steps))
+
+    def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
+        """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
+        local = self._settings.local_steps
+        if self.engine is None or local is None or total_steps is None or not isinstance(local.every, int):
+            return
+        count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
+        self._say(f"up to {total_steps} optimizer steps, that is {count} rounds of {local.every} local steps.")
+        if count < FEW_ROUNDS and local.every > SAFE_STEPS and not is_trial:
+            warn_user(warning_of_rounds(local.every, count, total_steps))
 
     @property
     def corrects_adam(self) -> bool:
@@ -180,9 +203,19 @@ class Loop:
             return
         self._ddp, self.is_plain = ddp, is_plain
         self.view.know(dict(ddp.module.named_parameters()))
-        self.replicas = Replicas() if is_plain and self.engine.rounds is not None else self.engine.replicas
+        self.follow_rounds()
         if not is_plain:
             self.engine.attach(ddp)
+
+    def is_silent(self, is_plain: Optional[bool] = None) -> bool:
+        """Tell whether DDP exchanges nothing, as ranks make local steps; they are its own where ``is_plain``."""
+        return self._settings.local_steps is not None and not (self.is_plain if is_plain is None else is_plain)
+
+    def follow_rounds(self) -> None:
+        """Have the model be one after every step that is left to plain DDP, before rounds."""
+        assert self.engine is not None
+        is_left = self.engine.rounds is not None and not self.is_silent()
+        self.replicas = Replicas() if is_left else self.engine.replicas
 
     def begin_batch(self, adopts: bool = False) -> None:
         """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
@@ -192,8 +225,7 @@ class Loop:
         self._keep_silent()
 
     def _keep_silent(self) -> None:
-        """Keep DDP from exchanging gradients, in rounds of local steps."""
-        if self.replicas.are_apart:
+        if self.engine is not None and self.is_silent():
             self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
 
     def begin(self, is_automatic: bool = False) -> None:
@@ -217,6 +249,16 @@ class Loop:
             return
         if self.engine is None:
             raise RuntimeError(CLOSED)
+        self.check_epoch()
+        self.wants_plain()
+        self.begin()
+        self._is_begun = False
+        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
+        _LATER(lambda: _LATER(self.end_backward))
+
+    def check_epoch(self) -> None:
+        """Raise what an exchange has raised, and where nobody has told of the epoch."""
+        assert self.engine is not None
         self.engine.worker.raise_error()
         if self.epoch is None and self._settings.warmup_epochs:
             raise RuntimeError(
@@ -224,11 +266,6 @@ class Loop:
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
                 " warmup_epochs=0"
             )
-        self.wants_plain()
-        self.begin()
-        self._is_begun = False
-        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
-        _LATER(lambda: _LATER(self.end_backward))
 
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
@@ -277,8 +314,8 @@ class Loop:
         """Return what the last step's exchange, and all of them, did on this rank, as plain floats.
 
         Names are those of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`. In a loop of one's own all the
-        time between two steps counts for ``exposed_share``. Empty before the first step and on one process; at the end
-        they stay what they were.
+        time between two steps counts for ``exposed_share``, but that inside ``shared_model()``. Empty before the first
+        step and on one process; at the end they stay what they were.
         """
         return dict(self._final_stats) if self.engine is None else self.engine.compression_stats()
 
@@ -286,15 +323,38 @@ class Loop:
         """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
         return self._final_plan if self.engine is None else self.engine.planner.plan
 
-    def state(self, together: bool = False) -> Optional[dict[str, Any]]:
-        """Return the engine's state between two steps (not copied), or what was kept of it; ``None`` if none.
+    def state(self) -> Optional[dict[str, Any]]:
+        """Return what this rank keeps between two steps (not copied), or has kept; ``None`` if nothing.
 
-        ``together`` says that all ranks ask at the same time.
+        All ranks must ask: of what they hold differently each then keeps its own.
         """
-        if self.engine is None:
-            return self.final_state
-        self.engine.worker.settle()
-        return self.engine.state_dict(together=together)
+        state = self.final_state
+        if self.engine is not None:
+            self.engine.worker.settle()
+            state = self.engine.state_dict(together=True)
+        if state is None:
+            return None
+        kept = {"engine": state, "clipping": list(self.clipping)}
+        if self._settings.replicas_diverge:
+            # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
+            kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+            if self._scaler is not None:
+                kept["scaler"] = self._scaler.state_dict()
+        return kept
+
+    def load(self, state: Mapping[str, Any], topology: Optional[tuple[int, int]] = None) -> bool:
+        """Go on from what a rank kept, maybe of another topology; return whether its plan, if any, is followed."""
+        assert self.engine is not None
+        kept = state["engine"]
+        self.engine.load_state_dict(kept)
+        if self.clipping == NOT_CLIPPED:  # users clip by hand, after the backward that it is for
+            self.expect_clipping(Clipping(*state.get("clipping", ())))
+        if self._settings.replicas_diverge:
+            for optimizer, own in zip(self.optimizers, state.get("optimizers", ())):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
+            if self._scaler is not None and "scaler" in state:
+                self._scaler.load_state_dict(state["scaler"])
+        return "plan" not in kept or self.engine.restore_plan(kept["plan"], topology or self.engine.topology)
 
     def remember(
         self, stats: Mapping[str, float], plan: Optional[Plan], state: Optional[dict[str, Any]] = None
@@ -323,3 +383,14 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
+
+
+def warn_user(message: str) -> None:
+    """Warn, on one rank, at the line of the user's own that has led here, whichever packages lie between."""
+    if dist.get_rank() != 0:
+        return
+    frame: Optional[FrameType] = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,7 +1,8 @@
 """The plain loop's door: a ``DistributedDataParallel`` whose gradients are exchanged by the engine."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Optional, Union
@@ -9,24 +10,28 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.nn import Parameter
+from torch.distributed.utils import _sync_module_states
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
+from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import waiting_kinds
-from lightning_sparse.engine.settings import AUTO, Settings, refuse
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.loop.checks import check_parameters, check_reducer
+from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.loop.checks import check_parameters, check_reducer, check_rounds
 from lightning_sparse.loop.loop import CLOSED, Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.schedule import Auto, Schedule
 
 _LOGGER = logging.getLogger(__name__)
 _SHOWN = 5  # names in a message
+_BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
 
 
 def sparsify(
@@ -40,6 +45,7 @@ def sparsify(
     optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
     exchange: Union[str, Owners] = AUTO,
     overlaps_backward: bool = True,
+    local_steps: Union[int, str, LocalSteps] = 1,
     scaler: Optional[GradScaler] = None,
     total_steps: Optional[int] = None,
     timeout: Optional[timedelta] = None,
@@ -61,6 +67,8 @@ def sparsify(
         optimizer_correction: see there.
         exchange: see there.
         overlaps_backward: see there.
+        local_steps: see there; all ranks then make equally many steps, evaluate and save the model inside
+            :meth:`Sparsifier.shared_model`, and end with :meth:`Sparsifier.close`.
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
         total_steps: optimizer steps of the whole training, for the warm-up of Adam's correction; ``None`` if not known.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
@@ -72,7 +80,15 @@ def sparsify(
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = Settings(
-        compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+        compressor,
+        density,
+        schedule,
+        wire,
+        warmup_epochs,
+        optimizer_correction,
+        exchange,
+        overlaps_backward,
+        rounds_of(local_steps),
     )
     check_settings(settings)
     check_facts(scaler, total_steps)
@@ -114,11 +130,18 @@ class Sparsifier(Loop):
     ) -> None:
         super().__init__(settings, say)
         _check_model(ddp)
-        _check_optimizers(ddp, optimizers)
+        _check_optimizers(ddp, optimizers, settings.local_steps is not None)
+        check_rounds(settings.local_steps, ddp, ddp.static_graph)
         self._model = ddp
         self._is_closed = False
+        self._is_shared = True  # the model is that of all ranks, as far as this rank knows
+        self._is_shown = False  # inside of shared_model
+        self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         self.start(ddp, optimizers, timeout, scaler)
         self.expect_steps(total_steps)
+        self.tell_of_rounds(total_steps)
+        if self.engine is not None and self.engine.rounds is not None:
+            self._watch()
 
     def __enter__(self) -> Self:
         return self
@@ -152,12 +175,46 @@ class Sparsifier(Loop):
         with self.clipped_before(Clipping(norm=norm, value=value)):
             _clip(self._model.parameters(), norm, value)
 
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Have the model be the one of all ranks inside, to evaluate and save it; then each rank goes on with its own.
+
+        Nothing is sent. Where gradients are exchanged in every step the model is that already. The time inside counts
+        for no statistics.
+        """
+        self._take_up()
+        with self.replicas.shared_model():
+            before = self._is_shared, self._is_shown
+            self._is_shared = self._is_shown = True
+            try:
+                yield
+            finally:
+                self._is_shared, self._is_shown = before
+        self.resume()
+
+    def synchronize(self) -> None:
+        """End the round of local steps early, and go on from the shared model; all ranks must call."""
+        self._take_up()
+        self.replicas.synchronize()
+        self._is_shared = True
+
+    def adopt(self) -> None:
+        """Share the model that there is now, such as one that was loaded in the midst of training; all ranks must call.
+
+        With local steps, what else changes the model would be taken for a change by training.
+        """
+        self._take_up()
+        self.replicas.adopt()
+        self._is_shared = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps and has learned; each rank has to save its own, between two optimizer steps.
 
-        Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process.
+        Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process. All ranks must
+        call: with local steps they compare what training has written without an optimizer.
         """
         self._check_open()
+        self._take_up()
         state = self.state()
         if state is None:
             return {}
@@ -165,11 +222,12 @@ class Sparsifier(Loop):
             "ranks": dist.get_world_size(self._model.process_group),
             "rank": dist.get_rank(self._model.process_group),
             "compressor": type(self._settings.compressor).__name__,
-            "kinds": sorted(waiting_kinds(state["memory"])),
+            "kinds": sorted(waiting_kinds(state["engine"]["memory"])),
             "layouts": self._layouts(),
             "epoch": self.epoch,
-            "clipping": list(self.clipping),
-            "engine": state,
+            "local_steps": "rounds" in state["engine"],
+            "shared model": self._print_of_shared(),
+            **state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,7 +238,7 @@ class Sparsifier(Loop):
         """
         # Earlier versions listed all kinds, and knew fewer.
         given, present = (
-            {"ranks": 1, **each, "kinds": sorted(waiting_kinds(each.get("kinds", ())))}
+            {"ranks": 1, "local_steps": False, **each, "kinds": sorted(waiting_kinds(each.get("kinds", ())))}
             for each in (state, self.state_dict())
         )
         ours, theirs = (each.get("layouts", {}) for each in (present, given))
@@ -201,24 +259,134 @@ class Sparsifier(Loop):
         )
         if self.engine is None:
             return
+        self.epoch = state["epoch"]
+        self._waiting = dict(state)
+        if self.engine.rounds is None:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on from the state that was loaded, if one was; with local steps from the model that there is now."""
+        state, self._waiting = self._waiting, None
+        if state is None or self.engine is None:
+            return
+        refuse(
+            (
+                state.get("shared model") != self._print_of_shared(),
+                "this state is of another model than there is now: before the first step, load the one that was saved"
+                " with it, inside `with handle.shared_model():`",
+            )
+        )
         kept = {
             kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
             for kind, tensors in state["engine"]["memory"].items()
         }
-        self.engine.load_state_dict({**state["engine"], "memory": kept})
-        if "plan" in state["engine"]:
-            self.engine.restore_plan(state["engine"]["plan"], self.engine.topology)
-        self.epoch = state["epoch"]
-        self.expect_clipping(Clipping(*state.get("clipping", ())))
+        self.load({**state, "engine": {**state["engine"], "memory": kept}})
+
+    @override
+    def load(self, state: Mapping[str, Any], topology: Optional[tuple[int, int]] = None) -> bool:
+        is_followed = super().load(state, topology)
+        self._is_shared = self._settings.local_steps is None
+        self._turn()
+        return is_followed
+
+    def _print_of_shared(self) -> Optional[list[int]]:
+        """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
+        if self._settings.local_steps is None:
+            return None
+        with self.replicas.shared_model():
+            return [int(fingerprint(each)) for each in self._model.module.parameters() if each.numel()]
+
+    def _watch(self) -> None:
+        """Follow rounds of local steps where nobody tells of batches, evaluations and saves."""
+        module = self._model.module
+        forward = Watch(module, torch.compiler.disable(self._before_forward))
+        saving = Watch(module, self._check_shared)
+        self._handles += [
+            module.register_forward_pre_hook(forward),
+            module.register_state_dict_pre_hook(saving),
+            *(each.register_step_pre_hook(self._begin_rounds) for each in self.optimizers),
+        ]
+        if self._scaler is not None:
+            self._count_skipped(self._scaler)
+        self._turn()
+
+    def _count_skipped(self, scaler: GradScaler) -> None:
+        """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
+        step = scaler.step
+
+        def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            inside = _unwrapped(optimizer)
+            if self.engine is None or not any(each is inside for each in self.optimizers):
+                return step(optimizer, *args, **kwargs)
+            with self.step_of(inside):
+                return step(optimizer, *args, **kwargs)
+
+        scaler.step = counted  # type: ignore[method-assign]
+
+    def _before_forward(self) -> None:
+        is_training = self._model.module.training
+        if torch.is_grad_enabled() and (is_training or self._waiting is not None):
+            self._begin_rounds()
+            self.check_epoch()
+            self.begin_batch()
+            self.begin()
+            self._is_begun = False
+        elif not (torch.is_grad_enabled() or is_training):
+            self._check_shared()
+
+    def _begin_rounds(self, *step: Any) -> None:
+        """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
+        if self._is_shown:
+            raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
+        self._take_up()
+        self.replicas.begin()
+
+    def _check_shared(self) -> None:
+        if not self._is_shared:
+            raise RuntimeError(
+                f"in a round of local steps this is the model of rank {dist.get_rank()} alone: evaluate and save inside"
+                " `with handle.shared_model():`, of what sparsify returned or of fabric.strategy; or call synchronize()"
+                " before, on all ranks"
+            )
+
+    @override
+    def _end_step(self, optimizer: Optimizer) -> None:
+        super()._end_step(optimizer)
+        if self.engine is None or self.engine.rounds is None:
+            return
+        was_plain, self._is_shared = self.is_plain, self.is_plain
+        self._turn()
+        if was_plain and not self.is_plain:  # where DDP broadcasts buffers, it does so before each of its forwards
+            _sync_module_states(self._model.module, self._model.process_group, _BROADCAST_BYTES, 0, (), True)
+
+    def _turn(self) -> None:
+        """Leave the coming step to DDP, or keep it silent, as rounds want; between two steps."""
+        assert self.engine is not None
+        rounds = self.engine.rounds
+        if rounds is None:
+            return
+        self.is_plain = rounds.is_synchronous
+        self.follow_rounds()
+        self._model.require_backward_grad_sync = self._model.require_forward_param_sync = self.is_plain
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
 
-        The wrapper is of no more use: DDP cannot take its hook back. Train on with a new one around the same model.
-        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
+        With local steps it ends the round: all ranks must call. The wrapper is of no more use: DDP cannot take its hook
+        back. Train on with a new one around the same model. ``has_failed`` says that training ends by an error of this
+        rank, for which others may wait.
         """
-        self._is_closed = True
-        self.end(has_failed)
+        engine, self._is_closed = self.engine, True
+        try:
+            if engine is not None and not has_failed and engine.worker.error is None:
+                self.synchronize()
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if engine is not None and engine.rounds is not None:
+                self._model.register_forward_pre_hook(_refuse_training)
+            self.end(has_failed)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -232,11 +400,33 @@ class Sparsifier(Loop):
         }
 
 
+class Watch(Uncopied):
+    """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
+
+    def __init__(self, module: Optional[Module], act: Callable[[], None]) -> None:
+        self._module = module
+        self._act = act
+
+    def __call__(self, module: Module, *arguments: Any) -> None:
+        """Act."""
+        if module is self._module:
+            self._act()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, (None, None)
+
+
+def _refuse_training(ddp: Module, inputs: Any) -> None:
+    if ddp.training and torch.is_grad_enabled():
+        raise RuntimeError(CLOSED)
+
+
 # What a state has to have in common with where it is loaded.
 _ALIKE = {
     "ranks": "start as many processes as had saved it, or leave it out to start with nothing kept",
     "rank": "each rank saves a state of its own, and is given that one again",
     "compressor": "choose that compressor, or leave the state out to start with nothing kept",
+    "local_steps": "give local_steps as before, or leave the state out",
     "kinds": "build the same optimizers, with the same optimizer_correction and wire",
 }
 
@@ -276,7 +466,7 @@ def _check_model(ddp: DistributedDataParallel) -> None:
     )
 
 
-def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], counts_steps: bool) -> None:
     trained = set(ddp.parameters())
     refuse((not optimizers, "optimizer=[] names none: give the optimizer that trains the model, or all of them"))
     for optimizer in optimizers:
@@ -287,7 +477,12 @@ def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
                 trained.isdisjoint(handled(optimizer)),
                 f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
                 " ddp_model.parameters()",
-            )
+            ),
+            (
+                counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"),
+                f"optimizer={type(optimizer).__name__} calls no hooks, and local steps are counted by them: call"
+                " super().__init__() of torch.optim.Optimizer in its own",
+            ),
         )
 
 

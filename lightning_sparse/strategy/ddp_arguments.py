@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.settings import LocalSteps, Settings
+from lightning_sparse.loop.checks import check_rounds
 
 _REFUSED = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -37,12 +38,11 @@ _CALLED_ELSEWHERE = {
     "sparsity": "did you mean density, which is 1 - sparsity?",
     "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
     " AdaptiveDensity([Warmup(length)])",
-    "local_steps": "local steps need to know of validation and saving, as the Trainer's SparseDDPStrategy does",
     "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",
 }
 
 
-def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, given: Mapping[str, Any]) -> None:
+def check_ddp_arguments(strategy: type, base: type, settings: Settings, given: Mapping[str, Any]) -> None:
     """Check the arguments of a strategy that it has no parameters for."""
     theirs = _names(base) | _names(DistributedDataParallel)
     timeout = given.get("timeout")
@@ -53,11 +53,12 @@ def check_ddp_arguments(strategy: type, base: type, compressor: Compressor, give
             raise ValueError(f"{name}={value!r} cannot be given to {strategy.__name__}: {_REFUSED[name]}")
         if name not in theirs:
             own = sorted(_names(strategy))
-            hint = _hint(name, compressor, own, theirs)
+            hint = _hint(name, settings.compressor, own, theirs)
             raise TypeError(
                 f"{name}={value!r} is no argument of {strategy.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
             )
+    check_rounds(settings.local_steps, static_graph=bool(given.get("static_graph")))
 
 
 def check_device(strategy: type, device: torch.device) -> None:
@@ -84,8 +85,7 @@ def _hint(name: str, compressor: Compressor, own: Sequence[str], theirs: Iterabl
     if name in _names(kind):
         return f"it is one of {kind.__name__}, so give compressor={kind.__name__}({name}=...)"
     if name in _names(LocalSteps):
-        cure = f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
-        return cure if "local_steps" in own else _CALLED_ELSEWHERE["local_steps"]
+        return f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
     near = difflib.get_close_matches(name, [*own, *theirs], n=1)
     return _CALLED_ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
 

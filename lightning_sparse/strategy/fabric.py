@@ -3,8 +3,8 @@
 import atexit
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -19,8 +19,9 @@ from typing_extensions import override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.settings import AUTO, Settings
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
 from lightning_sparse.schedule import Plan, Schedule
@@ -29,15 +30,13 @@ from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
     PathLike,
     Save,
-    restore_engine,
+    restore,
     saved_layouts,
 )
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
 from lightning_sparse.strategy.lightning import CURE, CheckpointIO, FabricDDPStrategy
-
-_PARTS = ("memory", "compressor", "plan")  # of an engine's state
 
 
 class SparseFabricStrategy(FabricDDPStrategy):
@@ -49,7 +48,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
     :class:`~lightning_sparse.SparseDDPStrategy`.
 
     Args:
-        compressor: as there, but not one that lets replicas drift apart.
+        compressor: as there, but not one whose replicas diverge.
         schedule: as there, but not ``"auto"``, which wraps the model anew.
         warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
@@ -75,16 +74,25 @@ class SparseFabricStrategy(FabricDDPStrategy):
         optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
         exchange: Union[str, Owners] = AUTO,
         overlaps_backward: bool = True,
+        local_steps: Union[int, str, LocalSteps] = 1,
         total_steps: Optional[int] = None,
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         self.settings = Settings(
-            compressor, density, schedule, wire, warmup_epochs, optimizer_correction, exchange, overlaps_backward
+            compressor,
+            density,
+            schedule,
+            wire,
+            warmup_epochs,
+            optimizer_correction,
+            exchange,
+            overlaps_backward,
+            rounds_of(local_steps),
         )
         check_settings(self.settings)
         check_facts(None, total_steps)
-        check_ddp_arguments(type(self), FabricDDPStrategy, self.settings.compressor, ddp_kwargs)
+        check_ddp_arguments(type(self), FabricDDPStrategy, self.settings, ddp_kwargs)
         self._total_steps = total_steps
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -133,6 +141,22 @@ class SparseFabricStrategy(FabricDDPStrategy):
         handle = self.handle(model)
         return None if handle is None else handle.plan()
 
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Have all models be those of all ranks inside, as :meth:`~lightning_sparse.Sparsifier.shared_model` has one.
+
+        ``fabric.save`` does so by itself.
+        """
+        with ExitStack() as shared:
+            for handle in self._handles.values():
+                shared.enter_context(handle.shared_model())
+            yield
+
+    def synchronize(self) -> None:
+        """End the rounds of local steps of all models early, as :meth:`close` does; all ranks must call."""
+        for handle in self._handles.values():
+            handle.synchronize()
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
 
@@ -144,7 +168,10 @@ class SparseFabricStrategy(FabricDDPStrategy):
         self._epoch = epoch
 
     def close(self) -> None:
-        """End the exchanges, as the process's end does; safe to call twice. To train on, set the models up anew."""
+        """End the exchanges; safe to call twice. To train on, set the models up anew.
+
+        With local steps it ends the rounds: all ranks must call. The process's end ends exchanges without.
+        """
         self._close(has_failed=False)
 
     @override
@@ -159,8 +186,9 @@ class SparseFabricStrategy(FabricDDPStrategy):
         self._checkpointer.close()
 
     def _exit(self) -> None:
-        # After an error other ranks may never come to where this one waits for them.
-        self._close(has_failed=getattr(sys, "last_value", None) is not None)
+        # Other ranks may never come to where this one would wait for them; what was saved is a shared model.
+        are_apart = self.settings.local_steps is not None
+        self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
     @override
     def setup_environment(self) -> None:
@@ -169,7 +197,11 @@ class SparseFabricStrategy(FabricDDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        local = self.settings.local_steps
+        check_rounds(local, module)
+        is_plain = local is not None and local.synchronous_steps > 0
+        is_silent = local is not None and not is_plain
+        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs, is_plain, is_silent)
 
         def begin(*forward: Any) -> None:
             if ddp.training and torch.is_grad_enabled():
@@ -188,6 +220,14 @@ class SparseFabricStrategy(FabricDDPStrategy):
             )
         self._optimizers.append(optimizer)
         return optimizer
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        # Rounds count a step that a scaler leaves out, too.
+        handles = self._handles.values() if self.settings.local_steps is not None else ()
+        own = next((handle for handle in handles if any(each is optimizer for each in handle.optimizers)), None)
+        with nullcontext() if own is None else own.step_of(optimizer):
+            return super().optimizer_step(optimizer, **kwargs)
 
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
@@ -273,8 +313,9 @@ class SparseFabricStrategy(FabricDDPStrategy):
         def write_file(state: dict[str, Any], path: PathLike, storage_options: Optional[Any]) -> None:
             write(path, state, storage_options, filter)
 
-        kept, name = self._kept(self._trained_in(state)), type(self.settings.compressor).__name__
-        self._checkpointer.save(kept, name, state, path, storage_options, write_file)
+        models, name = self._trained_in(state), type(self.settings.compressor).__name__
+        with self.shared_model():
+            self._checkpointer.save(self._kept(models), name, state, path, storage_options, write_file)
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
         """Return, by key, the models whose gradients are exchanged, and that come with an optimizer."""
@@ -292,17 +333,13 @@ class SparseFabricStrategy(FabricDDPStrategy):
 
     def _kept(self, models: Mapping[str, DistributedDataParallel]) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` where nothing is compressed."""
-        states, layouts, clipping = {}, {}, {}
-        for key, ddp in models.items():
-            state = self._handles[ddp].state(together=True)
-            if state is not None:
-                states[key] = state
-                clipping[key] = list(self._handles[ddp].clipping)
-                layouts[key] = saved_layouts(dict(ddp.module.named_parameters()))
+        states = {key: state for key, ddp in models.items() if (state := self._handles[ddp].state()) is not None}
         if not states:
             return None
-        parts = {part: {key: state[part] for key, state in states.items() if part in state} for part in _PARTS}
-        return {"engine": parts, "layouts": layouts, "clipping": clipping, "epoch": self._epoch}
+        for key, state in states.items():
+            state["layouts"] = saved_layouts(dict(models[key].module.named_parameters()))
+        engines = {key: state.pop("engine") for key, state in states.items()}
+        return {"engine": _by_part(engines), **_by_part(states), "epoch": self._epoch}
 
     @override
     def load_checkpoint(
@@ -328,19 +365,26 @@ class SparseFabricStrategy(FabricDDPStrategy):
         unused: list[str] = []
         for key, ddp in models.items():
             handle = self._handles[ddp]
-            engine = handle.engine
-            state = {part: kept["engine"][part][key] for part in _PARTS if key in kept["engine"].get(part, {})}
-            if "memory" not in state:
+            state = {**_of_model(kept, key), "engine": _of_model(kept["engine"], key)}
+            if "memory" not in state["engine"]:
                 unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
-            elif engine is None:
+            elif handle.engine is None:
                 unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
             else:
-                parameters, layouts = dict(ddp.module.named_parameters()), kept["layouts"].get(key, {})
-                unused += restore_engine(engine, engine.compressor, state, save, parameters, layouts, path)
-                handle.expect_clipping(Clipping(*kept["clipping"][key]))
+                unused += restore(handle, state, save, dict(ddp.module.named_parameters()), path)
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         return unused
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
+
+
+def _by_part(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what is kept of several models by its kind, and then by model."""
+    parts = dict.fromkeys(part for state in states.values() for part in state)
+    return {part: {key: state[part] for key, state in states.items() if part in state} for part in parts}
+
+
+def _of_model(parts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {part: of[key] for part, of in parts.items() if isinstance(of, dict) and key in of}

@@ -28,7 +28,7 @@ from lightning_sparse.strategy.checkpoints import (
     PathLike,
     Save,
     on_host,
-    restore_engine,
+    restore,
     saved_layouts,
 )
 from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
@@ -242,11 +242,10 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        kept: Optional[dict[str, Any]] = None
         # Lightning leaves the optimizers out where the user wants the weights only.
-        if "optimizer_states" in checkpoint and (state := self._loop.state(together=True)) is not None:
-            clipping = list(self._loop.clipping)
-            kept = {"engine": state, "layouts": saved_layouts(self._held()), "clipping": clipping}
+        kept = self._loop.state() if "optimizer_states" in checkpoint else None
+        if kept is not None:
+            kept["layouts"] = saved_layouts(self._held())
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
         self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
@@ -261,12 +260,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
-        assert self.engine is not None
-        if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
-            self._loop.expect_clipping(Clipping(*kept.get("clipping", ())))
         whole = save._replace(node_ranks=1)  # of its shards a rank keeps all
-        parts = (self._held(), kept.get("layouts", {}), path)
-        return restore_engine(self.engine, self.settings.compressor, kept["engine"], whole, *parts)
+        return restore(self._loop, kept, whole, self._held(), path)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

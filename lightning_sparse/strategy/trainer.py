@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Optional, Union
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -20,7 +19,7 @@ from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.loop.checks import check_parameters
+from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, handled
 from lightning_sparse.schedule import Auto, Plan, Schedule
@@ -32,7 +31,7 @@ from lightning_sparse.strategy.checkpoints import (
     Save,
     fitted_gradients,
     on_host,
-    restore_engine,
+    restore,
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
@@ -58,9 +57,6 @@ from lightning_sparse.strategy.whereabouts import (
     leave_nothing,
     telling,
 )
-
-_FEW_ROUNDS = 100
-_SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
 
 
 class SparseStrategy(ParallelStrategy):
@@ -179,12 +175,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        rounds = rounds_of(local_steps)
-        if rounds is not None and ddp_kwargs.get("static_graph"):
-            raise ValueError(
-                f"static_graph=True is about gradients that DDP exchanges, and with local_steps={rounds.every} it"
-                " exchanges none: leave it out"
-            )
         self.settings = Settings(
             compressor,
             density,
@@ -194,10 +184,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             optimizer_correction,
             exchange,
             overlaps_backward,
-            rounds,
+            rounds_of(local_steps),
             levels,
         )
-        check_ddp_arguments(type(self), DDPStrategy, self.settings.compressor, ddp_kwargs)
+        check_ddp_arguments(type(self), DDPStrategy, self.settings, ddp_kwargs)
         self._loop = Loop(self.settings, self._say)
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -277,12 +267,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: Module, is_plain: bool = False, **changes: Any) -> DistributedDataParallel:
         check_parameters(model)
-        if self.settings.local_steps is not None:
-            _check_layers(model, self.settings.local_steps)
-        is_silent = self.settings.local_steps is not None and not is_plain
+        check_rounds(self.settings.local_steps, model)
         self._trained = TrainedParameters(model)
         arguments = {**self._ddp_kwargs, **changes}
-        return self._wrapping.wrap(model, self.determine_ddp_device_ids(), arguments, is_plain, is_silent)
+        device_ids, is_silent = self.determine_ddp_device_ids(), self._loop.is_silent(is_plain)
+        return self._wrapping.wrap(model, device_ids, arguments, is_plain, is_silent)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -398,25 +387,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
         self._loop.resume()
-        if self._loop.replicas.are_apart:
-            self._tell_of_rounds(trainer)
-
-    def _tell_of_rounds(self, trainer: Trainer) -> None:
-        """Say how many rounds will be made, where that is known by now, and warn where they are few."""
-        local = self.settings.local_steps
-        assert local is not None
-        steps = total_steps_of(trainer) if trainer.lightning_module.automatic_optimization else None
-        if steps is None or not isinstance(local.every, int):
-            return
-        rounds = -(-max(0, steps - local.synchronous_steps) // local.every)
-        self._say(f"up to {steps} optimizer steps, that is {rounds} rounds of {local.every} local steps.")
-        if rounds < _FEW_ROUNDS and local.every > _SAFE_STEPS and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rank_zero_warn(
-                f"local_steps={local.every} makes {rounds} rounds of {steps} optimizer steps, and so few do not get to"
-                " DDP's loss: after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30"
-                f" steps, and 4 % with 160 rounds of 5. In short trainings take local_steps={_SAFE_STEPS}, or"
-                " strategy='sparse_lags', which exchanges in every step."
-            )
+        if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
+            self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
 
     @property
     def rounds(self) -> Optional[Rounds]:
@@ -511,7 +483,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             used = set(module.parameters()) if self._loop.unfinished.is_begun else set()
         self.model = None  # two reducers would both take every gradient
         # Replicas are the same already, but not new parameters, and not the buffers that DDP leaves to rounds.
-        begins_rounds = self.is_plain and not is_plain and self.settings.local_steps is not None
+        begins_rounds = self._loop.is_silent(is_plain) and not self._loop.is_silent()
         with self._loop.unfinished.put_aside():
             self.model = self._setup_model(module, is_plain, init_sync=begins_rounds or self._trained.has_new())
         self.model.require_backward_grad_sync = synchronizes
@@ -544,21 +516,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""
-        engine_state = self._loop.state(together=True)
-        if engine_state is None:
+        kept = self._loop.state()
+        if kept is None:
             return None
         assert self.lightning_module is not None
-        kept = {"engine": engine_state, **self._loop.unfinished.state(self.lightning_module, self.engine)}
+        kept |= self._loop.unfinished.state(self.lightning_module, self.engine)
         kept["layouts"] = saved_layouts(self._parameters())
-        kept["clipping"] = list(self._loop.clipping)
         kept["batches"] = self._trainer.fit_loop.epoch_loop.batch_progress.state_dict()
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
-        if self.settings.replicas_diverge:
-            # Lightning's file holds those of rank 0; here they differ, as the gradients that they were fed with.
-            kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
-            if self._scaler is not None:
-                kept["scaler"] = self._scaler.state_dict()
         return kept
 
     @override
@@ -580,8 +546,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert self.engine is not None
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
         self._ddp.require_backward_grad_sync = True
-        parameters, layouts, compressor = self._parameters(), kept.get("layouts", {}), self.settings.compressor
-        unused = restore_engine(self.engine, compressor, kept["engine"], save, parameters, layouts, path)
+        parameters = self._parameters()
+        if self._trainer.gradient_clip_val is not None:  # or users clip, after the backward that it is for
+            kept["clipping"] = self._loop.clipping
+        unused = restore(self._loop, kept, save, parameters, path)
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (
             fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")
@@ -591,13 +559,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self.engine.memory.restore_undecayed(kept.get("undecayed", ()))
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
-        if self._trainer.gradient_clip_val is None:  # users clip, after the backward that it is for
-            self._loop.expect_clipping(Clipping(*kept.get("clipping", ())))
-        if self.settings.replicas_diverge:
-            for optimizer, state in zip(self.optimizers, kept.get("optimizers", [])):
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-            if self._scaler is not None and "scaler" in kept:
-                self._scaler.load_state_dict(kept["scaler"])
         self._has_own_position = save.ranks == self.world_size and "batches" in kept
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
@@ -639,12 +600,3 @@ def clipping_of(value: float, gradient_clip_algorithm: Union[str, None] = GradCl
     if not value:
         return Clipping()
     return Clipping(value=value) if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Clipping(norm=value)
-
-
-def _check_layers(model: Module, local: LocalSteps) -> None:
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
-            " layers in every step: leave out sync_batchnorm=True, so that BatchNorm's statistics are averaged in each"
-            " round, or use local_steps=1"
-        )

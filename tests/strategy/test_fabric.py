@@ -17,7 +17,7 @@ from lightning_fabric.plugins import MixedPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from torch import Tensor, nn
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseFabricStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
@@ -157,11 +157,23 @@ def train_two_models(rank: int, kind: str, settings: dict[str, Any]) -> tuple[li
         return [weights(model.module) for model, _ in pairs], stats
 
 
+ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "compressor"), [("SGD", "dgc"), ("SGD", "qsgd"), ("AdamW", "lags"), ("AdamW", "exdyna")]
+    ("optimizer", "compressor", "more"),
+    [
+        ("SGD", "dgc", {}),
+        ("SGD", "qsgd", {}),
+        ("AdamW", "lags", {}),
+        ("AdamW", "exdyna", {}),
+        ("AdamW", "lags", {**ROUNDS, "local_steps": 2}),
+    ],
 )
-def test_replicas_of_several_models_are_identical(pair: Pool, optimizer: str, compressor: str) -> None:
-    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
+def test_replicas_of_several_models_are_identical(
+    pair: Pool, optimizer: str, compressor: str, more: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16", **more}
     if compressor == "qsgd":
         settings |= {"density": None, "wire": "float32"}
     (ones, stats), (others, _) = pair.run(train_two_models, optimizer, settings)
@@ -222,8 +234,9 @@ def train_in_two(rank: int, kind: str, settings: dict[str, Any], path: str) -> l
         ("SGD", {"compressor": "lags", "density": 0.05}),
         ("AdamW", {"compressor": "exdyna", "density": 0.05, "wire": "bfloat16"}),
         ("SGD", {"compressor": "dgc", "density": 0.05, "warmup_epochs": 2}),
+        ("AdamW", {"density": 0.05, **ROUNDS}),
     ],
-    ids=["lags", "exdyna with AdamW", "dgc"],
+    ids=["lags", "exdyna with AdamW", "dgc", "local steps"],
 )
 def test_loaded_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, optimizer: str, settings: dict[str, Any]) -> None:
     path = tmp_path / "half.ckpt"
@@ -321,8 +334,11 @@ def test_mistakes_are_refused_with_their_cure(pair: Pool) -> None:
     [
         ({"ratio": 0.01}, TypeError, "ratio=0.01 is no argument of SparseFabricStrategy: did you mean density"),
         ({"denstiy": 0.01}, TypeError, "did you mean density"),
-        ({"local_steps": 4}, TypeError, "the Trainer's SparseDDPStrategy"),
-        ({"synchronous_steps": 4}, TypeError, "the Trainer's SparseDDPStrategy"),
+        ({"synchronous_steps": 4}, TypeError, "LocalSteps"),
+        ({"local_steps": 0}, ValueError, "local_steps=0"),
+        ({"local_steps": 4, "static_graph": True}, ValueError, "static_graph=True"),
+        ({"local_steps": 4, "compressor": "dgc"}, ValueError, "local_steps=4"),
+        ({"levels": 2}, TypeError, "levels=2"),
         ({"density": 1.5}, ValueError, "must be a fraction"),
         ({"bucket_cap_mb": 25}, ValueError, "the schedule decides"),
         ({"total_steps": 0}, ValueError, "total_steps=0"),

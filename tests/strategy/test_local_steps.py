@@ -532,8 +532,8 @@ def told(rank: int, local_steps: Any, module: Any, arguments: dict[str, Any]) ->
     """Fit; return the lines and the warning about rounds."""
     lines: list[str] = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
-    warn = "lightning_sparse.strategy.trainer.rank_zero_warn"
-    with mock.patch(warn, lines.append), mock.patch.object(strategy, "_say", lines.append):
+    warn = "lightning_sparse.loop.loop.warn_user"
+    with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_say", lines.append):
         run_fit(rank, strategy, module(), **arguments)
     return [line for line in lines if "rounds" in line]
 

@@ -409,7 +409,9 @@ def test_statistics_are_logged(pools: dict[int, Pool]) -> None:
         assert any("sparse/residual_to_gradient" in each for each in answer["told"])
 
 
-@pytest.mark.parametrize("callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=repr)
+@pytest.mark.parametrize(
+    "callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=lambda each: type(each).__name__
+)
 def test_callbacks_that_look_at_whole_parameters_are_refused(pools: dict[int, Pool], callback: Any) -> None:
     for failure in pools[4].run(refuse, fit, Sharded, SPARSE, {"callbacks": [callback]}):
         assert "looks at whole parameters" in failure

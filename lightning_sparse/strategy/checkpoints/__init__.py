@@ -7,7 +7,7 @@ crash therefore leaves the old checkpoint or the new one.
 
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
-from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore_engine, saved_layouts
+from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save, on_host
 
 __all__ = [
@@ -18,6 +18,6 @@ __all__ = [
     "Save",
     "fitted_gradients",
     "on_host",
-    "restore_engine",
+    "restore",
     "saved_layouts",
 ]

@@ -11,19 +11,17 @@ from torch.nn import Parameter
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
+from lightning_sparse.loop.loop import Loop
 from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
 
-def restore_engine(
-    engine: Engine,
-    compressor: Compressor,
-    state: Mapping[str, Any],
-    save: Save,
-    parameters: Mapping[str, Tensor],
-    layouts: Mapping[str, Any],
-    source: str,
+def restore(
+    loop: Loop, kept: Mapping[str, Any], save: Save, parameters: Mapping[str, Tensor], source: str
 ) -> list[str]:
-    """Give an engine what it can use of a state that this engine or another one had; return in words what it cannot."""
+    """Give a loop what it can use of what this or another one had kept; return in words what it cannot."""
+    engine, state, layouts = loop.engine, kept["engine"], kept.get("layouts", {})
+    assert engine is not None
+    compressor = engine.compressor
     usable: dict[str, Any] = {}
     unused: list[str] = []
     present = engine.state_dict()
@@ -39,13 +37,11 @@ def restore_engine(
         usable["compressor"] = state["compressor"]
     elif state["compressor"]:
         unused.append(f"what {save.compressor} had learned, because {type(compressor).__name__} goes on")
+    usable |= {part: state[part] for part in ("averager", "plan") if part in state}
     if "rounds" in state and "rounds" in present:
         usable["rounds"] = state["rounds"]
-    if "averager" in state:
-        usable["averager"] = state["averager"]
     try:
-        engine.load_state_dict(usable)
-        if "plan" in state and not engine.restore_plan(state["plan"], save.topology):
+        if not loop.load({**kept, "engine": usable}, save.topology):
             unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise CheckpointError(

@@ -1,0 +1,138 @@
+"""Hugging Face's doors: a callback for its Trainer, and saving with Accelerate; no other file imports either."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+from typing_extensions import override
+
+from lightning_sparse.loop.sparsify import Sparsifier, sparsify
+
+
+class SparsifyCallback(TrainerCallback):
+    """Have Hugging Face's Trainer exchange as :func:`~lightning_sparse.sparsify` does.
+
+    ``TrainingArguments(max_grad_norm=...)`` is clipped to here, as updates of AdamW must not be clipped like gradients.
+    With local steps the shared model is evaluated and saved, and there when ``train`` returns. Each process keeps its
+    part in the Trainer's folder of a checkpoint, and takes it up again. On one process nothing is done. Add it after
+    callbacks that ask for evaluations and saves.
+
+    Args:
+        trainer: that it is added to.
+        resume_from: folder of the checkpoint that ``train`` is given, where that is not in this training's folder.
+        resume_compression: whether to take up what the processes had kept; ``False`` starts with nothing.
+        **settings: arguments of :func:`~lightning_sparse.sparsify`.
+
+    Attributes:
+        stats: statistics of the training, as of :meth:`~lightning_sparse.Sparsifier.stats`, when it has ended.
+
+    Raises:
+        FileNotFoundError: when training goes on from a checkpoint without what this process had kept.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        resume_from: Union[str, Path, None] = None,
+        resume_compression: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._trainer = trainer
+        self._resume_from = resume_from
+        self._resumes = resume_compression
+        self._settings = settings
+        self._handle: Optional[Sparsifier] = None
+        self._norm = 0.0
+        self._shown = ExitStack()
+        self.stats: dict[str, float] = {}
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin the exchange, when model and optimizer have been wrapped and loaded."""
+        ddp: Any = self._trainer.model_wrapped
+        if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
+            return
+        optimizer: Any = self._trainer.optimizer
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        given = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
+        self._handle = sparsify(ddp, optimizer, **given)
+        self._norm, args.max_grad_norm = float(args.max_grad_norm or 0), 0.0
+        if state.global_step and self._resumes:
+            folder = self._resume_from or _folder(args, state)
+            self._handle.load_state_dict(_read(Path(folder), args.process_index))
+
+    @override
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Tell of the epoch, over the first of which the density may fall."""
+        if self._handle is not None:
+            self._handle.set_epoch(int(state.epoch or 0))
+
+    @override
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Go on with this process's own model."""
+        self._shown.close()
+
+    @override
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Clip."""
+        if self._handle is not None and self._norm:
+            self._handle.clip(norm=self._norm)
+
+    @override
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Show the shared model, which is what will be evaluated or saved."""
+        if self._handle is not None and (control.should_evaluate or control.should_save):
+            self._shown.enter_context(self._handle.shared_model())
+
+    on_epoch_end = on_step_end
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Save what this process keeps beside the Trainer's own files."""
+        if self._handle is not None:
+            _write(self._handle, _folder(args, state), args.process_index)
+
+    @override
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End the exchange, with the shared model or with the best one, where the Trainer has loaded that."""
+        if self._handle is None:
+            return
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._handle.adopt()
+        self._shown.close()
+        self._handle.close()
+        self.stats, args.max_grad_norm = self._handle.stats(), self._norm
+
+
+def save_with(accelerator: Any, handle: Sparsifier) -> None:
+    """Have Accelerate's ``save_state`` and ``load_state`` take along what each process keeps.
+
+    Its ``register_for_checkpointing`` would save that of one process. With local steps save inside
+    :meth:`~lightning_sparse.Sparsifier.shared_model`.
+    """
+    rank = accelerator.process_index
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: _write(handle, Path(folder), rank))
+    accelerator.register_load_state_pre_hook(lambda models, folder: handle.load_state_dict(_read(Path(folder), rank)))
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _write(handle: Sparsifier, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"kept-{rank}.pt"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, which process {rank} had kept: give SparsifyCallback(resume_from=...) the folder that"
+            " train is given, or resume_compression=False to start with nothing kept"
+        )
+    kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return kept

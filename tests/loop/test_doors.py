@@ -1,0 +1,228 @@
+"""One training behind each door: the Trainer, Fabric, a plain loop and Hugging Face's Trainer make the same steps."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, sparsify
+from lightning_sparse.testing.equality import assert_same, differences
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.devices import DEVICE
+from tests.helpers.doors import ROWS, Net, Tensors, optimizer_of, rows_of, tensors_of
+from tests.helpers.resuming import Numbered, fit_numbered
+from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
+
+STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, those before the save, and of a gradient
+ROUNDS: dict[str, dict[str, Any]] = {
+    "lags": {"compressor": "lags", "density": 0.1, "wire": "bfloat16", "local_steps": 5},
+    "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
+    "late": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9, overlap_steps=3)},
+    "synchronous": {"density": 0.1, "local_steps": LocalSteps(5, overlap_steps=1, synchronous_steps=3)},
+}
+
+
+class Module(Numbered):
+    """The network behind the Trainer."""
+
+    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+        super().__init__(save_after, path)
+        self.network = Net()
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.network(rows_of(self.global_rank, batch_index).to(self.device))["loss"]
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        self.network(rows_of(0, batch_index).to(self.device))
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedule = optimizer_of(self.network)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def through_the_trainer(rank: int, settings: dict[str, Any], folder: Path, resumes: bool) -> Tensors:
+    """Train with validations, save after some steps, or go on from there."""
+    path = str(folder / "trainer.ckpt")
+    module = Module() if resumes else Module(SAVED, path)
+    more: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
+    more |= {"val_check_interval": 4, "limit_val_batches": 1}
+    fit_numbered(rank, SparseDDPStrategy(**settings), module, path if resumes else None, **more)
+    return tensors_of(module.network)
+
+
+@contextmanager
+def expecting() -> Iterator[None]:
+    """Ignore what Lightning warns of in tests."""
+    with warnings.catch_warnings():
+        for message in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+def through_fabric(rank: int, settings: dict[str, Any], folder: Path, resumes: bool) -> Tensors:
+    """The same with Fabric."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    path = folder / "fabric.ckpt"
+    with expecting():
+        strategy = SparseFabricStrategy(**settings)
+        fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=dist.get_world_size())
+        fabric.launch()
+        net = Net()
+        optimizer, schedule = optimizer_of(net)
+        model, optimizer = fabric.setup(net, optimizer)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+        if resumes:
+            fabric.load(path, state)
+        for step in range(state["step"], STEPS):
+            if step % 4 == 0 and step:
+                model.eval()
+                with strategy.shared_model(), torch.no_grad():
+                    model(rows_of(0, 0).to(DEVICE))
+                model.train()
+            fabric.backward(model(rows_of(rank, step).to(DEVICE))["loss"])
+            fabric.clip_gradients(model, optimizer, max_norm=NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step + 1 == SAVED:
+                fabric.save(path, {**state, "step": SAVED})
+        strategy.close()
+    return tensors_of(net)
+
+
+def through_a_plain_loop(
+    rank: int, settings: dict[str, Any], folder: Path, resumes: bool, handle_first: bool = True
+) -> Tensors:
+    """The same with ``sparsify``."""
+    net = Net().to(DEVICE)
+    ddp = DistributedDataParallel(net)
+    optimizer, schedule = optimizer_of(net)
+    with sparsify(ddp, optimizer, **settings) as handle:
+        parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
+        if resumes:
+            if handle_first:
+                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+            saved = torch.load(folder / "model.pt", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            if not handle_first:
+                handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+        for step in range(SAVED if resumes else 0, STEPS):
+            if step % 4 == 0:
+                ddp.eval()
+                with handle.shared_model(), torch.no_grad():
+                    ddp(rows_of(0, 0).to(DEVICE))
+                ddp.train()
+            ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
+            handle.clip(norm=NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step + 1 == SAVED and not resumes:
+                torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+                with handle.shared_model():
+                    if rank == 0:
+                        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
+                dist.barrier()
+    return tensors_of(net)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows in the order in which Accelerate deals them out: a batch for each rank, then the next ones."""
+
+    def __len__(self) -> int:
+        return STEPS * dist.get_world_size() * ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, row = divmod(index, ROWS)
+        step, rank = divmod(number, dist.get_world_size())
+        return {"rows": rows_of(rank, step)[row]}
+
+
+def through_hugging_face(rank: int, settings: dict[str, Any], folder: Path, resumes: bool, **arguments: Any) -> Tensors:
+    """The same with Hugging Face's Trainer."""
+    ranks = str(dist.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        transformers: Any = import_module("transformers")
+        ours: Any = import_module("lightning_sparse.loop.hugging_face")
+        import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+
+        class InOrder(transformers.Trainer):  # type: ignore[misc]
+            def _get_train_sampler(self, *args: Any) -> Any:
+                return torch.utils.data.SequentialSampler(Rows())
+
+        net = Net()
+        args = transformers.TrainingArguments(
+            output_dir=str(folder / "hugging-face"),
+            max_steps=STEPS,
+            per_device_train_batch_size=ROWS,
+            per_device_eval_batch_size=ROWS,
+            max_grad_norm=NORM,
+            eval_strategy="steps",
+            **{"save_steps": SAVED, "eval_steps": 4, **arguments},
+            use_cpu=True,
+            report_to=[],
+            remove_unused_columns=False,
+            label_names=["rows"],
+            prediction_loss_only=True,
+            disable_tqdm=True,
+        )
+        data = {"train_dataset": Rows(), "eval_dataset": torch.utils.data.Subset(Rows(), range(8))}
+        trainer = InOrder(model=net, args=args, optimizers=optimizer_of(net), **data)
+        trainer.add_callback(ours.SparsifyCallback(trainer, **settings))
+        trainer.train(resume_from_checkpoint=str(folder / "hugging-face" / f"checkpoint-{SAVED}") if resumes else None)
+    return tensors_of(net)
+
+
+def best_of_hugging_face(rank: int, folder: Path) -> tuple[Tensors, Tensors]:
+    """Let the Trainer load the model of its first evaluation at the end; return what there is, and what was saved."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    ends = through_hugging_face(rank, ROUNDS["lags"], folder, False, save_steps=4, **best)
+    net = Net()
+    saved: Any = import_module("safetensors.torch")
+    net.load_state_dict(saved.load_file(folder / "hugging-face" / "checkpoint-4" / "model.safetensors"))
+    return ends, tensors_of(net)
+
+
+DOORS: dict[str, Callable[..., Tensors]] = {
+    "Fabric": through_fabric,
+    "a plain loop": through_a_plain_loop,
+    "Hugging Face": through_hugging_face,
+}
+
+
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_a_round_is_the_same_to_the_bit_behind_each_door(pair: Pool, tmp_path: Path, kind: str) -> None:
+    settings = ROUNDS[kind]
+    expected, other = pair.run(through_the_trainer, settings, tmp_path, False)
+    assert_same(other, expected)
+    assert differences(expected, tensors_of(Net()))
+    for door in [through_the_trainer, *DOORS.values()]:
+        if door is through_hugging_face and (DEVICE.type != "cpu" or find_spec("transformers") is None):
+            continue
+        for resumes in (False, True):
+            for ends in pair.run(door, settings, tmp_path, resumes):
+                assert_same(ends, expected)
+    for ends in pair.run(partial(through_a_plain_loop, handle_first=False), settings, tmp_path, True):
+        assert_same(ends, expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
+def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair: Pool, tmp_path: Path) -> None:
+    for ends, saved in pair.run(best_of_hugging_face, tmp_path):
+        assert_same(ends, saved)

@@ -1,0 +1,267 @@
+"""Rounds of local steps in a plain loop: what is forgotten, skipped or written aside leaves ranks one model."""
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import LocalSteps, sparsify
+from lightning_sparse.loop.checks import check_rounds
+from lightning_sparse.testing.equality import assert_same, differences
+from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.wrapping import parameters_of
+from tests.helpers.devices import DEVICE
+from tests.helpers.doors import Net, Tensors, optimizer_of, rows_of, tensors_of
+
+EVERY = 4
+SPARSE: dict[str, Any] = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}
+
+
+def wrapped(net: Optional[nn.Module] = None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """Wrap a network, with AdamW."""
+    ddp = DistributedDataParallel((Net() if net is None else net).to(DEVICE))
+    return ddp, optimizer_of(ddp)[0]
+
+
+def train(
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    after: Callable[[int], Any] = lambda step: None,
+) -> None:
+    """Train as a plain loop does."""
+    for step in steps:
+        model(rows_of(rank, step).to(DEVICE))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+
+def train_accumulating(rank: int, through_ddp: bool) -> tuple[Tensors, Tensors, dict[str, float]]:
+    """Train over two batches a step in the midst of a round and to the end; return what there is then."""
+    ddp, optimizer = wrapped()
+    model = ddp if through_ddp else ddp.module
+    with sparsify(ddp, optimizer, **SPARSE) as handle:
+        for step in range(6):
+            for micro in range(2):
+                with nullcontext() if micro else ddp.no_sync():
+                    model(rows_of(rank, 10 * step + micro).to(DEVICE))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        middle = tensors_of(ddp.module)
+    return middle, tensors_of(ddp.module), handle.stats()
+
+
+@pytest.mark.parametrize("through_ddp", [True, False], ids=["wrapped", "past the wrapper"])
+def test_ranks_train_alone_and_end_as_one(pair: Pool, through_ddp: bool) -> None:
+    (one, ends, stats), (other, others, _) = pair.run(train_accumulating, through_ddp)
+    assert differences(one, other)
+    assert_same(ends, others)
+    assert (stats["total_steps"], stats["local_steps"]) == (6, 2)
+
+
+def forget(rank: int) -> list[str]:
+    """Return what is said where the shared model is forgotten, and train on after what is right."""
+    said: list[str] = []
+
+    def refused(act: Callable[[], Any]) -> None:
+        with pytest.raises((RuntimeError, ValueError)) as refusal:
+            act()
+        said.append(str(refusal.value))
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> float:
+        model.eval()
+        loss = float(model(rows_of(0, 0).to(DEVICE))["loss"])
+        model.train()
+        return loss
+
+    ddp, optimizer = wrapped()
+    with sparsify(ddp, optimizer, **SPARSE) as handle:
+        evaluate(ddp)  # before the first step the model is one
+        ddp.state_dict()
+        train(rank, ddp, optimizer, range(EVERY))
+        for each in (ddp, ddp.module):
+            refused(lambda: evaluate(each))  # noqa: B023
+            refused(each.state_dict)
+        ddp.train()
+        for forked in (copy.deepcopy(ddp.module), pickled(ddp.module)):  # an average of this rank's, such as an EMA
+            evaluate(forked)
+            forked.state_dict()
+        with handle.shared_model():
+            evaluate(ddp)
+            with handle.shared_model():
+                ddp.module.state_dict()
+            refused(lambda: train(rank, ddp, optimizer, range(1)))
+        handle.synchronize()
+        evaluate(ddp)
+        train(rank, ddp, optimizer, range(EVERY, EVERY + 2))
+        state = handle.state_dict()
+    evaluate(ddp)
+    refused(lambda: ddp(rows_of(0, 0).to(DEVICE)))
+    other, its_optimizer = wrapped()
+    with sparsify(other, its_optimizer, **SPARSE) as handle:
+        handle.load_state_dict(state)
+        refused(lambda: train(rank, other, its_optimizer, range(1)))
+    with sparsify(*wrapped(), density=0.1) as handle:
+        refused(lambda: handle.load_state_dict(state))
+    return said
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    """Return a module that has been written and read."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    read: nn.Module = torch.load(file, weights_only=False)
+    return read
+
+
+def test_what_is_forgotten_is_refused_with_its_cure(pair: Pool) -> None:
+    for said in pair.run(forget):
+        expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "local_steps"]
+        assert len(said) == len(expected)
+        assert all(part in message for part, message in zip(expected, said))
+
+
+def adopt(rank: int) -> tuple[Tensors, Tensors]:
+    """Load other weights in the midst of a round, and share them; return them, and what is shared then."""
+    ddp, optimizer = wrapped()
+    with sparsify(ddp, optimizer, **SPARSE) as handle:
+        train(rank, ddp, optimizer, range(EVERY + 2))
+        torch.manual_seed(1)
+        for parameter in ddp.parameters():
+            torch.nn.init.uniform_(parameter)
+        loaded = parameters_of(ddp)
+        handle.adopt()
+        with handle.shared_model():
+            shared = parameters_of(ddp)
+    return loaded, shared
+
+
+def test_weights_that_are_loaded_in_training_are_shared_when_told(pair: Pool) -> None:
+    for loaded, shared in pair.run(adopt):
+        assert_same(shared, loaded)
+
+
+def skip(rank: int) -> tuple[list[float], Tensors]:
+    """Train with a scaler that skips a step on one rank only; return its scales and the parameters at the end."""
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
+    ddp, optimizer = wrapped()
+    scales = []
+    with sparsify(ddp, optimizer, **SPARSE, scaler=scaler):
+        for step in range(10):
+            loss = ddp(rows_of(rank, step).to(DEVICE))["loss"] * (float("inf") if (rank, step) == (1, 2) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+    return scales, parameters_of(ddp)
+
+
+def test_ranks_may_skip_different_steps(pair: Pool) -> None:
+    (scales, ends), (others, other_ends) = pair.run(skip)
+    assert scales != others
+    assert_same(ends, other_ends)
+
+
+class Taught(Net):
+    """A network beside a frozen one that somebody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(32, 64)
+        self.teacher.requires_grad_(False)
+
+
+def teach(rank: int, folder: Path, resumes: bool) -> Tensors:
+    """Train while rank 0 alone writes a frozen parameter in the midst of a round, and save there, or go on."""
+    net = Taught()
+    ddp, optimizer = wrapped(net)
+    with sparsify(ddp, optimizer, **SPARSE) as handle:
+
+        def write(step: int) -> None:
+            if rank == 0 and step < EVERY + 2:
+                net.teacher.weight.data.mul_(0.5).add_(net.network[0].weight.detach())
+            if step == EVERY + 1:
+                torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
+                with handle.shared_model():
+                    torch.save([net.state_dict(), optimizer.state_dict()], folder / f"model-{rank}.pt")
+
+        if resumes:
+            model, its_optimizer = torch.load(folder / "model-0.pt", weights_only=True)
+            net.load_state_dict(model)
+            handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
+            optimizer.load_state_dict(its_optimizer)
+        train(rank, ddp, optimizer, range(EVERY + 2 if resumes else 0, 3 * EVERY), write)
+    return tensors_of(net)
+
+
+def test_what_one_rank_writes_within_a_round_is_resumed_to_the_bit(pair: Pool, tmp_path: Path) -> None:
+    whole = pair.run(teach, tmp_path, False)
+    assert_same(*whole)
+    for resumed in pair.run(teach, tmp_path, True):
+        assert_same(resumed, whole[0])
+
+
+def fail(rank: int) -> bool:
+    """Leave the loop by an error of one rank, for which nobody waits."""
+    ddp, optimizer = wrapped()
+
+    def break_off(step: int) -> None:
+        if step == 1:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk"), sparsify(ddp, optimizer, **SPARSE):
+        train(rank, ddp, optimizer, range(2 if rank else 5), break_off)
+    return True
+
+
+def test_an_error_leaves_a_round_open(pair: Pool) -> None:
+    assert pair.run(fail) == [True, True]
+
+
+class Unhooked(torch.optim.SGD):
+    """An optimizer that has not called its base's constructor: it has no hooks."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
+        self.defaults: dict[str, Any] = {}
+
+
+def refusal_of(rank: int, arguments: dict[str, Any], kind: Optional[type[Any]]) -> str:
+    ddp = DistributedDataParallel(Net().to(DEVICE), **arguments)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1) if kind is None else kind(ddp.parameters())
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        sparsify(ddp, optimizer, local_steps=EVERY, optimizer_correction=None)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "named"),
+    [({"static_graph": True}, None, "static_graph="), ({}, Unhooked, "optimizer=")],
+    ids=["static graph", "hooks"],
+)
+def test_what_local_steps_have_no_place_for(pair: Pool, arguments: dict[str, Any], kind: Any, named: str) -> None:
+    for message in pair.run(refusal_of, arguments, kind):
+        assert named in message
+
+
+def test_layers_that_send_in_every_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        check_rounds(LocalSteps(EVERY), nn.Sequential(nn.SyncBatchNorm(2)))
+
+
+def test_one_process_trains_as_ever(pools: dict[int, Pool]) -> None:
+    ((_, ends, stats),) = pools[1].run(train_accumulating, True)
+    assert stats == {}
+    assert ends
