@@ -80,8 +80,15 @@ def tells_warm_up(warm_up: WarmUp, density: float) -> str:
 
 
 def warning_for(optimizer: Optimizer) -> str:
-    """Compose the warning for an adaptive optimizer that is given sparse gradients."""
+    """Compose the warning for an adaptive optimizer, or for Muon, that is given sparse gradients."""
     name = type(optimizer).__name__
+    if "ns_steps" in optimizer.defaults:
+        return (
+            f"{name} takes directions from what arrives, and what arrives is sparse. A small GPT, MuonAdamW, top-k with"
+            " a 16th sent, 1000 steps: validation loss 1.258 where DDP ends at 1.212. Choose strategy='sparse_qsgd',"
+            " which sends every element in 4 bits (1.215); strategy='sparse_muloco', with local steps;"
+            " torch.optim.AdamW, or strategy='ddp'."
+        )
     return (
         f"{name} learns how large gradients are from what arrives, and what arrives is sparse: it sees one spike where"
         " dense training sees a hundred small gradients, and the model at the end is a worse one. A small GPT, AdamW,"

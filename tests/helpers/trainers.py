@@ -30,7 +30,8 @@ EXPECTED_WARNINGS = (
     ".*AccumulateGrad node's stream does not match.*",
     ".*GPU available but not used.*",  # by tests that are about the CPU
     ".*and so few do not get to DDP's loss.*",  # with rounds of local steps; see tests/strategy/test_local_steps.py
-    ".*learns how large gradients are from what arrives.*",  # with Adam; see tests/strategy/test_optimizers.py
+    # Of Adam and of Muon; see tests/strategy/test_optimizers.py.
+    ".*(learns how large gradients are|takes directions) from what arrives.*",
     ".*`srun` command is available.*",  # where SLURM is installed, for the tests that are about it
 )
 _entry_points = cache(registry.entry_points)

@@ -133,6 +133,13 @@ class WithOptimizer(Small):
         return self.kind(self.parameters(), **self.arguments)
 
 
+class MuonOfMatrices(torch.optim.Muon):
+    """Muon that leaves biases as they are, and refuses nothing."""
+
+    def __init__(self, parameters: Any, **arguments: Any) -> None:
+        super().__init__([each for each in parameters if each.dim() == 2], **arguments)
+
+
 WithRMSprop = partial(WithOptimizer, torch.optim.RMSprop)
 WithAdam = partial(WithOptimizer, torch.optim.Adam)
 REFUSALS = {
@@ -166,6 +173,8 @@ WARNED = {
     "Adagrad": ("topk", 0.01, torch.optim.Adagrad, True),
     "NAdam": ("exdyna", 0.01, torch.optim.NAdam, True),
     "Adafactor": ("topk", 0.5, torch.optim.Adafactor, True),
+    "Muon": ("topk", 0.01, MuonOfMatrices, True),
+    "Muon in four bits": ("qsgd", None, MuonOfMatrices, False),
     "AdamW": ("lags", 0.01, torch.optim.AdamW, False),
     "Adam with momentum of its own": ("dgc", 0.01, torch.optim.Adam, False),
     "whole": ("topk", 1.0, torch.optim.RMSprop, False),
