@@ -33,7 +33,8 @@ class CompressionMonitor(StepObserver):
     All loggers get :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, ``backward_seconds``,
     ``commit_seconds``, ``step_seconds`` and ``samples_per_second`` (validation left out), and
     ``residual_to_gradient`` (ratio of norms). They are means over ranks; ``exposed_seconds`` and ``exposed_share`` are
-    those of the slowest rank, ``samples_per_second`` counts those of all ranks. Totals are since the start of ``fit``.
+    those of the slowest rank, ``samples_per_second`` counts those of all ranks. With local steps and different, or
+    unknown, numbers of batches, all are rank 0's own. Totals are since the start of ``fit``.
     Bytes and times are also means over the steps since the last logged one, the last 256 at most, because a method may
     send more in one step than in the next; norms are those of the logged step. Steps of plain DDP, such as AdamW's
     first ones, have no times of an exchange. TensorBoard also gets a page with the plan in force, and a layout for its

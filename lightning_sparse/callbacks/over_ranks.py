@@ -1,4 +1,7 @@
-"""Exchanges between ranks for callbacks, all small; the host waits for them, and every rank must call."""
+"""Exchanges between ranks for callbacks, all small; the host waits for them, and every rank must call.
+
+Where ranks have different numbers of batches some would wait for others: there each knows of itself alone.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +22,8 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def gather(strategy: SparseDDPStrategy, row: Tensor) -> Tensor:
     """Gather ``[n]`` from every rank as ``[ranks, n]``, on the CPU."""
+    if strategy.has_uneven_batches:
+        return row.cpu().unsqueeze(0)
     # Lightning's all_gather warns with torch 2.13. A sum of rows that only one rank fills is the same to the bit.
     rows = torch.zeros(strategy.world_size, row.numel(), dtype=row.dtype, device=strategy.root_device)
     rows[strategy.global_rank] = row.to(strategy.root_device)
@@ -48,6 +53,8 @@ def sum_over_ranks(strategy: SparseDDPStrategy, counts: Tensor) -> Tensor:
 
 
 def _sum(strategy: SparseDDPStrategy, tensor: Tensor) -> Tensor:
+    if strategy.has_uneven_batches:
+        return tensor.cpu()
     total = strategy.reduce(tensor, reduce_op="sum")
     assert isinstance(total, Tensor)
     return total.cpu()

@@ -63,6 +63,7 @@ class SparseStrategy(ParallelStrategy):
     """What the strategies of the Trainer have in common, which have a loop and a checkpointer."""
 
     settings: Settings
+    has_uneven_batches = False  # ranks have, or may have, different numbers of them, and make steps that others do not
     _loop: Loop
     _checkpointer: Checkpointer
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
@@ -193,7 +194,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._checkpointer = Checkpointer(self, resume_compression)
         self._choice: Optional[BackendChoice] = None
         self._termination: Optional[Termination] = None
-        self._has_failed = self._has_uneven_batches = self._has_own_position = False
+        self._has_failed = self.has_uneven_batches = self._has_own_position = False
         self._replaced: list[tuple[Any, str]] = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -316,7 +317,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         def run_to_one() -> None:
             if self.settings.local_steps is not None:
                 fit_loop.setup_data()
-                self._has_uneven_batches = check_batches(trainer, self.settings.local_steps, self._has_own_position)
+                self.has_uneven_batches = check_batches(trainer, self.settings.local_steps, self._has_own_position)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -410,9 +411,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
         self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
-        self._loop.replicas.see_batch(samples_of(args[0] if args else None))
+        if self.settings.local_steps is not None:
+            self._loop.replicas.see_batch(samples_of(args[0] if args else None))
         output = super().training_step(*args, **kwargs)
-        if self._has_uneven_batches:
+        if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
         return output
 

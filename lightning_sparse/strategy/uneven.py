@@ -30,11 +30,11 @@ def samples_of(batch: Any) -> Optional[int]:
 
 
 def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool) -> bool:
-    """Return whether ranks have different numbers of batches; refuse, on all alike, what cannot go with that."""
+    """Return whether ranks may have different numbers of batches; refuse, on all alike, what cannot go with that."""
     epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
     batches = [epoch.batches for epoch in epochs]
     if len(set(batches)) == 1:
-        return False
+        return batches[0] == float("inf")  # of an iterable, whose length nobody knows
     numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(batches))
     if not is_position_own and epochs[0].has_ended:
         _end_epoch(trainer)

@@ -164,7 +164,7 @@ def test_the_help_of_fit_lists_the_names_and_no_class_that_is_not_for_users(
 ) -> None:
     printed = "".join(answer(capsys, "fit", "--help").split())
     assert f"Oflightning_sparse:{','.join(system.name for system in systems())}" in printed
-    public = {"SparseDDPStrategy", *callbacks.__all__}
+    public = {"SparseDDPStrategy", "SparseModelParallelStrategy", *callbacks.__all__}
     assert {path.rpartition(".")[2] for path in re.findall(r"lightning_sparse\.[\w.]+", printed)} <= public
 
 

@@ -89,6 +89,7 @@ class Training:
     averages: str = ""  # in AVERAGES
     epochs: int = 2
     batches: int = 5  # of an epoch
+    fewer: int = 0  # each rank has so many batches less than the one before it
     validates: Optional[int] = None  # batches between two validations
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
     silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
@@ -137,7 +138,20 @@ class Training:
         needs_search = "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
-        return (self.finds_unused or not needs_search) and is_alone and not (drops or self._freezes or self._has_idle)
+        is_refused = drops or self._freezes or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
+        return (self.finds_unused or not needs_search) and is_alone and not is_refused
+
+    @property
+    def can_be_uneven(self) -> bool:
+        """Whether ranks may have different numbers of batches: nothing but rounds, validations and epochs is common."""
+        if self.local is None or (self.by_hand and self.local.synchronous_steps):
+            return False
+        numbers = [self.batches - self.fewer * rank for rank in range(self.ranks)]
+        validations = {number // self.validates if self.validates else 0 for number in numbers}
+        saves_together = self.saves is None or self.saves[0] != "batch"
+        is_long = min(numbers) > self.local.synchronous_steps * self.accumulates
+        is_measured = "AssumptionMonitor" in self.may_not_matter
+        return is_long and len(validations) == 1 and saves_together and not is_measured
 
     @property
     def _freezes(self) -> bool:
@@ -165,6 +179,7 @@ class Training:
         is_ddp = self.local is None or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
+        has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))
         averages_own = self.averages == "SWA" or bool(
             self.averages and self.drifts
         )  # DDP does not go on from SWA, either
@@ -217,7 +232,7 @@ class Training:
             found["resumed"] = self
         if self.has_twin:
             of_model = tuple(name for name in self.may_not_matter if name in _OF_MODEL)
-            found["whole"] = self.but(density=1.0, wire="float32", local=None, saves=None, callbacks=())
+            found["whole"] = self.but(density=1.0, wire="float32", local=None, saves=None, callbacks=(), fewer=0)
             found["ddp"] = found["whole"].but(may_not_matter=of_model)
         return found
 
@@ -635,7 +650,7 @@ def fit(
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     loaders = [
-        DataLoader(range(batches), batch_size=None) for batches in (training.batches, 1)
+        DataLoader(range(batches), batch_size=None) for batches in (training.batches - training.fewer * rank, 1)
     ]  # rows follow from them
     dawdles = "exchanges dawdle" in training.may_not_matter
     with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
@@ -725,6 +740,8 @@ def drawn(seed: int) -> Training:
     for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
         if refusals(training):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
+    if not training.is_possible:
+        training = training.but(fewer=0)
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -835,7 +852,15 @@ def drawn_freely(seed: int) -> Training:
         training = training.but(parts=tuple(part for part in parts if part != "thawing"))
     training = training.but(shares=training.shares or training._has_idle)
     training = training if training.is_possible else training.but(finds_unused=True)
-    return training.but(may_not_matter=tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name)))
+    free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
+    training = training.but(may_not_matter=free)
+    if local is None or seldom(0.5):
+        return training
+    free = tuple(name for name in free if name != "AssumptionMonitor")
+    uneven = training.but(
+        fewer=1, may_not_matter=free, saves=training.saves and ("epoch", training.saves[1] % epochs + 1)
+    )
+    return uneven if uneven.can_be_uneven else uneven.but(validates=None)
 
 
 def _local(chance: random.Random, strategy: str) -> LocalSteps:

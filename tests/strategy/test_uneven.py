@@ -12,17 +12,24 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import refusals
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 ROWS = 4  # of a batch
+MONITORED: dict[str, Any] = {
+    "callbacks": [CompressionMonitor(by_parameter=True)],
+    "logger": DummyLogger(),
+    "log_every_n_steps": 1,
+}
 
 
 class Endless(IterableDataset[Tensor]):
@@ -124,10 +131,12 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
         ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
         ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
+        ((13, 8, 3), 4, {}, MONITORED, 26),
+        ((13, 8, 3), 4, {"is_known": False}, MONITORED, 26),
     ],
     ids=[
         "at once", "midst", "late", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "accumulating", "max_steps", "limited",
+        "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
 def test_ranks_with_fewer_batches_wait_in_rounds(
@@ -283,6 +292,7 @@ class Allowing(Uneven):
             "every_n_epochs",
         ),
         (Logging, 2, {}, "'often'"),
+        (Uneven, 2, {"callbacks": [AssumptionMonitor()]}, "AssumptionMonitor"),
         (partial(Allowing, (5, 0)), 2, {}, "none"),
         (partial(Uneven, (5, 0), is_known=False), 2, {"limit_val_batches": 0}, "rank 1 had no batch"),
     ],
@@ -293,6 +303,7 @@ class Allowing(Uneven):
         "timer",
         "saves",
         "logs",
+        "measures",
         "no batch",
         "no batch of an iterable",
     ],
