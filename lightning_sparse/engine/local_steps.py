@@ -329,7 +329,8 @@ class Rounds(Replicas):
         """Return what this rank tells before an exchange that begins now."""
         noted = sum(asked() << bit for bit, asked in enumerate(self.notes.values()))
         counts = (self._samples, self._batches, self._step, self._missed_steps)
-        return (*_Told(place, *counts, self._is_stale, noted), *agreed)
+        # What is late on a rank that trains has been applied by those that wait: all have to end that round.
+        return (*_Told(place, *counts, self._is_stale or self._pending is not None, noted), *agreed)
 
     def _tell(self, numbers: Sequence[float]) -> tuple[list[_Told], list[Sequence[float]]]:
         """Tell all ranks; return what each has told, and learning rates of those that train; on the worker."""
@@ -406,7 +407,9 @@ class Rounds(Replicas):
         names, changes, trained = pending.names, pending.changes, len(self._names)
         counts = [(told.samples, told.batches) for told in everywhere]
         weight = _weight(counts, self._everybody.collectives.rank)
-        if weight != 1:  # before residuals are added, so that all of what counts arrives in the end
+        if weight == 0:  # a product with an infinity, as in a mask, would be no number
+            torch._foreach_zero_(changes[: len(names)])
+        elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
             torch._foreach_mul_(changes[: len(names)], weight)
         self._pipeline.context = prepare()
         gradients = [LocalGradient(name, change, None) for name, change in zip(names[:trained], changes)]

@@ -123,6 +123,7 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), 4, {}, {}, 26),
         ((4, 8, 13), 4, {}, {"val_check_interval": 0.5, "limit_val_batches": 2}, 26),
         ((13, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 26),
+        ((12, 8, 3), LocalSteps(4, overlap_steps=2), {}, {}, 24),
         ((13, 8, 4), LocalSteps(4, synchronous_steps=3), {}, {}, 26),
         ((13, 8, 3), 50, {}, {}, 26),
         ((13, 8, 3), "auto", {}, {}, 26),
@@ -135,7 +136,7 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), 4, {"is_known": False}, MONITORED, 26),
     ],
     ids=[
-        "at once", "midst", "late", "synchronous", "few rounds", "auto", "iterable", "by hand",
+        "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
