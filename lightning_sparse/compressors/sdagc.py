@@ -109,7 +109,7 @@ class SDAGC(TopK):
         self._positions = layout.positions()
         unset = math.nan if self.alpha is None else self.alpha
         self._resting: dict[str, Tensor] = {}  # alphas of parameters that are frozen now
-        self._alphas = torch.full((len(layout.names),), unset, device=layout.device)
+        self._alphas = torch.full((len(layout.names),), unset, dtype=torch.float32, device=layout.device)
         self._proposals.clear()
 
     @override

@@ -107,8 +107,8 @@ class ReplicaAverager:
         return self._collectives.all_gather(mine)
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
-        distance = torch.zeros(1, device=self._collectives.device)
-        norm = torch.zeros(1, device=self._collectives.device)
+        distance = torch.zeros(1, device=self._collectives.device, dtype=torch.float32)
+        norm = torch.zeros_like(distance)
         parameters = {name for name, _ in self._module.named_parameters()}
         for alike in _alike(tensors[name] for name in tensors if name in parameters):
             mean, flat = self._mean(alike)

@@ -141,7 +141,7 @@ class BackendChoice(Uncopied):
         if not is_plain:
             self._density = self._engine.mean_over_ranks(self._engine.compression_stats()["density"])
             # A step in which Adam's second moment learns is DDP's own, and nobody knows what was exposed of it.
-            self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed).nanmedian()))
+            self._exposed = self._engine.mean_over_ranks(float(torch.tensor(exposed, dtype=torch.float64).nanmedian()))
         return seen
 
     def _settle(self, is_plain: bool) -> Steps:

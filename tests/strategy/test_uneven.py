@@ -4,6 +4,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -45,8 +46,12 @@ class Endless(IterableDataset[Tensor]):
 class Uneven(Small):
     """A model with its own number of batches on each rank, and a learning rate that falls in every step."""
 
-    def __init__(self, batches: tuple[int, ...], is_known: bool = True, by_hand: bool = False) -> None:
+    def __init__(
+        self, batches: tuple[int, ...], is_known: bool = True, by_hand: bool = False, teaches: bool = False
+    ) -> None:
         super().__init__()
+        if teaches:
+            self.teacher = deepcopy(self.network).requires_grad_(False)
         self.batches = batches
         self.is_known = is_known
         self.automatic_optimization = not by_hand
@@ -64,6 +69,11 @@ class Uneven(Small):
         optimizer.step()
         optimizer.zero_grad()
         return None
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        for taught, own in zip(self.teacher.parameters() if "teacher" in self._modules else (), self.parameters()):
+            taught.lerp_(own, 0.1)
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
         super().validation_step(batch, batch_index)
@@ -129,6 +139,8 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), "auto", {}, {}, 26),
         ((13, 8, 3), 4, {"is_known": False}, {}, 26),
         ((13, 8, 3), 4, {"by_hand": True}, {}, 26),
+        ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
+        ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
         ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
         ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
         ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
@@ -137,6 +149,7 @@ def assert_one_model(ends: list[End]) -> None:
     ],
     ids=[
         "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
+        "a teacher, late", "a teacher, in bfloat16",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip

@@ -314,16 +314,16 @@ class AdamMemory(ResidualMemory):
             **state,
             "residual": {name: tensor for name, tensor in residuals.items() if name not in self._in_updates},
             "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
-            "second_moment_step": {name: torch.tensor([float(step)]) for name, step in self._second_steps.items()},
+            "second_moment_step": {name: _saved([step]) for name, step in self._second_steps.items()},
             "squared_norms": dict(self._squared_norms),
             # A step of several backwards may be unfinished; all of it tells that there are such steps.
             "learned_mean": {name: mean for name, (mean, _) in self._learned.items()},
             "learned_since": {
-                name: torch.tensor([float(self._learned[name][1] if name in self._learned else -1)])
+                name: _saved([self._learned[name][1] if name in self._learned else -1])
                 for name in (self._second_steps if self._has_pieces else ())
             },
-            "second_moment_mean": {name: torch.tensor(mean) for name, mean in self.second_means.items()},
-            "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, torch.tensor(self.warm_up)),
+            "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
+            "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
         }
 
     @override
@@ -358,6 +358,11 @@ def _messages(names: Sequence[str], gradients: Mapping[str, Tensor]) -> Iterator
             together, numel = [], 0
     if together:
         yield together
+
+
+def _saved(numbers: Sequence[float]) -> Tensor:
+    """Return numbers as a tensor of a type that does not follow the default type, which may be narrow."""
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _as_numbers(kept: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:
