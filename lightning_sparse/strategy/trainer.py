@@ -47,6 +47,7 @@ from lightning_sparse.strategy.lightning import (
     ParallelStrategy,
     Trainer,
 )
+from lightning_sparse.strategy.position import Position, Reader, read, write
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, samples_of
 from lightning_sparse.strategy.whereabouts import (
@@ -195,6 +196,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._choice: Optional[BackendChoice] = None
         self._termination: Optional[Termination] = None
         self._has_failed = self.has_uneven_batches = self._has_own_position = False
+        self._reader: Optional[Reader] = None
+        self._position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
         self._replaced: list[tuple[Any, str]] = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -297,6 +300,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
             goes_alone=self._checkpointer.has_loaded_save,
         )
+        self._begin_at_position(trainer)
         if self.engine is None:
             return
         if self.settings.replicas_diverge:
@@ -307,6 +311,21 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._clip_gradients = self.precision_plugin.clip_gradients
             self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
             self._replaced.append((self.precision_plugin, "clip_gradients"))
+
+    def _begin_at_position(self, trainer: Trainer) -> None:
+        """Have training go on from the position in the data that the checkpoint has."""
+        fit_loop, run = trainer.fit_loop, trainer.fit_loop.run
+
+        def run_from_position() -> None:
+            fit_loop.setup_data()
+            self._reader = None if self.has_uneven_batches else Reader.of(trainer)
+            position, self._position = self._position, None
+            if self._reader is not None and position is not None and fit_loop.restarting:
+                self._reader.go_on(position)
+            run()
+
+        fit_loop.run = run_from_position  # type: ignore[method-assign]
+        self._replaced.append((fit_loop, "run"))
 
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
@@ -338,7 +357,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
         fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
         epoch.run, validation.run = run_epoch_together, validate_as_one  # type: ignore[method-assign]
-        self._replaced += [(fit_loop, "run"), (fit_loop, "on_run_end"), (epoch, "run"), (validation, "run")]
+        self._replaced += [(fit_loop, "on_run_end"), (epoch, "run"), (validation, "run")]
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
@@ -512,6 +531,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     ) -> None:
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._kept() if "optimizer_states" in checkpoint else None
+        if self._reader is not None and self._reader.is_current and "loops" in checkpoint:
+            checkpoint = write(checkpoint, self._reader.position())
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
         with telling(self._trainer):  # callbacks save after an error, too, which goes another way
             self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
@@ -534,6 +555,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         given = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint = super().load_checkpoint(checkpoint_path, **given)
         self._checkpointer.note(checkpoint, checkpoint_path)
+        self._position = read(checkpoint)
         return checkpoint
 
     @override
@@ -586,6 +608,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().teardown()
         self._wrapping.close()
         self._checkpointer.close()
+        self._position = None
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:

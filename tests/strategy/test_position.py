@@ -1,0 +1,159 @@
+"""An epoch goes on where ranks of another number have left it: no sample is lost, none is seen twice."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.testing.pool import Pool
+from tests.helpers.trainers import make_trainer
+
+SAMPLES = 60
+
+
+class Numbers(Dataset[int]):
+    """Samples that are their own numbers."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Seen(LightningModule):
+    """A model that notes each sample that it sees, by epoch, and saves after a number of batches of an epoch."""
+
+    def __init__(self, save_at: Optional[tuple[int, int]], path: str, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.save_at, self.path = save_at, path
+        self.arguments = {"batch_size": 2, "shuffle": True, **arguments}
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[tuple[int, int]] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        self.seen += [(self.current_epoch, int(each)) for each in batch]
+        rows = batch.float()[:, None].expand(-1, 4) / SAMPLES
+        return self.layer(rows).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        if not batch_index:
+            self.validated.append(self.current_epoch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (self.current_epoch, batch_idx + 1) == self.save_at:
+            self.trainer.save_checkpoint(self.path)
+            self.trainer.should_stop = True
+            self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step  # here, and not at the epoch's end
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Numbers(self.arguments.pop("count", SAMPLES)), **self.arguments)
+
+    def val_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Numbers(4), batch_size=2)
+
+
+def see(
+    rank: int,
+    settings: dict[str, Any],
+    trainer: dict[str, Any],
+    loader: dict[str, Any],
+    save_at: Optional[tuple[int, int]],
+    path: str,
+    source: Optional[str],
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Fit two epochs, from a checkpoint if given, up to the save; return what this rank saw and when it validated."""
+    strategy = SparseDDPStrategy(**{"compressor": "topk", "density": 0.5, **settings})
+    module = Seen(save_at, path, loader)
+    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0, **trainer}
+    make_trainer(rank, strategy, **arguments).fit(module, ckpt_path=source)
+    return module.seen, module.validated
+
+
+def see_in_turn(
+    pools: dict[int, Pool],
+    folder: Path,
+    turns: Sequence[tuple[int, Optional[tuple[int, int]]]],
+    settings: Optional[dict[str, Any]] = None,
+    trainer: Optional[dict[str, Any]] = None,
+    loader: Optional[dict[str, Any]] = None,
+) -> dict[int, Counter[int]]:
+    """Train by as many ranks as each turn has, up to its save; return how often each epoch has seen each sample."""
+    source, epochs = None, {0: Counter[int](), 1: Counter[int]()}
+    for turn, (ranks, save_at) in enumerate(turns):
+        path = str(folder / f"{turn}.ckpt")
+        for seen, _ in pools[ranks].run(see, settings or {}, trainer or {}, loader or {}, save_at, path, source):
+            for epoch, sample in seen:
+                epochs[epoch][sample] += 1
+        source = path
+    return epochs
+
+
+ALL = Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "loader"),
+    [
+        ({}, {}, {}),
+        ({}, {}, {"shuffle": False}),
+        ({"local_steps": 2}, {}, {}),
+        ({"compressor": "dense", "density": None}, {"limit_val_batches": 1, "val_check_interval": 0.5}, {}),
+        ({}, {"accumulate_grad_batches": 2}, {"batch_size": 1}),
+    ],
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(
+    pools: dict[int, Pool],
+    tmp_path: Path,
+    epoch: int,
+    settings: dict[str, Any],
+    trainer: dict[str, Any],
+    loader: dict[str, Any],
+) -> None:
+    # Of 60 samples 3 ranks take 24; to 2 ranks these are 6 batches of 2, and 3 more are 36; 24 are left for 3 ranks.
+    pace = 2 // loader.get("batch_size", 2)
+    turns = [(3, (epoch, 4 * pace)), (2, (epoch, 9 * pace)), (3, None)]
+    epochs = see_in_turn(pools, tmp_path, turns, settings, trainer, loader)
+    assert epochs[0] == epochs[1] == ALL
+
+
+@pytest.mark.parametrize(
+    ("loader", "turns", "twice", "left_out"),
+    [
+        ({}, [(3, (0, 5)), (4, None)], 2, 0),  # 30 are left, and 4 ranks take 8 each
+        ({"drop_last": True}, [(3, (0, 5)), (4, None)], 2, 0),
+        ({"batch_size": 4, "drop_last": True}, [(3, (0, 2)), (2, None)], 0, 4),  # 36: 18 each, of which 16 are batches
+        ({"batch_size": 7, "drop_last": True}, [(2, (0, 4)), (3, None)], 0, 4),  # whose epoch is over
+        ({}, [(1, (0, 7)), (3, None)], 2, 0),  # 46: 16 each, and two of them are padding
+        ({}, [(3, (0, 10)), (2, None)], 0, 0),  # a save at the end of an epoch
+        ({}, [(2, (0, 3)), (2, None)], 0, 0),
+    ],
+)
+def test_what_does_not_divide_is_padded_or_dropped_at_the_end_as_ever(
+    pools: dict[int, Pool],
+    tmp_path: Path,
+    loader: dict[str, Any],
+    turns: list[tuple[int, Optional[tuple[int, int]]]],
+    twice: int,
+    left_out: int,
+) -> None:
+    epochs = see_in_turn(pools, tmp_path, turns, loader=loader)
+    assert sum((epochs[0] - ALL).values()) == twice
+    assert sum((ALL - epochs[0]).values()) == left_out
+    assert epochs[1]
