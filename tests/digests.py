@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_sparse
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
 from lightning_sparse.compressors import LAGS
 
@@ -138,6 +138,7 @@ def cases() -> Iterator[Case]:
     for schedule in SCHEDULES:
         like = "" if schedule == "layerwise" else "lags, one layer whole, layerwise"
         yield Case(f"lags, one layer whole, {schedule}", partial(partly_whole, schedule), like=like)
+    yield from rounds()
     long = {"max_steps": LONG}
     yield Case("lags, layerwise, 120 steps", of("lags"), arguments=long)
     yield Case("lags, merged, 120 steps", of("lags", "merged"), arguments=long, like="lags, layerwise, 120 steps")
@@ -170,6 +171,23 @@ def situations(compressor: str) -> Iterator[Case]:
     yield Case(name, partial(str, name), model=partial(Model, SGD, leaves_out=True))
     if compressor not in CARRYING_MOMENTUM:
         yield start(f"{compressor}, MomentumCorrection", callbacks=correction)
+
+
+def rounds() -> Iterator[Case]:
+    """Yield trainings by local steps, which end in the midst of a round."""
+    outer = LocalSteps(3, 0.7, 0.9, nesterov=True)
+    ways: dict[str, dict[str, Any]] = {
+        "all": {"compressor": "dense", "local_steps": outer},
+        "4 bits": {"compressor": "dense", "wire": "4bit", "local_steps": outer},
+        "a part": {"density": 0.1, "wire": "bfloat16", "local_steps": LocalSteps(3, residual_decay=0.9)},
+        "late": {"density": 0.1, "local_steps": LocalSteps(3, overlap_steps=2)},
+        "after DDP": {"density": 0.1, "local_steps": LocalSteps(3, synchronous_steps=5)},
+    }
+    for way, arguments in ways.items():
+        start = partial(Case, strategy=partial(SparseDDPStrategy, **arguments), model=partial(Model, ADAMW))
+        yield start(f"rounds, {way}")
+        yield start(f"rounds, {way}, 3 ranks", ranks=3)
+        yield start(f"rounds, {way}, resumed", saved_at=10, like=f"rounds, {way}")
 
 
 def partly_whole(schedule: str) -> Strategy:

@@ -110,6 +110,7 @@ class Rounds(Replicas):
         self._applied_at = perf_counter()
         self._pipeline = pipeline
         self._recorder = pipeline.recorder
+        self._levels = pipeline.levels
         self._everybody = pipeline.levels.everybody
         self._schedule = schedule
         self._worker = worker
@@ -366,10 +367,11 @@ class Rounds(Replicas):
     def _change(self, name: str, tensor: Tensor) -> Tensor:
         """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
         shared = self._shared[name]
-        base = _as(shared, tensor.dtype)
-        if name not in self._names:
-            base = base.nan_to_num(0, 0, 0)  # the mean may be finite, and nothing finite leads there from an infinity
-        return laid_flat(_difference(base, tensor), shared)
+        base, own = laid_flat(shared), laid_flat(tensor, shared)
+        if name in self._names:
+            return _difference(_as(self._levels.part_of(base), own.dtype), self._levels.part_of(own))
+        # The mean may be finite, and nothing finite leads there from an infinity.
+        return _difference(_as(base, own.dtype).nan_to_num(0, 0, 0), own)
 
     def _have_changed(self) -> dict[str, Tensor]:
         """Return for each tensor that is not shared whether this rank has written it since all had the same."""
@@ -405,8 +407,8 @@ class Rounds(Replicas):
         self._recorder.end_backward()
         pending.noted = reduce(or_, (int(told.noted) for told in everywhere))
         names, changes, trained = pending.names, pending.changes, len(self._names)
-        counts = [(told.samples, told.batches) for told in everywhere]
-        weight = _weight(counts, self._everybody.collectives.rank)
+        counts, in_step = [(told.samples, told.batches) for told in everywhere], self._levels.ranks_in_step
+        weight = _weight(counts, self._everybody.collectives.rank, in_step)
         if weight == 0:  # a product with an infinity, as in a mask, would be no number
             torch._foreach_zero_(changes[: len(names)])
         elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
@@ -434,9 +436,9 @@ class Rounds(Replicas):
 
     def _move(self, names: Sequence[str], changes: Sequence[Tensor], parameters: int) -> None:
         """Make an outer step, that of ``torch.optim.SGD``; what is not trained takes its mean as it is."""
-        local = self._local
-        for position, (name, change) in enumerate(zip(names, changes)):
-            shared = laid_flat(self._shared[name])
+        local, parts = self._local, list[Tensor]()
+        wholes = [laid_flat(self._shared[name]) for name in names]
+        for position, (name, change, shared) in enumerate(zip(names, changes, wholes)):
             if position >= parameters:
                 shared.nan_to_num_(0, 0, 0).sub_(change)
                 continue
@@ -444,7 +446,8 @@ class Rounds(Replicas):
                 momentum = self._momenta.setdefault(name, torch.zeros_like(change))
                 momentum.mul_(local.outer_momentum).add_(change)
                 change = change.add_(momentum, alpha=local.outer_momentum) if local.nesterov else momentum
-            shared.sub_(change, alpha=local.outer_lr)
+            parts.append(self._levels.part_of(shared).sub_(change, alpha=local.outer_lr))
+        self._levels.put_together(parts, wholes[:parameters], names[:parameters])
 
     def _apply_until(self, step: int) -> None:
         """Apply the exchange that is due after a step."""
@@ -600,18 +603,22 @@ def _check_agreed(everywhere: Sequence[Sequence[float]]) -> None:
         )
 
 
-def _weight(everywhere: Sequence[tuple[float, float]], rank: int) -> float:
-    """Return how much a rank's change counts, 1 on average: by samples, or by batches unless all know their samples.
+def _weight(everywhere: Sequence[tuple[float, float]], rank: int, in_step: int = 1) -> float:
+    """Return how much a change counts, 1 on average: by samples, or by batches unless all know their samples.
+
+    So many ranks that train ``in_step`` have one change, which counts by what all of them have seen.
 
     >>> [_weight([(6, 2), (2, 2)], rank) for rank in (0, 1)]
     [1.5, 0.5]
     >>> [_weight([(math.nan, 3), (2, 1)], rank) for rank in (0, 1)]
     [1.5, 0.5]
+    >>> [_weight([(4, 1), (2, 1), (1, 1), (1, 1)], rank, in_step=2) for rank in range(4)]
+    [1.5, 1.5, 0.5, 0.5]
     """
     samples, batches = ([row[column] for row in everywhere] for column in (0, 1))
     counts = batches if math.isnan(math.fsum(samples)) else samples
-    total = math.fsum(counts)
-    return len(counts) * counts[rank] / total if total else 1.0
+    total, first = math.fsum(counts), rank - rank % in_step
+    return len(counts) / in_step * math.fsum(counts[first : first + in_step]) / total if total else 1.0
 
 
 def _is_narrow(tensor: Tensor) -> bool:

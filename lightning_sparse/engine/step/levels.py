@@ -35,6 +35,7 @@ class OneLevel:
     """
 
     node_ranks = 1
+    are_in_step = False  # the ranks of a node train one model together: rounds of local steps go between such models
 
     def __init__(self, across: Channel, everybody: Optional[Channel] = None) -> None:
         self.across = across
@@ -51,6 +52,18 @@ class OneLevel:
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
         return group
+
+    @property
+    def ranks_in_step(self) -> int:
+        """How many ranks train one model together, by local steps."""
+        return self.node_ranks if self.are_in_step else 1
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Return what this rank sees to of a flat tensor that all ranks in step hold: a view, or a copy."""
+        return flat
+
+    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Write what each rank in step has as its part into all of each flat tensor, on all of them."""
 
     def all_of(self, flag: Tensor, names: Sequence[str]) -> Tensor:
         """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
@@ -182,6 +195,8 @@ class Divided(OneLevel):
 
 class Shards(Divided):
     """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
+
+    are_in_step = True
 
     @override
     def total_of(self, numbers: Tensor) -> Tensor:
