@@ -130,20 +130,16 @@ def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
         {name: each for name, each in group.items() if isinstance(each, (int, float, tuple))} for group in groups
     ]
     loop = trainer.fit_loop.epoch_loop
-    mine = (
-        trainer.global_step,
-        [each.state_dict() for each in schedulers],
-        settings,
-        loop.batch_progress.current.ready,
-    )
-    everywhere = gather_together(mine)
-    for rank, (*_, batches) in enumerate(everywhere):
-        if batches == 0:
+    # Of steps without its wrapper Lightning knows nothing.
+    made = (trainer.global_step, loop.batch_progress.current.ready)
+    everywhere = gather_together((made, [each.state_dict() for each in schedulers], settings))
+    for rank, ((_, theirs), *_) in enumerate(everywhere):
+        if theirs == 0:
             raise ValueError(f"rank {rank} had no batch in an epoch in which others had some: give it at least one")
-    step, states, settings, _ = max(everywhere, key=lambda theirs: theirs[0])
-    missed = step - trainer.global_step
-    if not missed:
+    most, states, settings = max(everywhere, key=lambda theirs: theirs[0])
+    if made == most:
         return
+    missed = most[0] - trainer.global_step
     for scheduler, state in zip(schedulers, states):
         scheduler.load_state_dict(state)
     for group, setting in zip(groups, settings):

@@ -47,7 +47,12 @@ class Uneven(Small):
     """A model with its own number of batches on each rank, and a learning rate that falls in every step."""
 
     def __init__(
-        self, batches: tuple[int, ...], is_known: bool = True, by_hand: bool = False, teaches: bool = False
+        self,
+        batches: tuple[int, ...],
+        is_known: bool = True,
+        by_hand: bool = False,
+        teaches: bool = False,
+        steps_bare: bool = False,
     ) -> None:
         super().__init__()
         if teaches:
@@ -55,6 +60,7 @@ class Uneven(Small):
         self.batches = batches
         self.is_known = is_known
         self.automatic_optimization = not by_hand
+        self.steps_bare = steps_bare  # without Lightning's wrapper, which counts steps
         self.validated: list[tuple[int, float]] = []
         self.trained: list[int] = []
 
@@ -66,8 +72,10 @@ class Uneven(Small):
             return loss
         optimizer: Any = self.optimizers()
         self.manual_backward(loss)
-        optimizer.step()
+        (optimizer.optimizer if self.steps_bare else optimizer).step()
         optimizer.zero_grad()
+        if self.steps_bare:
+            self.lr_schedulers().step()  # type: ignore[union-attr]
         return None
 
     @torch.no_grad()
@@ -141,6 +149,7 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), 4, {"by_hand": True}, {}, 26),
         ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
         ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
+        ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
         ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
         ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
         ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
@@ -149,7 +158,7 @@ def assert_one_model(ends: list[End]) -> None:
     ],
     ids=[
         "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "a teacher, late", "a teacher, in bfloat16",
+        "a teacher, late", "a teacher, in bfloat16", "bare",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
@@ -167,8 +176,8 @@ def test_ranks_with_fewer_batches_wait_in_rounds(
     limit = arguments.get("limit_train_batches", 13)
     for end, number in zip(ends, batches):
         assert end.trained.count(0) == min(number, limit)
-    if not how.get("by_hand"):
-        assert ends[0].rate == pytest.approx(1e-3 * 0.95**steps)
+    if not how.get("by_hand") or how.get("steps_bare"):
+        assert ends[0].rate == pytest.approx(1e-3 * 0.95 ** (steps or 2 * 13))
 
 
 def test_the_end_of_an_epoch_begins_no_rounds_in_synchronous_steps(pools: dict[int, Pool]) -> None:
