@@ -340,6 +340,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
+                self._loop.replicas.adopt()
 
         def end_as_one() -> None:
             self._loop.replicas.synchronize()

@@ -224,6 +224,13 @@ def test_training_goes_on_from_the_end_of_an_epoch(pools: dict[int, Pool], tmp_p
         assert other.trained == [1] * batches
 
 
+def test_a_resume_with_nothing_left_makes_one_of_what_was_written_last(pair: Pool, tmp_path: Path) -> None:
+    path, how, more = str(tmp_path / "end.ckpt"), {"teaches": True}, {"max_epochs": 1}
+    whole = pair.run(fit, (8, 5), 4, how, {**more, "callbacks": [SaveAt(path, 1, is_epoch=True)]})
+    for one, other in zip(whole, pair.run(fit, (8, 5), 4, how, more, path)):
+        assert_same(one.weights, other.weights)
+
+
 def test_training_goes_on_from_a_validation_in_the_midst_of_an_epoch(pools: dict[int, Pool], tmp_path: Path) -> None:
     path = str(tmp_path / "midst.ckpt")
     pools[3].run(fit, BATCHES, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 1, is_epoch=False)]})
