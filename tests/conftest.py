@@ -1,7 +1,6 @@
 """Fixtures beside those of ``lightning_sparse.testing.plugin``, which users of the kit have as well."""
 
 import os
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -20,14 +19,14 @@ IMPORTED = ["tests.helpers.faults", "tests.helpers.trainers"] if DEVICE.type == 
 
 
 @pytest.fixture(autouse=True)
-def environment_of_its_own() -> Iterator[None]:
+def environment_of_its_own():
     """Take back what a test, or Lightning in it, leaves in the environment: a seed would be that of all that follow."""
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[dict[int, Pool]]:
+def forked():
     """Pools by number of ranks whose processes start at once, so that they may die, or be needed for one test only.
 
     They order their sets alike, which processes that a launcher starts do not: laws are held to those of ``pools``.
@@ -39,7 +38,7 @@ def forked() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
+def interpreter():
     """A process of which scripts are forked that begin without Lightning."""
     interpreter = Interpreter()
     yield interpreter

@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -68,7 +68,7 @@ class Model(LightningModule):
         leaves_out: whether rank 1 does not use one of the layers in every other batch.
     """
 
-    def __init__(self, optimizer: Callable[..., Any], leaves_out: bool = False) -> None:
+    def __init__(self, optimizer, leaves_out=False):
         super().__init__()
         torch.manual_seed(0)
         self.optimizer = optimizer
@@ -78,7 +78,7 @@ class Model(LightningModule):
         self.scale = nn.Parameter(torch.ones(1))
         self.long = nn.Parameter(torch.zeros(LONG_VECTOR))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         seed = 1_000_000 * self.global_rank + 1000 * self.current_epoch + batch_index
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(4, 16, generator=generator)
@@ -88,11 +88,11 @@ class Model(LightningModule):
         distance = (self.long - torch.randn(LONG_VECTOR, generator=generator)).square().mean()
         return (output - rows).square().mean() + distance
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.optimizer(self.parameters())
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(range(1000), batch_size=1)  # type: ignore[arg-type]  # anything with a length will do
+    def train_dataloader(self):
+        return DataLoader(range(1000), batch_size=1)  # anything with a length will do
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -123,13 +123,13 @@ class Case(NamedTuple):
     arguments: Mapping[str, Any] = {}
 
 
-def of(compressor: str, schedule: str = "layerwise", wire: str = "float32") -> Callable[[], Strategy]:
+def of(compressor, schedule="layerwise", wire="float32"):
     """Return what builds a strategy of a density that leaves much to be kept."""
     chosen = {} if compressor in WITHOUT_DENSITY else {"density": 0.1, "warmup_epochs": 1}
     return partial(SparseDDPStrategy, compressor=compressor, schedule=schedule, wire=wire, **chosen)
 
 
-def cases() -> Iterator[Case]:
+def cases():
     """Yield all trainings."""
     for compressor in COMPRESSORS:
         yield from combined(compressor)
@@ -144,7 +144,7 @@ def cases() -> Iterator[Case]:
     yield Case("lags, merged, 120 steps", of("lags", "merged"), arguments=long, like="lags, layerwise, 120 steps")
 
 
-def combined(compressor: str) -> Iterator[Case]:
+def combined(compressor):
     """Yield every schedule with every wire, and the strategy as its name gives it."""
     groups_decide = compressor == "omgs"
     for wire in WIRES:
@@ -157,7 +157,7 @@ def combined(compressor: str) -> Iterator[Case]:
         yield Case(f"sparse_{compressor}", partial(str, f"sparse_{compressor}"))
 
 
-def situations(compressor: str) -> Iterator[Case]:
+def situations(compressor):
     """Yield what else may happen in a training."""
     start, whole = partial(Case, strategy=of(compressor)), f"{compressor}, layerwise, float32"
     name = f"sparse_{compressor}_find_unused_parameters_true"
@@ -173,10 +173,10 @@ def situations(compressor: str) -> Iterator[Case]:
         yield start(f"{compressor}, MomentumCorrection", callbacks=correction)
 
 
-def rounds() -> Iterator[Case]:
+def rounds():
     """Yield trainings by local steps, which end in the midst of a round."""
     outer = LocalSteps(3, 0.7, 0.9, nesterov=True)
-    ways: dict[str, dict[str, Any]] = {
+    ways = {
         "all": {"compressor": "dense", "local_steps": outer},
         "4 bits": {"compressor": "dense", "wire": "4bit", "local_steps": outer},
         "a part": {"density": 0.1, "wire": "bfloat16", "local_steps": LocalSteps(3, residual_decay=0.9)},
@@ -190,12 +190,12 @@ def rounds() -> Iterator[Case]:
         yield start(f"rounds, {way}, resumed", saved_at=10, like=f"rounds, {way}")
 
 
-def partly_whole(schedule: str) -> Strategy:
+def partly_whole(schedule):
     """Build a strategy that sends one layer whole, and so, in one message or beside it, in another format."""
     return SparseDDPStrategy(LAGS(densities={"network.2.weight": 1.0}), density=0.1, schedule=schedule)
 
 
-def correction() -> list[Callback]:
+def correction():
     """Have the momentum accumulated before selection."""
     return [MomentumCorrection()]
 
@@ -208,19 +208,19 @@ class Saving(Callback):
         path: where to.
     """
 
-    def __init__(self, step: int, path: str) -> None:
+    def __init__(self, step, path):
         self.step = step
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer, *batch):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
 
-def fit(case: Case, callbacks: list[Callback], path: Optional[str] = None) -> tuple[Trainer, Model]:
+def fit(case, callbacks, path=None):
     """Train from the start, or from a checkpoint."""
     model = case.model()
-    arguments: dict[str, Any] = {"max_steps": STEPS, "limit_train_batches": BATCHES, **case.arguments}
+    arguments = {"max_steps": STEPS, "limit_train_batches": BATCHES, **case.arguments}
     trainer = Trainer(
         strategy=case.strategy(),
         accelerator="cpu",
@@ -237,7 +237,7 @@ def fit(case: Case, callbacks: list[Callback], path: Optional[str] = None) -> tu
     return trainer, model
 
 
-def train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+def train(rank, case, folder):
     """Train on all ranks; return the digests."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     if case.saved_at is None:
@@ -251,12 +251,12 @@ def train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     parameters = sha256()
     for parameter in model.parameters():
         parameters.update(content(parameter))
-    digests: list[str] = [""] * case.ranks
+    digests = [""] * case.ranks
     dist.all_gather_object(digests, parameters.hexdigest())  # and every rank has written its part
     return {"parameters": digests, **kept(end)}
 
 
-def kept(folder: Path) -> dict[str, list[str]]:
+def kept(folder):
     """Return digests of what lies in the files of one save: of the optimizer, and, whatever its name, of the rest."""
     whole = folder / "saved.ckpt"
     beside = [torch.load(path, weights_only=True) for path in folder.rglob("*") if path.is_file() and path != whole]
@@ -264,7 +264,7 @@ def kept(folder: Path) -> dict[str, list[str]]:
     return {"optimizer": sorted(map(digest, tensors(optimizers))), "kept": sorted(map(digest, tensors(beside)))}
 
 
-def tensors(state: Any) -> Iterator[Tensor]:
+def tensors(state):
     """Yield the tensors in nested containers."""
     if isinstance(state, Tensor):
         yield state
@@ -273,24 +273,24 @@ def tensors(state: Any) -> Iterator[Tensor]:
             yield from tensors(each)
 
 
-def digest(tensor: Tensor) -> str:
+def digest(tensor):
     """Describe a tensor in a short line, whatever its shape."""
     return f"{tensor.dtype} x {tensor.numel()}: {sha256(content(tensor)).hexdigest()[:16]}"
 
 
-def content(tensor: Tensor) -> bytes:
+def content(tensor):
     """Return the bytes of a tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def be_rank(rank: int, ranks: int, names: list[str], folder: str) -> None:
+def be_rank(rank, ranks, names, folder):
     """Train one case after the other in this process; rank 0 writes the digests into the folder."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # another version may warn of something else; its tests ask whether it should
     for logger in ("pytorch_lightning", "lightning", "lightning_fabric", "lightning_sparse"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=PATIENCE, rank=rank, world_size=ranks)
-    found: dict[str, Any] = {}
+    found = {}
     for case in cases():
         if case.name in names:
             try:
@@ -301,9 +301,9 @@ def be_rank(rank: int, ranks: int, names: list[str], folder: str) -> None:
         Path(folder, "digests.json").write_text(json.dumps(found))
 
 
-def recorded(chosen: list[Case]) -> dict[str, Any]:
+def recorded(chosen):
     """Train; return the digests by name. Processes are started once for each number of ranks."""
-    found: dict[str, Any] = {}
+    found = {}
     for ranks in sorted({case.ranks for case in chosen}):
         names, start = [case.name for case in chosen if case.ranks == ranks], time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +313,7 @@ def recorded(chosen: list[Case]) -> dict[str, Any]:
     return found
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changes(old, new):
     """Return, in words, how the digests of one training differ from those of another."""
     found = ["parameters"] if old["parameters"] != new["parameters"] else []
     for part in ("optimizer", "kept"):
@@ -325,7 +325,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def compare(old, new):
     """Return, in words, where two records differ."""
     found = [
         f"{key}: {value}, but {new['made_with'][key]}"
@@ -339,7 +339,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def broken_promises(chosen: list[Case], found: Mapping[str, Any]) -> list[str]:
+def broken_promises(chosen, found):
     """Return which trainings should have ended like another one, and did not: schedules and restarts change no bit."""
     pairs = [case for case in chosen if case.like in found]
     return [
@@ -349,7 +349,7 @@ def broken_promises(chosen: list[Case], found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main() -> int:
+def main():
     """Record or compare; return 1 if anything differs that should not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)

@@ -38,15 +38,15 @@ ENGINE = [
 
 
 @cache
-def nodes(path: Path) -> list[ast.AST]:
+def nodes(path):
     return list(ast.walk(ast.parse(path.read_text())))
 
 
-def noun(path: Path) -> str:
+def noun(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     names = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -57,12 +57,12 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def floor_of(name: str, floors: list[set[str]]) -> int:
+def floor_of(name, floors):
     return next(height for height, names in enumerate(floors) if name in names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_downward(path: Path) -> None:
+def test_imports_run_downward(path):
     own = [part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts]
     for name in imported(path):
         if not name.startswith("lightning_sparse"):
@@ -73,43 +73,43 @@ def test_imports_run_downward(path: Path) -> None:
         assert one == other or floor_of(other, floors) < floor_of(one, floors), f"{path} imports {name}"
 
 
-def test_the_rooms_are_few() -> None:
+def test_the_rooms_are_few():
     entries = {noun(path) for path in FILES}
     assert entries == set().union(*ROOMS)
     assert len(entries) <= 12
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_doors_know_lightning_and_one_file_which(path: Path) -> None:
+def test_only_the_doors_know_lightning_and_one_file_which(path):
     theirs = {name.partition(".")[0] for name in imported(path) if re.match(r"(pytorch_)?lightning(?!_sparse)", name)}
     known = {"callbacks": {"lightning_utilities"}, "strategy": {"lightning_utilities"}}
     assert theirs <= known.get(noun(path), set()) or path == PACKAGE / "strategy" / "lightning.py"
 
 
-def test_tests_lie_where_what_they_test_does() -> None:
+def test_tests_lie_where_what_they_test_does():
     tests = Path(__file__).parent
     for path in tests.rglob("test_*.py"):
         folder = path.parent.relative_to(tests)
         assert (PACKAGE / folder).is_dir(), f"{path} is not where the package has a folder"
 
 
-def test_what_tests_share_lies_beside_them() -> None:
+def test_what_tests_share_lies_beside_them():
     for path in Path(__file__).parent.rglob("*.py"):
         assert not any(re.match(r"tests\.(.*\.)?test_", name) for name in imported(path)), f"{path} imports a test"
 
 
-def test_functional_knows_nothing_but_torch() -> None:
+def test_functional_knows_nothing_but_torch():
     standard = ("math", "typing", "collections", "itertools", "functools", "threading")
     allowed = ("torch", *standard, "lightning_sparse.functional")
     for path in (PACKAGE / "functional").glob("*.py"):
         assert all(name.startswith(allowed) for name in imported(path)), path
 
 
-def test_only_the_hook_knows_buckets() -> None:
+def test_only_the_hook_knows_buckets():
     assert [path.name for path in FILES if "GradBucket" in path.read_text()] == ["hook.py"]
 
 
-def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> None:
+def test_only_collectives_the_engine_and_the_doors_call_torch_distributed():
     calling = {path.name for path in FILES if "torch.distributed" in imported(path) and noun(path) != "testing"}
     assert calling == {
         "collectives.py",
@@ -122,7 +122,7 @@ def test_only_collectives_the_engine_and_the_doors_call_torch_distributed() -> N
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_outgrows_a_reader(path: Path) -> None:
+def test_nothing_outgrows_a_reader(path):
     for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body

@@ -6,11 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from pytorch_lightning.callbacks import LearningRateFinder
-from torch import Tensor
 
-from lightning_sparse.testing.pool import Pool
 from tests.compatibility.rows import ROWS
-from tests.compatibility.running import IN_EVERY_ROW, ROUND, STRATEGIES, Feature, Outcome, refusal_of, run_cell
+from tests.compatibility.running import IN_EVERY_ROW, ROUND, STRATEGIES, Feature, refusal_of, run_cell
 
 FEATURES = {feature.name: feature for feature in ROWS}
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -40,18 +38,18 @@ COMPRESSION = {
 }
 
 
-def run(rank: int, strategy: str, name: str, folder: str) -> Outcome:
+def run(rank, strategy, name, folder):
     """Run a cell."""
     return run_cell(rank, strategy, FEATURES[name], folder)
 
 
-def refuse(rank: int, strategy: str, name: str, folder: str) -> str:
+def refuse(rank, strategy, name, folder):
     """Run a cell that is refused."""
     return refusal_of(rank, strategy, FEATURES[name], folder)
 
 
 @pytest.mark.parametrize(("name", "strategy"), CELLS)
-def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Path) -> None:
+def test_a_cell_of_the_table(pair, name, strategy, tmp_path):
     feature = FEATURES[name]
     refusal = feature.refusal_by(strategy)
     if refusal is not None:
@@ -66,7 +64,7 @@ def test_a_cell_of_the_table(pair: Pool, name: str, strategy: str, tmp_path: Pat
     feature.check(first, second)
 
 
-def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Outcome) -> None:
+def assert_one_model(feature, strategy, first, second):
     """Ask for ranks that end as one model, which has been trained; and for one after every step, if they share it."""
     assert first.after.keys() == second.after.keys()
     for name, parameter in first.after.items():
@@ -77,7 +75,7 @@ def assert_one_model(feature: Feature, strategy: str, first: Outcome, second: Ou
         assert [batch.checksum for batch in first.batches] == [batch.checksum for batch in second.batches]
 
 
-def assert_compressed(strategy: str, outcome: Outcome, sent_whole: float, is_corrected: bool) -> None:
+def assert_compressed(strategy, outcome, sent_whole, is_corrected):
     """Ask for steps that were compressed; of ``sparse_auto``, which takes turns here, also for some that were not.
 
     Where Adam is corrected, the first are DDP's.
@@ -97,7 +95,7 @@ def assert_compressed(strategy: str, outcome: Outcome, sent_whole: float, is_cor
     )
 
 
-def fit_with_a_rate(rank: int, strategy: str, searches: bool, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+def fit_with_a_rate(rank, strategy, searches, folder):
     """Fit with a learning rate, before which one may be searched for; return parameters and the rates of steps."""
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, update_attr=False)
     feature = Feature(
@@ -111,14 +109,14 @@ def fit_with_a_rate(rank: int, strategy: str, searches: bool, folder: str) -> tu
 
 
 @pytest.mark.parametrize("strategy", [name for name in COMPRESSION if name not in ("sparse_auto", "sparse_lags")])
-def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair: Pool, strategy: str, tmp_path: Path) -> None:
+def test_a_search_for_a_rate_in_fit_leaves_nothing_behind(pair, strategy, tmp_path):
     (searched, rates), _ = pair.run(fit_with_a_rate, strategy, True, str(tmp_path))
     (expected, expected_rates), _ = pair.run(fit_with_a_rate, strategy, False, str(tmp_path))
     assert rates == expected_rates == [0.1] * 24
     assert all(torch.equal(searched[name], expected[name]) for name in expected)
 
 
-def test_the_table_on_the_page_is_that_of_the_rows() -> None:
+def test_the_table_on_the_page_is_that_of_the_rows():
     page = PAGE.read_text()
     table = [[cell.strip() for cell in line.split("|")[1:-2]] for line in page.splitlines() if line.startswith("| ")]
     assert table[0][1:] == ["every step", *[f"`{name}`" for name in IN_EVERY_ROW[1:]]]
@@ -128,7 +126,7 @@ def test_the_table_on_the_page_is_that_of_the_rows() -> None:
             assert f"- {row.name} with `{strategy}` is refused: *... {message} ...*" in page
 
 
-def word(feature: Feature, strategy: str) -> str:
+def word(feature, strategy):
     """Return the word in a cell."""
     if strategy in feature.refusals:
         return "no"

@@ -4,16 +4,14 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from lightning_sparse.cli.parser import SparseCLI
-from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.engine.settings import takes_wire
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
 
 ROOT = Path(__file__).parents[1]
@@ -24,14 +22,14 @@ WITHOUT_DENSITY = ("a2sgd", "diloco", "muloco")
 STEPS = 3
 
 
-def compressor_of(system: Path) -> Compressor:
+def compressor_of(system):
     """Return the compressor that a file names, with its defaults."""
     named = yaml.safe_load(system.read_text())["trainer"]["strategy"]["init_args"]["compressor"]
     kind = named if isinstance(named, str) else named["class_path"].rpartition(".")[2].lower()
     return COMPRESSORS[kind]()
 
 
-def stacks(system: Path) -> list[tuple[Path, ...]]:
+def stacks(system):
     """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder.
 
     Alone are those of the wire, which are compared, and of the others some; each overlay, and each stack, is tried with
@@ -53,11 +51,11 @@ class FitCLI(SparseCLI):
     """The command line with one command: to build the parsers of all takes longer than to fit."""
 
     @staticmethod
-    def subcommands() -> dict[str, set[str]]:
+    def subcommands():
         return {"fit": SparseCLI.subcommands()["fit"]}
 
 
-def fit_stacks(rank: int, stacks: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+def fit_stacks(rank, stacks):
     """Fit a batch with each stack of files; return the configuration and the statistics."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
     sys.path.insert(0, str(ROOT / "examples"))
@@ -68,7 +66,7 @@ def fit_stacks(rank: int, stacks: list[list[str]]) -> list[tuple[dict[str, Any],
     return [_fit(files) for files in stacks]
 
 
-def _fit(files: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
+def _fit(files):
     options = ["--trainer.devices=2", f"--trainer.fast_dev_run={STEPS}", "--trainer.enable_progress_bar=false"]
     words = ["fit", *(f"--config={file}" for file in files), *options, "--trainer.enable_model_summary=false"]
     trainer = {"accelerator": accelerator()}  # of the device under test, which yaml has no word for
@@ -76,7 +74,7 @@ def _fit(files: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
     return cli.config.fit.as_dict(), cli.trainer.strategy.compression_stats()
 
 
-def assert_holds(config: dict[str, Any], told: dict[str, Any], path: Path) -> None:
+def assert_holds(config, told, path):
     """Ask for every value of a file in the configuration, but those that the options of these tests replace."""
     for key, value in told.items():
         if isinstance(value, dict):
@@ -86,7 +84,7 @@ def assert_holds(config: dict[str, Any], told: dict[str, Any], path: Path) -> No
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda path: path.stem)
-def test_a_system_trains_in_its_stacks(system: Path, pair: Pool) -> None:
+def test_a_system_trains_in_its_stacks(system, pair):
     tried = stacks(system)
     files = [[str(system), *map(str, stack)] for stack in tried]
     results, _ = pair.run(fit_stacks, files, timeout=240)
@@ -103,7 +101,7 @@ def test_a_system_trains_in_its_stacks(system: Path, pair: Pool) -> None:
         assert all(by_stack[stack][1]["wire_bytes"] < alone["wire_bytes"] for stack in narrow)
 
 
-def test_the_five_systems_are_there_and_complete() -> None:
+def test_the_five_systems_are_there_and_complete():
     assert {"lags", "omgs", "a2sgd", "sdagc", "exdyna"} <= {path.stem for path in SYSTEMS}
     for path in SYSTEMS:
         assert set(yaml.safe_load(path.read_text())) == {"seed_everything", "trainer", "model", "data"}, path

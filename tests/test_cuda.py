@@ -3,20 +3,16 @@
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from typing import Any, Optional
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.memory.residual import Hyperparameters
-from lightning_sparse.schedule import FixedSize, Layerwise, Schedule, Single
+from lightning_sparse.schedule import FixedSize, Layerwise, Single
 from lightning_sparse.testing.laws.marks import each_schedule, each_wire
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.wrapping import Tensors
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
 from tests.helpers.sparse_ddp import (
@@ -33,7 +29,7 @@ SLEEP_CYCLES = 20_000_000  # about 10 ms: the device falls far behind the host
 
 
 @pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
+def nccl():
     """One rank on NCCL, which refuses two on one GPU."""
     pool = Pool(1, backend="nccl")
     yield pool
@@ -43,18 +39,18 @@ def nccl() -> Iterator[Pool]:
 class Late(TopK):
     """Top-k that keeps its stream busy before it selects, so that whoever does not wait for it reads too early."""
 
-    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
+    def select(self, names, accumulated, counts):
         torch.cuda._sleep(SLEEP_CYCLES)
         return super().select(names, accumulated, counts)
 
 
-def delayed(gradient: Tensor) -> Tensor:
+def delayed(gradient):
     """Hold a gradient up on the stream of backward, so that whoever does not wait for it reads too early."""
     torch.cuda._sleep(SLEEP_CYCLES)
     return gradient * 1.0
 
 
-def train_late(rank: int, schedule: str, steps: int) -> tuple[list[Tensors], list[Tensors]]:
+def train_late(rank, schedule, steps):
     """Train with a device that is late, without ever waiting for it; return gradients, and parameters after each."""
     torch.manual_seed(0)
     history, arrived = [], []
@@ -74,7 +70,7 @@ def train_late(rank: int, schedule: str, steps: int) -> tuple[list[Tensors], lis
 
 
 @each_schedule
-def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other(nccl: Pool, schedule: str) -> None:
+def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other(nccl, schedule):
     torch.manual_seed(0)
     parameters = {name: tensor.detach().clone() for name, tensor in Net().named_parameters()}
     residuals = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
@@ -94,9 +90,7 @@ def test_one_rank_on_nccl_is_error_feedback_and_every_stream_waits_for_the_other
 @each_wire
 @each_schedule
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(
-    nccl: Pool, compressor: str, schedule: str, wire: str
-) -> None:
+def test_what_every_compressor_applies_on_nccl_is_what_it_does_not_keep(nccl, compressor, schedule, wire):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     (book,) = nccl.run(balance, settings, 4)
     for entry in book:
@@ -112,7 +106,7 @@ NEVER_WAITING = ["topk", "lags", "omgs", "dgc", "sdagc", "a2sgd", "qsgd", "dense
 WAITING = ["exdyna", "micro"]
 
 
-def backward_without_waiting(rank: int, settings: dict[str, Any]) -> Optional[str]:
+def backward_without_waiting(rank, settings):
     """Run backward and exchange as a Trainer does, with waiting forbidden; return what waited."""
     torch.manual_seed(0)
     with sparse_ddp(Net(), **settings) as (ddp, engine):
@@ -139,25 +133,25 @@ def backward_without_waiting(rank: int, settings: dict[str, Any]) -> Optional[st
 @each_wire
 @pytest.mark.parametrize("schedule", [Layerwise(), FixedSize(2000), Single()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("compressor", NEVER_WAITING)
-def test_the_host_never_waits_for_the_device(nccl: Pool, compressor: str, schedule: Schedule, wire: str) -> None:
+def test_the_host_never_waits_for_the_device(nccl, compressor, schedule, wire):
     # NCCL alone: gloo itself waits, to copy to the host. A plan in the making waits to agree with the other ranks.
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     assert nccl.run(backward_without_waiting, settings) == [None]
 
 
 @pytest.mark.parametrize("compressor", WAITING)
-def test_those_that_wait_are_seen_to_wait_on_the_worker(nccl: Pool, compressor: str) -> None:
+def test_those_that_wait_are_seen_to_wait_on_the_worker(nccl, compressor):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": "single"}
     (message,) = nccl.run(backward_without_waiting, settings)
     assert message is not None
     assert "synchronizing" in message
 
 
-def waits_seen(rank: int) -> list[str]:
+def waits_seen(rank):
     """Wait for the device on this thread and on another, with waiting forbidden; return what came of it."""
     messages = []
 
-    def wait() -> None:
+    def wait():
         try:
             torch.ones((), device=DEVICE).item()
         except RuntimeError as error:
@@ -175,10 +169,10 @@ def waits_seen(rank: int) -> list[str]:
     return messages
 
 
-def test_a_wait_is_seen_on_every_thread(nccl: Pool) -> None:
+def test_a_wait_is_seen_on_every_thread(nccl):
     (messages,) = nccl.run(waits_seen)
     assert ["synchronizing" in message for message in messages] == [True, True]
 
 
-def test_every_compressor_is_said_to_wait_or_not() -> None:
+def test_every_compressor_is_said_to_wait_or_not():
     assert sorted(NEVER_WAITING + WAITING) == sorted(COMPRESSOR_NAMES)

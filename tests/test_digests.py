@@ -2,27 +2,23 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lightning_sparse.testing.pool import Pool
 from tests.digests import broken_promises, cases, compare, digest, train
 
 SHORT = ["topk, layerwise, float32", "topk, single, float32", "topk, layerwise, bfloat16", "topk, resumed"]
 CHOSEN = [case for case in cases() if case.name in SHORT]
 
 
-def train_chosen(rank: int, folder: str) -> dict[str, Any]:
+def train_chosen(rank, folder):
     """Train on the pool's processes, of whose warnings others speak."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {case.name: train(rank, case, Path(folder) / str(place)) for place, case in enumerate(CHOSEN)}
 
 
-def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_digests(
-    pair: Pool, tmp_path: Path
-) -> None:
+def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_digests(pair, tmp_path):
     first, _ = pair.run(train_chosen, str(tmp_path / "first"))
     second, _ = pair.run(train_chosen, str(tmp_path / "second"))
     assert first == second
@@ -36,18 +32,18 @@ def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_d
     assert {case.like for case in cases()} <= {"", *names}
 
 
-def test_a_digest_sees_every_bit() -> None:
+def test_a_digest_sees_every_bit():
     ones = torch.ones(4, dtype=torch.bfloat16)
     assert digest(ones) == digest(ones.clone()) != digest(ones.nextafter(2 * ones))
 
 
-def record(parameters: str = "a", kept: tuple[str, ...] = ("b", "b"), machine: str = "mine") -> dict[str, Any]:
+def record(parameters="a", kept=("b", "b"), machine="mine"):
     """Return what a file holds."""
     digests = {"topk": {"parameters": [parameters], "optimizer": [], "kept": list(kept)}}
     return {"made_with": {"machine": machine}, "digests": digests}
 
 
-def test_differences_are_told() -> None:
+def test_differences_are_told():
     assert compare(record(), record()) == []
     assert compare(record(), record(parameters="c")) == ["topk: parameters"]
     assert compare(record(), record(kept=("b", "c"))) == ["topk: kept: 1 of 2 tensors gone, 1 new (b, c)"]

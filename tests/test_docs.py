@@ -6,8 +6,6 @@ import importlib.util
 import inspect
 import re
 import runpy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,27 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse
 from lightning_sparse import SparseDDPStrategy, callbacks, compressors, schedule
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import Interpreter
 from tests.helpers.kit import run_kit
 from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
 
 SYSTEMS = DOCS / "systems"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-CLASSES: dict[str, Any] = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify"}
+CLASSES = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify"}
 STRATEGIES = [DDPStrategy.__init__, ModelParallelStrategy.__init__, DistributedDataParallel.__init__]
 OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, *STRATEGIES]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def arguments_of(function: Any) -> set[str]:
+def arguments_of(function):
     """Return the names that may be given to a function."""
     return set(inspect.signature(function).parameters)
 
 
-def test_density_and_warm_up_of_every_system_are_those_that_are_told() -> None:
+def test_density_and_warm_up_of_every_system_are_those_that_are_told():
     told = {name.strip("`"): cells for name, _, *cells, _ in rows(SYSTEMS / "README.md", "## All strategies")}
     chosen = {system.name: SparseDDPStrategy(**system.arguments).settings for system in systems()}
     assert told == {
@@ -51,7 +47,7 @@ def test_density_and_warm_up_of_every_system_are_those_that_are_told() -> None:
 
 
 @pytest.mark.parametrize("page", sorted({*SYSTEMS.glob("*.md")} - {SYSTEMS / "README.md"}), ids=lambda page: page.stem)
-def test_arguments_and_their_defaults_are_those_of_the_compressor(page: Path) -> None:
+def test_arguments_and_their_defaults_are_those_of_the_compressor(page):
     parameters = inspect.signature(compressors.COMPRESSORS[page.stem]).parameters
     told = rows(page, "## Arguments") if parameters else []
     assert {argument: default for argument, default, *_ in told} == {
@@ -60,7 +56,7 @@ def test_arguments_and_their_defaults_are_those_of_the_compressor(page: Path) ->
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
         if link.startswith("https://"):
             continue
@@ -71,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "https://host/owner/name"], ids=["unknown", "known"])
-def test_what_a_package_index_shows_does_not_depend_on_where_it_stands(url: str) -> None:
+def test_what_a_package_index_shows_does_not_depend_on_where_it_stands(url):
     pytest.importorskip("setuptools")
     shown = runpy.run_path(str(ROOT / "setup.py"))["on_an_index"]((ROOT / "README.md").read_text(), url)
     links = re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```", "", shown, flags=re.DOTALL | re.MULTILINE))
@@ -80,7 +76,7 @@ def test_what_a_package_index_shows_does_not_depend_on_where_it_stands(url: str)
 
 
 @each_page
-def test_files_tests_and_names_exist(page: Path) -> None:
+def test_files_tests_and_names_exist(page):
     text = ""
     for span in spans(page):
         if file := re.fullmatch(r"((?:tests|examples|configs|docs|lightning_sparse)/[\w/.]+)(::\w+)?", span):
@@ -97,7 +93,7 @@ def test_files_tests_and_names_exist(page: Path) -> None:
 
 
 @each_page
-def test_arguments_exist(page: Path) -> None:
+def test_arguments_exist(page):
     known = set().union(*map(arguments_of, [*CLASSES.values(), *OTHERS]))
     for span in spans(page):
         if re.match(r"[a-z_]+=[^=]", span):
@@ -112,7 +108,7 @@ def test_arguments_exist(page: Path) -> None:
 
 
 @each_page
-def test_options_of_examples_exist(page: Path) -> None:
+def test_options_of_examples_exist(page):
     for script, options in re.findall(r"python (examples/[\w/]+\.py)([^\n`]*)", page.read_text()):
         assert (ROOT / script).is_file(), script
         folders = (ROOT / script).parent.glob("*.py"), (ROOT / "examples").glob("*.py")
@@ -126,9 +122,9 @@ def test_options_of_examples_exist(page: Path) -> None:
     [page for page in PAGES if blocks(page, "python") and page.name != "writing-a-compressor.md"],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_code_runs(page: Path) -> None:
+def test_code_runs(page):
     pytest.importorskip("matplotlib")  # of pictures
-    shown: dict[str, Any] = {}
+    shown = {}
     for code in blocks(page, "python"):
         if code.startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(code, shown, str(page), str(page), 0)
@@ -140,7 +136,7 @@ def test_code_runs(page: Path) -> None:
 @pytest.mark.parametrize(
     "row", rows(DOCS / "limits.md", "## Refused when the strategy is built"), ids=lambda row: row[0]
 )
-def test_what_is_said_to_be_refused_is_refused(row: list[str]) -> None:
+def test_what_is_said_to_be_refused_is_refused(row):
     (code,) = re.findall(r"^`([^`]+)`", row[0])
     given = {name: object() for name in ("hook", "state", "wrapper", "group")}
     with pytest.raises(ValueError, match=re.findall(r"(\w+)=", code)[-1]):
@@ -155,9 +151,7 @@ def test_what_is_said_to_be_refused_is_refused(row: list[str]) -> None:
     ],
     ids=["hides a NaN", "changes its state in select"],
 )
-def test_what_the_page_warns_of_breaks_the_law_that_it_names(
-    forked: dict[int, Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, instead: str, law: str
-) -> None:
+def test_what_the_page_warns_of_breaks_the_law_that_it_names(forked, tmp_path, capsys, line, instead, law):
     code = blocks(DOCS / "writing-a-compressor.md", "python")[1]
     assert code.count(line) == 1
     (tmp_path / "shared_random.py").write_text(code.replace(line, instead))
@@ -168,9 +162,9 @@ def test_what_the_page_warns_of_breaks_the_law_that_it_names(
     assert "1 failed" in output
 
 
-def test_each_compressor_of_the_page_works_as_it_stands_there(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_each_compressor_of_the_page_works_as_it_stands_there(interpreter, tmp_path):
     smallest, complete, use = blocks(DOCS / "writing-a-compressor.md", "python")
-    shown: dict[str, Any] = {}
+    shown = {}
     exec(smallest, shown)
     (selection,) = shown["Largest"]().select(["weight"], [torch.tensor([0.1, -3.0, 2.0, -0.5])], [2])
     assert selection.values.tolist() == [-3.0, 2.0]

@@ -6,14 +6,12 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import Interpreter, begin
+from tests.helpers.commands import begin
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # The scripts find each other as a user's python does: in the folder of the script.
@@ -24,22 +22,21 @@ with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path):
     """A text whose last 281 words are for validation, and leave the last of 12 columns incomplete."""
     path = tmp_path / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 200 + "And so on")
     return path
 
 
-def outcome_of(pool: Pool, name: str, *flags: str, folder: Path) -> dict[str, Any]:
+def outcome_of(pool, name, *flags, folder):
     """Run an example on the processes of a pool, and return its result."""
     shared = ("--accelerator", "cpu", "--devices", str(pool.ranks), "--result", "result.json")
     pool.run(begin, str(EXAMPLES / name), (*shared, *flags), str(folder))
-    outcome: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return outcome
+    return json.loads((folder / "result.json").read_text())
 
 
-def write_fashion_mnist(directory: Path, images: torch.Tensor, labels: torch.Tensor, zipped: bool = False) -> None:
+def write_fashion_mnist(directory, images, labels, zipped=False):
     """Write both parts with the same images and labels."""
     for part in ("train", "t10k"):
         for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
@@ -50,14 +47,14 @@ def write_fashion_mnist(directory: Path, images: torch.Tensor, labels: torch.Ten
                 (directory / name).write_bytes(content)
 
 
-def some_images() -> tuple[torch.Tensor, torch.Tensor]:
+def some_images():
     """Return 12 images of 28 x 28 pixels, and their labels."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (12, 28, 28), dtype=torch.uint8, generator=generator)
     return images, torch.arange(12, dtype=torch.uint8) % 10
 
 
-def test_image_example_sends_less_than_ddp(pair: Pool, tmp_path: Path) -> None:
+def test_image_example_sends_less_than_ddp(pair, tmp_path):
     dense = outcome_of(pair, "train_image.py", "--fast-dev-run", "--strategy", "ddp", folder=tmp_path)
     flags = ("--density", "0.01", "--wire", "bfloat16")
     sparse = outcome_of(pair, "train_image.py", "--fast-dev-run", *flags, folder=tmp_path)
@@ -65,7 +62,7 @@ def test_image_example_sends_less_than_ddp(pair: Pool, tmp_path: Path) -> None:
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
 
 
-def test_gpt_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
+def test_gpt_example_sends_less_than_ddp(pair, text_file):
     small = ("--length", "16", "--width", "32", "--blocks", "1", "--epochs", "2", "--epoch-steps", "20")
     dense, sparse = (
         outcome_of(pair, "train_gpt.py", "--text", text_file.name, *small, *flags, folder=text_file.parent)
@@ -76,8 +73,8 @@ def test_gpt_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
     assert sparse["score"] < 1.5 * dense["score"] < 4
 
 
-def test_muon_and_adamw_in_one_are_both_and_resume_to_the_bit() -> None:
-    def trained(steps: int, resumed: bool = False, apart: bool = False) -> list[torch.Tensor]:
+def test_muon_and_adamw_in_one_are_both_and_resume_to_the_bit():
+    def trained(steps, resumed=False, apart=False):
         torch.manual_seed(0)
         network = gpt.GPT(7, gpt.GPTSize(length=8, width=16, blocks=1, heads=2))
         elementwise = set(muon.embeddings_and_head(network))
@@ -108,16 +105,15 @@ def test_muon_and_adamw_in_one_are_both_and_resume_to_the_bit() -> None:
     assert all(map(torch.equal, trained(6), trained(6, resumed=True)))
 
 
-def test_every_epoch_of_the_gpt_has_windows_of_its_own() -> None:
-    def first_batch(epoch: int) -> torch.Tensor:
-        batch: torch.Tensor = next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
-        return batch
+def test_every_epoch_of_the_gpt_has_windows_of_its_own():
+    def first_batch(epoch):
+        return next(iter(gpt.RandomWindows(torch.arange(10_000), 4, 8, seed=1, epoch_of=lambda: epoch)))
 
     assert not torch.equal(first_batch(0), first_batch(1))
     assert torch.equal(first_batch(1), first_batch(1))  # so that a resumed training reads what it would have read
 
 
-def test_text_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
+def test_text_example_sends_less_than_ddp(pair, text_file):
     flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32")
     dense = outcome_of(pair, "train_text.py", "--strategy", "ddp", "--no-tied", *flags, folder=text_file.parent)
     sparse = outcome_of(pair, "train_text.py", "--schedule", "layerwise", *flags, folder=text_file.parent)
@@ -125,7 +121,7 @@ def test_text_example_sends_less_than_ddp(pair: Pool, text_file: Path) -> None:
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 10
 
 
-def test_perplexity_is_that_of_all_ranks_columns(pools: dict[int, Pool], text_file: Path) -> None:
+def test_perplexity_is_that_of_all_ranks_columns(pools, text_file):
     flags = ("--fast-dev-run", "--text", text_file.name, "--hidden", "32", "--lr", "0")
     alone, together = (
         outcome_of(pools[ranks], "train_text.py", "--batch-size", str(12 // ranks), *flags, folder=text_file.parent)
@@ -134,7 +130,7 @@ def test_perplexity_is_that_of_all_ranks_columns(pools: dict[int, Pool], text_fi
     assert together["score"] == pytest.approx(alone["score"], rel=1e-5)
 
 
-def test_image_example_trains_on_fashion_mnist_files(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_image_example_trains_on_fashion_mnist_files(interpreter, tmp_path):
     write_fashion_mnist(tmp_path, *some_images(), zipped=True)
     flags = ("--devices", "1", "--accelerator", "cpu", "--data-dir", ".", "--epochs", "1", "--batch-size", "4")
     done = interpreter.run(EXAMPLES / "train_image.py", *flags, folder=tmp_path)
@@ -144,7 +140,7 @@ def test_image_example_trains_on_fashion_mnist_files(interpreter: Interpreter, t
     assert list(tmp_path.glob("logs/image/sparse_topk/version_0/events*"))
 
 
-def test_flags_of_compression_are_refused_for_ddp(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_of_compression_are_refused_for_ddp(capsys, tmp_path):
     parser = command_line.example_parser("", epochs=1, batch_size=1, learning_rate=1.0)
     options = parser.parse_args(["--strategy", "ddp", "--density", "0.01", "--log-dir", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -153,7 +149,7 @@ def test_flags_of_compression_are_refused_for_ddp(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_fashion_mnist_files_are_read_back(tmp_path: Path, zipped: bool) -> None:
+def test_fashion_mnist_files_are_read_back(tmp_path, zipped):
     images, labels = some_images()
     write_fashion_mnist(tmp_path, images, labels, zipped)
     assert torch.equal(image_data.read_idx(tmp_path / "train-images-idx3-ubyte"), images)
@@ -163,7 +159,7 @@ def test_fashion_mnist_files_are_read_back(tmp_path: Path, zipped: bool) -> None
     torch.testing.assert_close(torch.stack(torch.std_mean(pixels)), torch.tensor([1.0, 0.0]), atol=1e-4, rtol=0)
 
 
-def test_wrong_files_are_refused(tmp_path: Path) -> None:
+def test_wrong_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte"):
         image_data.fashion_mnist(tmp_path)
     images, labels = some_images()
@@ -181,14 +177,14 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         text_data.cut_columns(torch.arange(4), 4, is_complete=True)
 
 
-def test_vocabulary_is_capped_and_knows_only_the_training_part() -> None:
+def test_vocabulary_is_capped_and_knows_only_the_training_part():
     words = text_data.TextDataModule("a a a b b c " * 3 + "z z", vocabulary_size=3, columns=1, bptt=2)
     assert len(words.vocabulary) == 3
     assert words.vocabulary.encode(["a", "b", "c", "z", "<unk>"]).tolist() == [1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_windows_are_contiguous_and_targets_come_next(is_complete: bool) -> None:
+def test_windows_are_contiguous_and_targets_come_next(is_complete):
     columns = text_data.cut_columns(torch.arange(101), count=4, is_complete=is_complete)
     windows = list(text_data.Windows(columns, bptt=7))
     assert [window.inputs.shape[1] for window in windows] == [7, 7, 7, 4]
@@ -198,7 +194,7 @@ def test_windows_are_contiguous_and_targets_come_next(is_complete: bool) -> None
     assert torch.equal(targets, inputs + 1)
 
 
-def test_shares_of_ranks_are_disjoint_and_equal() -> None:
+def test_shares_of_ranks_are_disjoint_and_equal():
     columns = text_data.cut_columns(torch.arange(1000), count=2 * 5, is_complete=False)
     shares = [text_data.rank_share(columns, rank, 2) for rank in range(2)]
     words = [set(share.inputs.flatten().tolist()) for share in shares]
@@ -208,7 +204,7 @@ def test_shares_of_ranks_are_disjoint_and_equal() -> None:
 
 
 @pytest.mark.parametrize("length", range(3, 14))
-def test_validation_counts_every_word_once(length: int) -> None:
+def test_validation_counts_every_word_once(length):
     columns = text_data.cut_columns(torch.arange(length), count=2, is_complete=True)
     counted = columns.targets[columns.targets != text_data.NOT_A_TARGET]
     assert counted.tolist() == list(range(1, length))

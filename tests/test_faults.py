@@ -8,12 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import (
     GROUP_TIMEOUT,
@@ -36,10 +34,10 @@ each_world = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 
 
-HISTORIES: dict[tuple[int, str], Any] = {}  # of fits without a fault, filled as needed
+HISTORIES = {}  # of fits without a fault, filled as needed
 
 
-def assert_goes_on(forked: dict[int, Pool], ranks: int, point: Point, path: str) -> None:
+def assert_goes_on(forked, ranks, point, path):
     """Start again from the checkpoint, and compare with a fit that never stopped."""
     fit = (ranks, point.settings[0])
     if fit not in HISTORIES:
@@ -52,8 +50,8 @@ def assert_goes_on(forked: dict[int, Pool], ranks: int, point: Point, path: str)
 @each_world
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_the_checkpoint(
-    forked: dict[int, Pool], tmp_path: Path, point: str, ranks: int, victim: int
-) -> None:
+    forked, tmp_path, point, ranks, victim
+):
     path = str(tmp_path / "last.ckpt")
     answers = forked[ranks].answers(fit_struck, POINTS[point], victim, "dies", path)
     assert answers[victim][0] == "the process died"
@@ -71,9 +69,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
 
 @each_world
 @pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
-def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
-    forked: dict[int, Pool], tmp_path: Path, point: str, ranks: int, victim: int
-) -> None:
+def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(forked, tmp_path, point, ranks, victim):
     path = str(tmp_path / "last.ckpt")
     # What Lightning itself waits for, a rank that stopped in commit, has the process group's timeout.
     longest = TIMEOUT + (GROUP_TIMEOUT.total_seconds() if point == "commit" else 0)
@@ -91,9 +87,7 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(
 
 @each_world
 @pytest.mark.parametrize("compressor", SELECTIONS if IS_LONG else ["topk"])
-def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
-    forked: dict[int, Pool], tmp_path: Path, compressor: str, ranks: int, victim: int
-) -> None:
+def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(forked, tmp_path, compressor, ranks, victim):
     path = str(tmp_path / "last.ckpt")
     point = Point(SELECTIONS[compressor], "select", 0, (compressor, "merged"))
     answers = forked[ranks].run(fit_struck, point, victim, "memory", path)
@@ -108,9 +102,7 @@ def test_a_rank_out_of_memory_in_selection_says_so_and_ends_the_others(
 
 
 @pytest.mark.parametrize(("how", "error"), [("memory", "OutOfMemoryError"), ("assertion", "AcceleratorError")])
-def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_of_another(
-    forked: dict[int, Pool], how: str, error: str
-) -> None:
+def test_what_a_ranks_own_device_raises_in_an_exchange_is_not_told_as_the_death_of_another(forked, how, error):
     point = Point(Collectives, "run", 0)
     kinds = [kind for kind, _, _ in forked[2].run(fit_struck, point, 1, how, os.devnull + "-unused")]
     forked[2].stop()
@@ -137,7 +129,7 @@ Trainer(strategy="sparse_topk", accelerator="cpu", devices=2, max_epochs=1, **qu
 
 
 @pytest.mark.parametrize("victim", [0, 1] if IS_LONG else [1])
-def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path: Path, victim: int) -> None:
+def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path, victim):
     (tmp_path / "job.py").write_text(SCRIPT)
     root = Path(__file__).parent.parent
     command = [sys.executable, "job.py", str(victim)]

@@ -8,20 +8,15 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.wire import WIRES, build_wires
-from lightning_sparse.engine.wire.base import WireFormat
 from lightning_sparse.functional.codes import (
     BLOCK,
     dequantize,
@@ -44,7 +39,7 @@ from tests.helpers.lockstep import run_phases
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 
 
-def examples(count: int) -> Any:
+def examples(count):
     """Return how many inputs are tried."""
     return settings(
         max_examples=10 * count if IS_LONG else count,
@@ -77,7 +72,7 @@ anything = finite | some.sampled_from([math.inf, -math.inf, math.nan])
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def tensors(numbers: Any, longest: int = 300, dtypes: Sequence[torch.dtype] = DTYPES) -> Any:
+def tensors(numbers, longest=300, dtypes=DTYPES):
     """Draw flat tensors: of single numbers, or of a few repeated often, so that many are equal."""
     short = some.lists(numbers, min_size=1, max_size=40)
     repeated = some.builds(
@@ -92,7 +87,7 @@ def tensors(numbers: Any, longest: int = 300, dtypes: Sequence[torch.dtype] = DT
     )
 
 
-def large(tensor: Tensor, numel: int) -> Tensor:
+def large(tensor, numel):
     """Repeat a tensor to a size at which selection goes other ways, with a few elements that stand out."""
     repeated = tensor.repeat(-(-numel // tensor.numel()))[:numel].clone()
     repeated[:: max(1, numel // 7)] *= 1.5
@@ -101,7 +96,7 @@ def large(tensor: Tensor, numel: int) -> Tensor:
 
 @examples(150)
 @given(tensors(anything), some.floats(0.001, 1.0), some.sampled_from([0, 0, 0, 33_000, 70_001]))
-def test_top_k_is_that_of_a_full_sort(tensor: Tensor, density: float, numel: int) -> None:
+def test_top_k_is_that_of_a_full_sort(tensor, density, numel):
     tensor = large(tensor, numel) if numel else tensor
     count = max(1, round(density * tensor.numel()))
     indices = top_k_indices(tensor, count)
@@ -110,7 +105,7 @@ def test_top_k_is_that_of_a_full_sort(tensor: Tensor, density: float, numel: int
     assert (indices.diff() > 0).all()
     assert 0 <= indices[0] <= indices[-1] < tensor.numel()
 
-    def key(magnitudes: Tensor) -> Tensor:
+    def key(magnitudes):
         return magnitudes.double().abs().nan_to_num(nan=math.inf).sort(descending=True).values
 
     # A NaN is larger than any number: with infinities equal to it, the number of each may not be told apart here.
@@ -121,7 +116,7 @@ def test_top_k_is_that_of_a_full_sort(tensor: Tensor, density: float, numel: int
 
 @examples(80)
 @given(tensors(anything), some.sampled_from([0.0, 1e-45, 0.5, 1.0, 1e6, math.inf]))
-def test_indices_reaching_are_those_not_below(tensor: Tensor, threshold: float) -> None:
+def test_indices_reaching_are_those_not_below(tensor, threshold):
     threshold = float(torch.tensor(threshold, dtype=tensor.dtype))
     expected = [place for place, value in enumerate(tensor.tolist()) if not abs(value) < threshold]
     found = indices_reaching(tensor, threshold)
@@ -130,7 +125,7 @@ def test_indices_reaching_are_those_not_below(tensor: Tensor, threshold: float) 
 
 @examples(120)
 @given(some.integers(1, 200_000), some.data())
-def test_indices_come_back_from_their_bytes(numel: int, data: Any) -> None:
+def test_indices_come_back_from_their_bytes(numel, data):
     ranks = data.draw(some.integers(1, 4))
     count = data.draw(some.integers(0, min(numel, 50)))
     rows = [
@@ -144,7 +139,7 @@ def test_indices_come_back_from_their_bytes(numel: int, data: Any) -> None:
 
 @examples(120)
 @given(some.integers(1, 8), some.lists(some.integers(0, 255), max_size=300))
-def test_codes_come_back_from_their_bits(bits: int, codes: list[int]) -> None:
+def test_codes_come_back_from_their_bits(bits, codes):
     tensor = torch.tensor([code % (1 << bits) for code in codes], dtype=torch.uint8)
     packed = pack_codes(tensor, bits)
     assert packed.numel() == packed_nbytes(len(codes), bits)
@@ -153,7 +148,7 @@ def test_codes_come_back_from_their_bits(bits: int, codes: list[int]) -> None:
 
 @examples(120)
 @given(tensors(anything, dtypes=[torch.float32]), some.integers(3, 8))
-def test_quantized_blocks_are_read_to_half_a_level(values: Tensor, bits: int) -> None:
+def test_quantized_blocks_are_read_to_half_a_level(values, bits):
     values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
     written = quantize(values, bits)
     assert written.shape == (1, quantized_nbytes(values.numel(), bits))
@@ -166,7 +161,7 @@ def test_quantized_blocks_are_read_to_half_a_level(values: Tensor, bits: int) ->
 
 @examples(120)
 @given(tensors(anything, dtypes=[torch.float32]))
-def test_of_a_block_in_two_bits_no_more_is_left_than_there_was(values: Tensor) -> None:
+def test_of_a_block_in_two_bits_no_more_is_left_than_there_was(values):
     values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))[None]
     for block, read in zip(values[0].split(BLOCK), dequantize(quantize(values, 2), 2)[0].split(BLOCK)):
         assert read.isfinite().all() == block.isfinite().all()
@@ -179,7 +174,7 @@ def test_of_a_block_in_two_bits_no_more_is_left_than_there_was(values: Tensor) -
 
 @examples(100)
 @given(tensors(anything), some.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_rounding_makes_nothing_finite_infinite(values: Tensor, dtype: torch.dtype) -> None:
+def test_rounding_makes_nothing_finite_infinite(values, dtype):
     rounded = round_to(values, dtype)
     assert rounded.dtype == dtype
     assert torch.equal(rounded.isfinite(), values.isfinite())
@@ -190,7 +185,7 @@ def test_rounding_makes_nothing_finite_infinite(values: Tensor, dtype: torch.dty
 
 @examples(80)
 @given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.integers(1, 70))
-def test_functions_of_one_tensor_agree_with_loops_over_its_elements(tensor: Tensor, bucket_size: int) -> None:
+def test_functions_of_one_tensor_agree_with_loops_over_its_elements(tensor, bucket_size):
     numbers = tensor.double().tolist()
     above, below = [each for each in numbers if each > 0], [-each for each in numbers if each < 0]
     expected = torch.tensor([[sum(above), len(above)], [sum(below), len(below)]], dtype=torch.float64)
@@ -206,7 +201,7 @@ def test_functions_of_one_tensor_agree_with_loops_over_its_elements(tensor: Tens
 
 @examples(80)
 @given(tensors(finite, dtypes=[torch.float32, torch.float64]), some.data())
-def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor: Tensor, data: Any) -> None:
+def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor, data):
     count = data.draw(some.integers(1, tensor.numel()))
     histogram = magnitude_histogram(tensor)
     assert histogram.sum() == tensor.numel()
@@ -220,14 +215,14 @@ def test_a_quantile_lies_within_a_bin_of_the_element_of_that_rank(tensor: Tensor
 # Wires ------------------------------------------------------------------------------------------------------------
 
 
-def exchanged(wires: Sequence[WireFormat], given_in: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def exchanged(wires, given_in):
     """Run the phases of all ranks in this process; return what arrived, and the bytes of each phase of rank 0."""
     phases = [wire.exchange(grouped(selections), *rest) for wire, (selections, *rest) in zip(wires, given_in)]
     arrivals, handed_in = run_phases(phases)
     return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
 
 
-def dense(selection: Selection) -> Tensor:
+def dense(selection):
     """Write a selection to a flat tensor, rank by rank."""
     out = torch.zeros(selection.numel, dtype=torch.float64)
     if selection.indices is None:
@@ -237,7 +232,7 @@ def dense(selection: Selection) -> Tensor:
     return out
 
 
-def groups(numbers: Any) -> Any:
+def groups(numbers):
     """Draw, for each of several ranks, the same few tensors' sizes with other numbers in them."""
     return some.tuples(some.integers(1, 4), some.lists(some.integers(1, 10), min_size=1, max_size=3)).flatmap(
         lambda shape: some.lists(
@@ -248,7 +243,7 @@ def groups(numbers: Any) -> Any:
     )
 
 
-def selections_of(form: str, accumulated: Sequence[Tensor], chance: Any) -> list[Selection]:
+def selections_of(form, accumulated, chance):
     """Select at random, as the format allows."""
     found = []
     for tensor in accumulated:
@@ -269,9 +264,7 @@ def selections_of(form: str, accumulated: Sequence[Tensor], chance: Any) -> list
     some.booleans(),
     some.randoms(use_true_random=False),
 )
-def test_what_travels_and_what_stays_is_all_there_was(
-    form: str, wire: str, numbers: Any, is_tracked: bool, chance: Any
-) -> None:
+def test_what_travels_and_what_stays_is_all_there_was(form, wire, numbers, is_tracked, chance):
     ranks = len(numbers)
     accumulated = [[torch.tensor(values, dtype=torch.float32) for values in each] for each in numbers]
     numels = [tensor.numel() for tensor in accumulated[0]]
@@ -305,7 +298,7 @@ def test_what_travels_and_what_stays_is_all_there_was(
 
 @examples(80)
 @given(some.sampled_from(["gather", "reduce", "union"]), some.sampled_from(sorted(WIRES)), groups(anything))
-def test_every_rank_hears_of_what_is_not_finite(form: str, wire: str, numbers: Any) -> None:
+def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
     ranks = len(numbers)
     accumulated = [[torch.tensor(values, dtype=torch.float32) for values in each] for each in numbers]
     every = [
@@ -331,11 +324,11 @@ seconds = some.sampled_from([0.0, 0.0, 1e-9, 0.001, 0.01, 1.0]) | some.floats(0,
     some.tuples(seconds, seconds, seconds),
     some.sampled_from(["worker", "backward"]),
 )
-def test_a_plan_is_the_best_of_all_partitions(tensors: Any, costs: Any, selection: str) -> None:
+def test_a_plan_is_the_best_of_all_partitions(tensors, costs, selection):
     sizes, backward = [size for size, _ in tensors], [each for _, each in tensors]
     startup, per_element, select = costs[0], costs[1] * 1e-6, costs[2] * 1e-6
 
-    def end(groups_of: Sequence[Sequence[int]]) -> float:
+    def end(groups_of):
         free = clock = 0.0
         for group in groups_of:
             elements = sum(sizes[position] for position in group)
@@ -362,7 +355,7 @@ SAVE = Save("0123456789abcdef" * 2, 2, "TopK")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: Any) -> bytes:
+def whole(tmp_path_factory):
     """Return the bytes of a rank's part."""
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
     state = {"memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {"threshold": 0.5}}
@@ -370,7 +363,7 @@ def whole(tmp_path_factory: Any) -> bytes:
     return path.read_bytes()
 
 
-def assert_is_refused_or_read(folder: Path, content: bytes) -> None:
+def assert_is_refused_or_read(folder, content):
     """Read bytes as a part: nothing but our own error may come of them, and nothing that they ask for be run."""
     path = folder / "rank_00000.pt"
     path.write_bytes(content)
@@ -388,7 +381,7 @@ def assert_is_refused_or_read(folder: Path, content: bytes) -> None:
 
 @examples(60)
 @given(share=some.floats(0, 1, exclude_max=True))
-def test_a_truncated_part_is_refused(whole: bytes, tmp_path_factory: Any, share: float) -> None:
+def test_a_truncated_part_is_refused(whole, tmp_path_factory, share):
     path = tmp_path_factory.getbasetemp() / "truncated.pt"
     path.write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(CheckpointError, match=r"truncated.pt cannot be read: it is damaged"):
@@ -399,7 +392,7 @@ def test_a_truncated_part_is_refused(whole: bytes, tmp_path_factory: Any, share:
 @given(
     flips=some.lists(some.tuples(some.floats(0, 1, exclude_max=True), some.integers(1, 255)), min_size=1, max_size=6)
 )
-def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole: bytes, tmp_path_factory: Any, flips: Any) -> None:
+def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole, tmp_path_factory, flips):
     content = bytearray(whole)
     for share, mask in flips:
         content[int(share * len(content))] ^= mask
@@ -409,10 +402,10 @@ def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole: bytes, tmp_pat
 class Evil:
     """What a pickle may ask for."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (self.path,)
 
 
@@ -435,13 +428,13 @@ values = some.recursive(
     content=some.binary(max_size=400) | values.map(pickle.dumps),
     prefix=some.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95" + struct.pack("<Q", 9)]),
 )
-def test_bytes_of_any_kind_are_refused(tmp_path_factory: Any, content: bytes, prefix: bytes) -> None:
+def test_bytes_of_any_kind_are_refused(tmp_path_factory, content, prefix):
     assert_is_refused_or_read(tmp_path_factory.getbasetemp(), prefix + content)
 
 
 @examples(80)
 @given(content=values)
-def test_a_file_of_torch_with_other_things_in_it_is_refused(tmp_path_factory: Any, content: Any) -> None:
+def test_a_file_of_torch_with_other_things_in_it_is_refused(tmp_path_factory, content):
     folder = tmp_path_factory.getbasetemp()
     torch.save(content, folder / "foreign.pt")
     assert_is_refused_or_read(folder, (folder / "foreign.pt").read_bytes())
@@ -452,7 +445,7 @@ def test_a_file_of_torch_with_other_things_in_it_is_refused(tmp_path_factory: An
     assert found is None or found.as_header().items() <= content[KEY].items()
 
 
-def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path: Path) -> None:
+def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path):
     torch.save({KEY: SAVE.as_header(), "engine": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
     assert_is_refused_or_read(tmp_path, (tmp_path / "evil.pt").read_bytes())
     assert_is_refused_or_read(tmp_path, pickle.dumps(Evil(str(tmp_path / "executed"))))

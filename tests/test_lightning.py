@@ -10,8 +10,6 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 
-from tests.helpers.commands import Interpreter
-
 FIT = """
 import lightning.pytorch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -78,7 +76,7 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unified(tmp_path_factory):
     """Return a folder that holds a package ``lightning``, and a model of it."""
     root = tmp_path_factory.mktemp("unified")
     for package, name in ((pytorch_lightning, "pytorch"), (lightning_fabric, "fabric")):
@@ -95,10 +93,10 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(unified: Path, interpreter: Interpreter) -> Run:
+def run(unified, interpreter):
     """Return a function that runs a script which finds the package."""
 
-    def run_script(script: str, *arguments: str, ranks: int = 1) -> str:
+    def run_script(script, *arguments, ranks=1):
         path = unified / "script.py"
         path.write_text(script)
         paths = os.pathsep.join([str(unified), str(Path(__file__).parents[1])])
@@ -110,7 +108,7 @@ def run(unified: Path, interpreter: Interpreter) -> Run:
     return run_script
 
 
-def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run: Run) -> None:
+def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run):
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
 
 
@@ -123,12 +121,12 @@ def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run: Run)
     ],
     ids=["pytorch_lightning", "lightning.pytorch", "lightning.pytorch after us"],
 )
-def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(run: Run, imports: str) -> None:
+def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(run, imports):
     name, other = list(FABRICS)[:: -1 if "lightning.pytorch" in imports else 1]
     run(imports + SERVED.format(name=name, other=other, fabric=FABRICS[name]))
 
 
-def test_class_paths_and_the_command_serve_the_other_name(run: Run) -> None:
+def test_class_paths_and_the_command_serve_the_other_name(run):
     assert "SparseDDPStrategy: TopK sends 0.1" in run(COMMAND, "fit", "--config=fit.yaml", ranks=2)
     network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")
     assert "Nothing pays" in run(COMMAND, "plan", "--model=model.Model", *network)

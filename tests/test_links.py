@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,7 +56,7 @@ os._exit(0)
 """
 
 
-def run_job(folder: Path, cut_seconds: float) -> tuple[list[dict[str, Any]], float]:
+def run_job(folder, cut_seconds):
     """Train on two hosts and cut a link once both train; return what each said last, and for how long it ran on."""
     (folder / "job.py").write_text(JOB)
     with ShapedNetwork(hosts=2, rate="1gbit", delay="0", name="lsfaults") as network:
@@ -73,7 +72,6 @@ def run_job(folder: Path, cut_seconds: float) -> tuple[list[dict[str, Any]], flo
             for host in range(2)
         ]
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         time.sleep(1.0)
         if cut_seconds:
@@ -90,7 +88,7 @@ def run_job(folder: Path, cut_seconds: float) -> tuple[list[dict[str, Any]], flo
 
 
 @only_long
-def test_a_link_that_is_gone_for_a_second_changes_no_number(tmp_path: Path) -> None:
+def test_a_link_that_is_gone_for_a_second_changes_no_number(tmp_path):
     whole, _ = run_job(tmp_path, 0.0)
     cut, _ = run_job(tmp_path, 1.0)
     assert "sum" in whole[0]
@@ -98,7 +96,7 @@ def test_a_link_that_is_gone_for_a_second_changes_no_number(tmp_path: Path) -> N
 
 
 @only_long
-def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path: Path) -> None:
+def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path):
     said, seconds = run_job(tmp_path, 60.0)
     assert seconds < 8 + 20
     for each in said:
@@ -106,7 +104,7 @@ def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path: Path
         assert "start the job again from its last checkpoint" in each["error"]
 
 
-def test_the_page_on_two_machines_does_what_it_says(tmp_path: Path) -> None:
+def test_the_page_on_two_machines_does_what_it_says(tmp_path):
     page = (ROOT / "docs" / "two-machines.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     commands = [code for language, code in blocks if language == "bash"]

@@ -6,7 +6,6 @@
 import os
 import random
 import time
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +17,6 @@ from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
 from lightning_sparse.testing.laws.replicas import Sluggish
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import booked_step
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
@@ -39,13 +37,13 @@ CHANCE = random.Random(f"{os.getpid()} {time.perf_counter_ns()}")
 assert {system.arguments["compressor"] for system in systems()} <= set(COMPRESSOR_NAMES)
 
 
-def nap(*args: Any) -> None:
+def nap(*args):
     """Sleep now and then: mostly not at all, sometimes for 10 ms, on each rank differently."""
     if CHANCE.random() < 0.3:
         time.sleep(0.01 * CHANCE.random() ** 4)
 
 
-def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[list[Any], float]:
+def train_out_of_step(rank, settings, steps):
     """Train with naps in hooks, on the worker, and before each collective.
 
     Returns:
@@ -56,7 +54,7 @@ def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[
     book, seconds = [], []
     run = Collectives.run
 
-    def run_late(self: Collectives, *args: Any) -> Any:
+    def run_late(self, *args):
         nap()
         return run(self, *args)
 
@@ -78,7 +76,7 @@ def train_out_of_step(rank: int, settings: dict[str, Any], steps: int) -> tuple[
 
 @pytest.mark.timeout(3600 if IS_LONG else 300)
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_ranks_out_of_step_do_not_deadlock_and_lose_nothing(pools: dict[int, Pool], compressor: str) -> None:
+def test_ranks_out_of_step_do_not_deadlock_and_lose_nothing(pools, compressor):
     schedule = "layerwise" if COMPRESSOR_NAMES.index(compressor) % 2 else "merged"
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
     answers = pools[3].run(train_out_of_step, settings, STEPS, timeout=60 + STEPS)

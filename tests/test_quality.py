@@ -5,17 +5,14 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.helpers.devices import DEVICE
 
@@ -24,7 +21,7 @@ CORRECTION = AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)
 STEPS = 9
 
 
-def _load(name: str) -> ModuleType:
+def _load(name):
     # The scripts find each other as a user's python does: in the folder of the script, and of the examples.
     with mock.patch.object(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path]):
         return importlib.import_module(name)
@@ -34,19 +31,19 @@ virtual, quality = map(_load, ["virtual", "quality"])
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
 
 
-def network() -> Edges:
+def network():
     """Build the same replica on every rank."""
     torch.manual_seed(0)
     return Edges()
 
 
-def build_optimizer(model: nn.Module, is_adam: bool) -> torch.optim.Optimizer:
+def build_optimizer(model, is_adam):
     """Build the optimizer of a replica."""
     parameters = model.parameters()
     return torch.optim.AdamW(parameters, lr=1e-3) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor], int]:
+def train(rank, compressor, is_adam):
     """Train on processes; return parameters, and the bytes that left the rank."""
     settings = {"compressor": compressor, "density": 0.1, "schedule": "single", "wire": "bfloat16"}
     with sparse_ddp(network(), correction=CORRECTION if is_adam else None, **settings) as (ddp, engine):
@@ -65,7 +62,7 @@ def train(rank: int, compressor: str, is_adam: bool) -> tuple[dict[str, Tensor],
 
 @pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
-def test_threads_do_what_processes_do(pair: Pool, compressor: str, is_adam: bool) -> None:
+def test_threads_do_what_processes_do(pair, compressor, is_adam):
     settings = partial(Settings, compressor, 0.1, "single", "bfloat16", 0, CORRECTION if is_adam else None)
     ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=is_adam), settings, STEPS)
     for step in range(STEPS):
@@ -77,10 +74,10 @@ def test_threads_do_what_processes_do(pair: Pool, compressor: str, is_adam: bool
         assert ranks.wire_bytes == sent
 
 
-def test_local_steps_follow_synchronous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_steps_follow_synchronous_ones(monkeypatch):
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
 
-    def score(system: str, local: str) -> float:
+    def score(system, local):
         run = quality.Run("text", "adamw95", system, None, 1, 4e-3, 4, 2, "float32", local=local)
         return quality.train(run)["score"]
 
@@ -90,7 +87,7 @@ def test_local_steps_follow_synchronous_ones(monkeypatch: pytest.MonkeyPatch) ->
     assert averages != pytest.approx(ddp, rel=1e-4)
 
 
-def test_a_rank_without_a_batch_changes_nothing() -> None:
+def test_a_rank_without_a_batch_changes_nothing():
     settings = partial(Settings, "dense", None, "single", "float32", 0, None, local_steps=LocalSteps(2, 1.0, 0.0))
     ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=False), settings, 4)
     alone = network()
@@ -108,10 +105,10 @@ def test_a_rank_without_a_batch_changes_nothing() -> None:
         assert not any(torch.equal(found[name], each) for name, each in network().state_dict().items() if each.numel())
 
 
-def test_an_error_of_a_rank_ends_all() -> None:
+def test_an_error_of_a_rank_ends_all():
     ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found.parameters(), 0.1), lambda: None, 1)
 
-    def fail(model: torch.nn.Module) -> Tensor:
+    def fail(model):
         raise ValueError("no loss")
 
     with pytest.raises(ValueError, match="no loss"):
@@ -119,7 +116,7 @@ def test_an_error_of_a_rank_ends_all() -> None:
     ranks.close()
 
 
-def test_a_task_is_learned_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_task_is_learned_and_told(monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
     results = tmp_path / "quality.jsonl"
     run = quality.Run("images", "adamw95", "lags", 0.01, 1, 1e-3, 3, 2, "float32")

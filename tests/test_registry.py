@@ -1,17 +1,13 @@
 """Names: one row of the compressors' table is a name for ``compressor=`` and, with its suffixes, for the Trainer."""
 
-from typing import Any
-
 import pytest
 from lightning_fabric import Fabric
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import StrategyRegistry
-from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy, available_compressors, register_compressor
 from lightning_sparse.compressors import COMPRESSORS, STRATEGIES_WITH_SETTINGS, TopK
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import run_fit, weights
 
 LAUNCHES = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -21,7 +17,7 @@ class Mine(TopK):
     """Send what top-k sends. Under another name."""
 
 
-def fit_by_name(rank: int, name: str) -> dict[str, Tensor]:
+def fit_by_name(rank, name):
     """Register a compressor on this rank, and fit with its strategy."""
     register_compressor(name, Mine)
     trainer = run_fit(rank, f"sparse_{name}")
@@ -29,7 +25,7 @@ def fit_by_name(rank: int, name: str) -> dict[str, Tensor]:
     return weights(trainer.lightning_module)
 
 
-def entries_of(rank: int, name: str) -> dict[str, Any]:
+def entries_of(rank, name):
     """Register a compressor on this rank, whose process is another one's; return what strategies it got."""
     register_compressor(name, Mine)
     entries = {
@@ -40,18 +36,18 @@ def entries_of(rank: int, name: str) -> dict[str, Any]:
     return {each: {**entry["init_params"], "description": entry["description"]} for each, entry in entries.items()}
 
 
-def test_every_compressor_has_its_strategy_and_one_description() -> None:
+def test_every_compressor_has_its_strategy_and_one_description():
     described = {system.name.removeprefix("sparse_"): system.description for system in systems()}
     assert all(described.pop(name) for name in STRATEGIES_WITH_SETTINGS)
     assert described == available_compressors()
 
 
-def test_a_registered_compressor_trains_by_the_name_of_its_strategy(pair: Pool) -> None:
+def test_a_registered_compressor_trains_by_the_name_of_its_strategy(pair):
     first, second = pair.run(fit_by_name, "registered")
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_a_registered_compressor_has_every_suffix(pair: Pool) -> None:
+def test_a_registered_compressor_has_every_suffix(pair):
     entries, _ = pair.run(entries_of, "suffixed")
     assert len(entries) == 2 * len(LAUNCHES)
     for suffix, start_method in LAUNCHES.items():
@@ -68,7 +64,7 @@ def test_a_registered_compressor_has_every_suffix(pair: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", *STRATEGIES_WITH_SETTINGS])
-def test_a_name_that_is_taken_is_refused_and_leaves_nothing(name: str) -> None:
+def test_a_name_that_is_taken_is_refused_and_leaves_nothing(name):
     before = StrategyRegistry.available_strategies(), dict(COMPRESSORS)
     with pytest.raises(ValueError, match=name):
         register_compressor(name, Mine)
@@ -77,17 +73,17 @@ def test_a_name_that_is_taken_is_refused_and_leaves_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sparse-lags", "Sparse_Lag", "lags", "sparse_lag_find_unused_parameters_true"])
 @pytest.mark.parametrize("door", [Trainer, Fabric])
-def test_of_a_slip_in_a_name_it_is_said_what_was_meant(door: Any, name: str) -> None:
+def test_of_a_slip_in_a_name_it_is_said_what_was_meant(door, name):
     hint, refusal = "is unknown; did you mean 'sparse_lags", "invalid strategy name"
     with pytest.warns(UserWarning, match=hint), pytest.raises(ValueError, match=refusal):
         door(strategy=name, accelerator="cpu")
 
 
 @pytest.mark.parametrize("name", ["sparse_mine", "ddpp"])
-def test_of_a_name_like_none_of_ours_nothing_is_said(name: str) -> None:
+def test_of_a_name_like_none_of_ours_nothing_is_said(name):
     assert name not in StrategyRegistry.available_strategies()
 
 
-def test_what_is_no_compressor_is_refused() -> None:
+def test_what_is_no_compressor_is_refused():
     with pytest.raises(TypeError, match="mine"):
-        register_compressor("mine", int)  # type: ignore[arg-type]
+        register_compressor("mine", int)

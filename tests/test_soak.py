@@ -7,19 +7,17 @@ measured.
 import gc
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 STEPS = int(os.environ.get("LIGHTNING_SPARSE_SOAK", 300))  # fewer do not make a plan and a new one
@@ -36,7 +34,7 @@ class Usage(NamedTuple):
     files: int
 
 
-def usage_now(step: int) -> Usage:
+def usage_now(step):
     """Look at this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -47,12 +45,12 @@ def usage_now(step: int) -> Usage:
 class Watching(Callback):
     """Ask for new plans, and write down what the process holds: after a tenth of the steps, half of them, and all."""
 
-    def __init__(self) -> None:
-        self.seen: list[Usage] = []
+    def __init__(self):
+        self.seen = []
         self.plans = 0
-        self._plan: Any = None
+        self._plan = None
 
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer, *arguments):
         strategy, step = trainer.strategy, trainer.global_step
         self.plans += strategy.exchange_plan() is not self._plan
         self._plan = strategy.exchange_plan()
@@ -68,11 +66,11 @@ class Watching(Callback):
 class Long(Small):
     """A small model with 1000 batches an epoch for two ranks."""
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(Rows(8000), batch_size=4)
 
 
-def soak(rank: int, folder: str) -> tuple[list[Usage], int, dict[str, Tensor]]:
+def soak(rank, folder):
     """Train; return what was held, the number of plans, and the weights."""
     often, watching, model = max(10, STEPS // OFTEN), Watching(), Long()
     # In a folder of its own: Lightning warns on rank 0 of one that the logger has begun to fill.
@@ -96,7 +94,7 @@ def soak(rank: int, folder: str) -> tuple[list[Usage], int, dict[str, Tensor]]:
 
 
 @pytest.mark.timeout(60 + STEPS)
-def test_a_long_training_leaves_nothing_behind(pair: Pool, tmp_path: Path) -> None:
+def test_a_long_training_leaves_nothing_behind(pair, tmp_path):
     answers = pair.run(soak, str(tmp_path), timeout=60.0 + STEPS, patience=60.0)
     for seen, plans, parameters in answers:
         assert [look.step for look in seen] == [STEPS // 10, STEPS // 2, STEPS]

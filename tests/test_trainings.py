@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from tests.helpers.random_trainings import (
     PARTS,
     REFUSALS,
     STRATEGIES,
-    Outcome,
-    Training,
     drawn,
     drawn_to_be_refused,
     minimal,
@@ -44,7 +41,7 @@ _TOLERANCES = {"sgd": 1e-5, "momentum": 1e-5, "adamw": 1e-4, "amsgrad": 1e-4}
 _NARROW_TOLERANCE = 0.1  # roundings of bfloat16, and what comes of them
 
 
-def unlike(training: Training, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def unlike(training, outcomes):
     """Yield where ranks are not one model, and what is not finite or was not validated."""
     for name, values in outcomes[0].end.items():
         if name != "mask" and not all(map(math.isfinite, values)):
@@ -80,7 +77,7 @@ def unlike(training: Training, outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield "what was validated was not the average that a callback had put there"
 
 
-def other_bits(one: Outcome, other: Outcome) -> Iterator[str]:
+def other_bits(one, other):
     """Yield the first difference of two trainings, of which the second may have begun later."""
     skipped = len(one.batches) - len(other.batches)
     for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
@@ -91,7 +88,7 @@ def other_bits(one: Outcome, other: Outcome) -> Iterator[str]:
         yield f"the end has other numbers: {found[0]}, and {len(found) - 1} more"
 
 
-def far(training: Training, one: Outcome, other: Outcome) -> Iterator[str]:
+def far(training, one, other):
     """Yield the first batch after which two trainings, of which the second may have begun later, are far apart."""
     tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES[training.optimizer]
     skipped = len(one.batches) - len(other.batches)
@@ -102,11 +99,11 @@ def far(training: Training, one: Outcome, other: Outcome) -> Iterator[str]:
             return
 
 
-def _distance(one: list[float], other: list[float]) -> float:
+def _distance(one, other):
     return max((abs(a - b) for a, b in zip(one, other, strict=True) if a != b), default=0.0)
 
 
-def findings(training: Training, ranks: Sequence[dict[str, Outcome]]) -> Iterator[str]:
+def findings(training, ranks):
     """Yield what does not hold of a training, and of those that must end alike."""
     for name, each in training.variants().items():
         if name in ranks[0]:
@@ -123,7 +120,7 @@ def findings(training: Training, ranks: Sequence[dict[str, Outcome]]) -> Iterato
             yield from (f"whole {where}: {found}" for found in far(training, outcomes["whole"], outcomes["ddp"]))
 
 
-def failures_of(pools: dict[int, Pool], training: Training, folder: Path) -> list[str]:
+def failures_of(pools, training, folder):
     """Run what was drawn; return what does not hold."""
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -133,20 +130,20 @@ def failures_of(pools: dict[int, Pool], training: Training, folder: Path) -> lis
     return list(findings(training, ranks))
 
 
-def kind_of(failures: Sequence[str]) -> str:
+def kind_of(failures):
     """Return what a failure is about: the name of an error, or of a law, and of the training that broke it."""
     errors = [line for line in failures[0].splitlines() if re.match(r"[\w.]*(Error|Warning|Exception)\b", line)]
     return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
 @pytest.mark.parametrize("seed", range(*map(int, _DRAWS.split(":"))))
-def test_whatever_is_drawn(pools: dict[int, Pool], tmp_path: Path, seed: int) -> None:
+def test_whatever_is_drawn(pools, tmp_path, seed):
     training = drawn(seed)
     failures = failures_of(pools, training, tmp_path)
     if not failures:
         return
 
-    def fails_alike(simpler: Training) -> bool:
+    def fails_alike(simpler):
         found = failures_of(pools, simpler, tmp_path)
         return bool(found) and kind_of(found) == kind_of(failures)
 
@@ -155,13 +152,13 @@ def test_whatever_is_drawn(pools: dict[int, Pool], tmp_path: Path, seed: int) ->
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_what_pages_say_is_refused(pools: dict[int, Pool], tmp_path: Path, message: str) -> None:
+def test_what_pages_say_is_refused(pools, tmp_path, message):
     training = drawn_to_be_refused(message)
     for said in pools[training.ranks].run(refused, training, str(tmp_path)):
         assert message in said, repr(training)
 
 
-def test_draws_have_everything_in_them_and_are_few_words() -> None:
+def test_draws_have_everything_in_them_and_are_few_words():
     trainings = [drawn(seed) for seed in range(100)]
     assert {training.strategy for training in trainings} == set(STRATEGIES)
     assert {part for training in trainings for part in training.parts} == set(PARTS)

@@ -2,14 +2,11 @@
 
 import re
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import (
@@ -18,12 +15,10 @@ from lightning_sparse.callbacks import (
     CriticalRegime,
     ErrorBudget,
     Rule,
-    RuleContext,
     Warmup,
 )
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.equality import differences
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import Small, WithAdam, make_trainer, run_fit, weights
@@ -37,52 +32,43 @@ SOON = AdamCorrection(dense_steps=4, fall_steps=8)
 class ByEpoch(Rule):
     """Wish for one density of every parameter in each of the first epochs."""
 
-    def __init__(self, *densities: float) -> None:
+    def __init__(self, *densities):
         self.densities = densities
 
-    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+    def minimum_densities(self, context):
         is_over = context.epoch >= len(self.densities)
         return {} if is_over else dict.fromkeys(context.asked, self.densities[context.epoch])
 
-    def reason(self, name: str) -> str:
+    def reason(self, name):
         return f"one of {len(self.densities)}"
 
 
 class Densities(Callback):
     """Take note of the density of every parameter, the error, and what was sent, in every step."""
 
-    def __init__(self) -> None:
-        self.densities: list[dict[str, float]] = []
-        self.sent: list[float] = []
-        self.errors: list[float] = []
+    def __init__(self):
+        self.densities = []
+        self.sent = []
+        self.errors = []
 
-    def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_before_optimizer_step(self, trainer, *arguments):
         """Look at a step when its gradients have been exchanged."""
         strategy = trainer.strategy
         self.densities.append(strategy.engine.present_densities())
         self.sent.append(strategy.compression_stats()["density"])
 
-    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_train_batch_start(self, trainer, *arguments):
         """Ask for what the rule asks for, with more of it."""
         trainer.strategy.engine.recorder.ask_for_samples()
 
-    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer, *arguments):
         samples = trainer.strategy.engine.recorder.last_samples
         if samples is not None:
             facts = samples.facts()[WEIGHT]
             self.errors.append(facts.residual_norm / facts.gradient_norm)
 
 
-def fit(
-    rank: int,
-    rules: list[Rule],
-    every_n_steps: int = 10,
-    max_density: float = 1.0,
-    module: type[Small] = Small,
-    watch: type[Callback] = Densities,
-    settings: "dict[str, Any] | None" = None,
-    **arguments: Any,
-) -> tuple[Any, dict[str, Tensor], float]:
+def fit(rank, rules, every_n_steps=10, max_density=1.0, module=Small, watch=Densities, settings=None, **arguments):
     """Fit with rules; return what was seen, the weights, and the bytes sent."""
     seen, model = watch(), module()
     callbacks = [seen, *([AdaptiveDensity(rules, max_density, every_n_steps)] if rules else [])]
@@ -92,7 +78,7 @@ def fit(
 
 
 @pytest.mark.parametrize("batches", [1, 4])
-def test_a_warm_up_counts_steps_of_the_optimizer(pair: Pool, batches: int) -> None:
+def test_a_warm_up_counts_steps_of_the_optimizer(pair, batches):
     expected = [0.02**0.25, 0.02**0.5, 0.02**0.75, 0.02, 0.02]
     run = partial(fit, rules=[Warmup(3)], max_epochs=2, accumulate_grad_batches=batches, limit_train_batches=12)
     for seen, _, _ in pair.run(run):
@@ -100,7 +86,7 @@ def test_a_warm_up_counts_steps_of_the_optimizer(pair: Pool, batches: int) -> No
         assert seen.sent[:5] == pytest.approx(expected, rel=0.05)
 
 
-def test_the_largest_wish_counts_within_bounds(pair: Pool) -> None:
+def test_the_largest_wish_counts_within_bounds(pair):
     compressor = LAGS(densities={"network.2.weight": 0.4})
     run = partial(fit, rules=[ByEpoch(0.9), ByEpoch(0.1, 0.1)], settings={"compressor": compressor}, max_density=0.25)
     for seen, _, _ in pair.run(partial(run, max_epochs=3, limit_train_batches=2)):
@@ -108,7 +94,7 @@ def test_the_largest_wish_counts_within_bounds(pair: Pool) -> None:
         assert {density["network.2.weight"] for density in seen.densities} == {0.4}
 
 
-def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair: Pool) -> None:
+def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair):
     budget, run = 1.5, partial(fit, every_n_steps=2, max_epochs=8)
     (free, _, _), _ = pair.run(run, [])
     (seen, our_weights, _), (other, other_weights, _) = pair.run(run, [ErrorBudget(budget)])
@@ -122,15 +108,15 @@ def test_an_error_stays_within_its_budget_on_all_ranks_alike(pair: Pool) -> None
 class UpdateErrors(Callback):
     """Measure, in every step and from outside, how many updates of a step wait of each parameter on this rank."""
 
-    def __init__(self) -> None:
-        self.densities: list[dict[str, float]] = []
-        self.errors: dict[str, float] = {}
+    def __init__(self):
+        self.densities = []
+        self.errors = {}
 
-    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_train_batch_start(self, trainer, *arguments):
         engine = trainer.strategy.engine
         self.before = {name: kept.clone() for name, kept in engine.memory.state_dict()["update"].items()}
 
-    def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_before_optimizer_step(self, trainer, *arguments):
         """Take note of densities, and of errors where what waits is what was added."""
         engine = trainer.strategy.engine
         self.densities.append(engine.present_densities())
@@ -141,7 +127,7 @@ class UpdateErrors(Callback):
                 self.errors[name] = float(kept.norm() / added)
 
 
-def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair: Pool) -> None:
+def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
     slow = "network.0.bias"
     settings = {"schedule": "single", "optimizer_correction": SOON}
     run = partial(fit, every_n_steps=2, module=WithAdam, watch=UpdateErrors, settings=settings, max_epochs=8)
@@ -160,9 +146,7 @@ def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair: 
 
 
 @pytest.mark.parametrize(("module", "settings"), [(Small, {}), (WithAdam, {"optimizer_correction": SOON})])
-def test_a_gradient_that_settles_is_no_longer_critical(
-    pair: Pool, module: type[Small], settings: dict[str, Any]
-) -> None:
+def test_a_gradient_that_settles_is_no_longer_critical(pair, module, settings):
     rules = [CriticalRegime(density=0.3, threshold=0.5)]
     run = partial(fit, rules=rules, every_n_steps=1, max_epochs=4, module=module, settings=settings)
     for seen, _, _ in pair.run(run):
@@ -175,12 +159,12 @@ def test_a_gradient_that_settles_is_no_longer_critical(
 class Planned(Densities):
     """Take note of the largest density of the plan, too."""
 
-    def on_train_end(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_train_end(self, trainer, *arguments):
         self.planned = max(trainer.strategy.exchange_plan().densities, default=0.0)
 
 
 @pytest.mark.parametrize("max_density", [1.0, 0.3])
-def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair: Pool, max_density: float) -> None:
+def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_density):
     settings = {"compressor": LAGS(adapts_density=True)}
     run = partial(fit, rules=[ByEpoch(0.05)], max_density=max_density, watch=Planned, settings=settings, max_epochs=6)
     (first, *_), (second, *_) = pair.run(run)
@@ -192,22 +176,22 @@ def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair: Pool,
     assert any(1.0 in step.values() for step in first.densities)
 
 
-def fit_logged(rank: int, directory: str, logger_class: Any, monitored: bool) -> None:
+def fit_logged(rank, directory, logger_class, monitored):
     """Fit two epochs, the first with more, and a logger."""
-    callbacks: list[Callback] = [AdaptiveDensity([ByEpoch(0.5)])]
+    callbacks = [AdaptiveDensity([ByEpoch(0.5)])]
     if monitored:
         callbacks.append(CompressionMonitor(by_parameter=True))
     arguments = {"logger": logger_class(directory, name="", version=""), "log_every_n_steps": 4}
     run_fit(rank, SparseDDPStrategy(density=0.02), callbacks=callbacks, max_epochs=2, **arguments)
 
 
-def test_changes_are_logged_when_they_happen(pair: Pool, tmp_path: Path) -> None:
+def test_changes_are_logged_when_they_happen(pair, tmp_path):
     pair.run(fit_logged, str(tmp_path), CSVLogger, False)
     tag = f"sparse_parameters/density/{WEIGHT}"
     assert {int(row["step"]): float(row[tag]) for row in rows_of(tmp_path, tag)} == {0: 0.5, 16: 0.02}
 
 
-def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
+def test_tensorboard_shows_the_reasons(pair, tmp_path):
     pair.run(fit_logged, str(tmp_path), TensorBoardLogger, True)
     events = events_of(tmp_path)
     # The monitor logs the same name, as measured, at its own steps.
@@ -219,9 +203,9 @@ def test_tensorboard_shows_the_reasons(pair: Pool, tmp_path: Path) -> None:
     assert f"| {WEIGHT} | 0.02 | as asked for |" in texts[1]
 
 
-def lines_of(rank: int, rules: list[Rule], module: type[Small], correction: Any) -> list[str]:
+def lines_of(rank, rules, module, correction):
     """Fit with rules; return what rank 0 says of densities."""
-    lines: list[str] = []
+    lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparse.callbacks.adaptive_density.say", lambda callback, line: lines.append(line))
         strategy = SparseDDPStrategy(density=0.02, schedule="single", optimizer_correction=correction)
@@ -229,7 +213,7 @@ def lines_of(rank: int, rules: list[Rule], module: type[Small], correction: Any)
     return lines
 
 
-def test_a_warm_up_is_told_when_it_begins_and_ends(pair: Pool) -> None:
+def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
     (first, last), _ = pair.run(lines_of, [Warmup(30)], Small, None)
     assert first == "step 0: 4 parameters at 0.88 (Warmup: step 1 of 30)"
     assert re.fullmatch(r"step \d+: 4 parameters at 0.02\d* \(.*\)", last)
@@ -238,7 +222,7 @@ def test_a_warm_up_is_told_when_it_begins_and_ends(pair: Pool) -> None:
     assert re.fullmatch(r"step 1\d: 4 parameters at 0.02 \(as asked for\)", last)
 
 
-def test_a_rule_that_steers_is_told_of_what_it_doubles_or_halves(pair: Pool) -> None:
+def test_a_rule_that_steers_is_told_of_what_it_doubles_or_halves(pair):
     lines, _ = pair.run(lines_of, [ErrorBudget(1.0)], WithAdam, SOON)
     assert 2 <= len(lines[1:]) < 20, lines
     for line in lines[1:]:
@@ -251,18 +235,18 @@ def test_a_rule_that_steers_is_told_of_what_it_doubles_or_halves(pair: Pool) -> 
 class Saving(Callback):
     """Save after a batch of the second epoch, before other callbacks have their turn."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if (trainer.current_epoch, batch_idx) == (1, 1):
             trainer.save_checkpoint(self.path)
 
 
-def resume(rank: int, path: str) -> tuple[list[str], int]:
+def resume(rank, path):
     """Save right after a step that is to be measured, and go on; return what differs, and how many densities came."""
 
-    def run(ckpt_path: "str | None", *callbacks: Callback) -> tuple[dict[int, dict[str, Tensor]], list[float]]:
+    def run(ckpt_path, *callbacks):
         model, seen = Numbered(), Densities()
         adaptive = AdaptiveDensity([ErrorBudget(1.5), CriticalRegime(density=0.04)], every_n_steps=2)
         strategy = SparseDDPStrategy(density=0.02, schedule="layerwise")
@@ -274,7 +258,7 @@ def resume(rank: int, path: str) -> tuple[list[str], int]:
     return differences((expected, densities[-len(later) :]), (resumed, later)), len(set(later))
 
 
-def test_a_resumed_run_goes_on_to_the_bit_also_where_another_callback_saves_first(pair: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_to_the_bit_also_where_another_callback_saves_first(pair, tmp_path):
     for found, densities in pair.run(resume, str(tmp_path / "early.ckpt")):
         assert found == []
         assert densities > 1

@@ -1,8 +1,5 @@
 """AssumptionMonitor: what it logs, and when it warns."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from pytorch_lightning.loggers import CSVLogger
 
@@ -10,7 +7,6 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import Small, run_fit
 
@@ -23,21 +19,21 @@ class Smallest(Compressor):
     default_density = 0.1
     wire_format = "gather"
 
-    def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
+    def select(self, names, accumulated, counts):
         indices = [
             tensor.abs().topk(count, largest=False).indices.sort().values for tensor, count in zip(accumulated, counts)
         ]
         return [Selection(tensor[where], where, tensor.numel()) for tensor, where in zip(accumulated, indices)]
 
 
-def fit_watched(rank: int, directory: str, compressor: Any, every: int) -> dict[str, float]:
+def fit_watched(rank, directory, compressor, every):
     """Fit; return the averages."""
     monitor, logger = AssumptionMonitor(every), CSVLogger(directory, name="", version="")
     run_fit(rank, SparseDDPStrategy(compressor, density=0.1), logger=logger, callbacks=[monitor])
     return {name: float(mean.compute()) for name, mean in monitor.means.items()}
 
 
-def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Path) -> None:
+def test_delta_of_every_layer_is_logged_every_few_steps(pair, tmp_path):
     averages, same = pair.run(fit_watched, str(tmp_path), "lags", 5)
     rows = rows_of(tmp_path, "sparse/delta")
     assert [int(row["step"]) for row in rows] == [4, 9, 14]
@@ -55,23 +51,23 @@ def test_delta_of_every_layer_is_logged_every_few_steps(pair: Pool, tmp_path: Pa
 class Freezing(Small):
     """A model whose first layer is frozen after some batches."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.network[0].requires_grad_(batch_idx < 6)
 
 
-def fit_freezing(rank: int) -> dict[str, int]:
+def fit_freezing(rank):
     """Fit, with a look after each step; return of how many steps the mean of each layer is."""
     monitor = AssumptionMonitor(1)
     run_fit(rank, SparseDDPStrategy("lags", density=0.1), Freezing(), callbacks=[monitor])
     return {name: mean.update_count for name, mean in monitor.means.items()}
 
 
-def test_layers_that_are_frozen_later_are_left_out_from_then_on(pair: Pool) -> None:
+def test_layers_that_are_frozen_later_are_left_out_from_then_on(pair):
     for counts in pair.run(fit_freezing):
         assert counts == {name: 16 if name.startswith("network.2") else 6 for name in NAMES}
 
 
-def fit_badly(rank: int, directory: str) -> list[str]:
+def fit_badly(rank, directory):
     """Fit with a selection worse than chance; return the warnings."""
     if rank > 0:
         fit_watched(rank, directory, Smallest(), 4)
@@ -81,7 +77,7 @@ def fit_badly(rank: int, directory: str) -> list[str]:
     return [str(each.message) for each in caught if "delta > 1" in str(each.message)]
 
 
-def test_a_layer_that_exceeds_one_is_named_once(pair: Pool, tmp_path: Path) -> None:
+def test_a_layer_that_exceeds_one_is_named_once(pair, tmp_path):
     warnings, _ = pair.run(fit_badly, str(tmp_path))
     assert "in step 3" in warnings[0]
     assert "network.2.weight" in warnings[0]

@@ -1,12 +1,10 @@
 """What the callbacks of the package refuse, and that those that look on change nothing."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
-from torch import Tensor
+from pytorch_lightning import Trainer
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import (
@@ -19,7 +17,6 @@ from lightning_sparse.callbacks import (
     ReplicaSentinel,
     Warmup,
 )
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import agrees, subject_of
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, run_fit, weights
@@ -35,7 +32,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_another_strategy_and_the_same_callback_twice_are_refused(name: str) -> None:
+def test_another_strategy_and_the_same_callback_twice_are_refused(name):
     build, quiet = CALLBACKS[name], {"logger": False, "devices": 1}
     trainer = Trainer(accelerator=accelerator(), max_epochs=1, callbacks=[build()], **quiet)
     with pytest.raises(TypeError, match=f"{name} needs a SparseDDPStrategy"):
@@ -63,9 +60,7 @@ def test_another_strategy_and_the_same_callback_twice_are_refused(name: str) -> 
         (lambda every_n_steps: AdaptiveDensity([Warmup(4)], 1.0, every_n_steps), ValueError, "every_n_steps", (0,)),
     ],
 )
-def test_arguments_out_of_range_are_refused(
-    build: Any, error: type[Exception], argument: str, values: tuple[Any, ...]
-) -> None:
+def test_arguments_out_of_range_are_refused(build, error, argument, values):
     for value in values:
         with pytest.raises(error, match=argument):
             build(**{argument: value})
@@ -79,7 +74,7 @@ ADAPTIVE, MOMENTUM, MASKED = AdaptiveDensity([Warmup(4)]), MomentumCorrection(),
 UNCORRECTED = {"compressor": "topk", "optimizer_correction": None}
 AUTO = {"compressor": "lags", "schedule": "auto"}
 # Strategy (a name for its compressor alone), callbacks, model, and what is named; nothing where they go together.
-TOGETHER: list[tuple[Any, list[Callback], Small, str]] = [
+TOGETHER = [
     *[(name, [ADAPTIVE], Small(), "density") for name in ("sdagc", "exdyna", "a2sgd", "dense", "omgs")],
     (AUTO, [ADAPTIVE], Small(), "schedule='auto'"),
     ("topk", [ADAPTIVE, Other([Warmup(4)])], Small(), "AdaptiveDensity and Other"),
@@ -98,7 +93,7 @@ TOGETHER: list[tuple[Any, list[Callback], Small, str]] = [
 ]
 
 
-def fit_together(rank: int, strategy: Any, callbacks: list[Callback], model: Small) -> str:
+def fit_together(rank, strategy, callbacks, model):
     """Fit what may be refused; return the message."""
     settings = {"compressor": strategy} if isinstance(strategy, str) else strategy
     try:
@@ -109,15 +104,13 @@ def fit_together(rank: int, strategy: Any, callbacks: list[Callback], model: Sma
 
 
 @pytest.mark.parametrize(("strategy", "callbacks", "model", "named"), TOGETHER)
-def test_what_cannot_go_together_is_refused_and_the_rest_is_not(
-    pair: Pool, strategy: Any, callbacks: list[Callback], model: Small, named: str
-) -> None:
+def test_what_cannot_go_together_is_refused_and_the_rest_is_not(pair, strategy, callbacks, model, named):
     for answer in pair.run(fit_together, strategy, callbacks, model):
         assert named in answer
         assert bool(answer) == bool(named)
 
 
-def onlookers(compressor: str, directory: str) -> list[Callback]:
+def onlookers(compressor, directory):
     """Return all callbacks that look on, as far as the compressor lets them."""
     subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
@@ -126,7 +119,7 @@ def onlookers(compressor: str, directory: str) -> list[Callback]:
     return callbacks + ([ReplicaSentinel(1)] if agrees(subject) else [])
 
 
-def fit_watched(rank: int, compressor: str, directory: str, watched: bool) -> tuple[dict[str, Tensor], int]:
+def fit_watched(rank, compressor, directory, watched):
     """Fit twice with one Trainer, alone or watched; return the weights and the steps made."""
     strategy = SparseDDPStrategy(compressor, density=DENSITY[compressor])
     callbacks = onlookers(compressor, directory) if watched else []
@@ -141,14 +134,14 @@ def fit_watched(rank: int, compressor: str, directory: str, watched: bool) -> tu
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_all_live_together_through_a_second_fit_and_change_no_bit(pair: Pool, tmp_path: Any, compressor: str) -> None:
+def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path, compressor):
     runs = [pair.run(fit_watched, compressor, str(tmp_path), watched) for watched in (True, False)]
     for (watched, steps), (alone, _) in zip(*runs):
         assert steps == 16
         assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
-def fit_alone(rank: int, directory: str) -> list[float]:
+def fit_alone(rank, directory):
     """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
     timeline = OverlapTimeline(every_n_steps=1, path=f"{directory}/overlap.json", pictures=False)
     adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
@@ -162,6 +155,6 @@ def fit_alone(rank: int, directory: str) -> list[float]:
     return [group["momentum"] for group in trainer.optimizers[0].param_groups]
 
 
-def test_one_process_has_nothing_to_look_at_or_to_correct(forked: dict[int, Pool], tmp_path: Any) -> None:
+def test_one_process_has_nothing_to_look_at_or_to_correct(forked, tmp_path):
     assert forked[1].run(fit_alone, str(tmp_path)) == [[0.9]]
     assert not (tmp_path / "overlap.json").exists()

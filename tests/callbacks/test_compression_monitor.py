@@ -6,23 +6,19 @@ import math
 import re
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.plugins.custom_scalar import layout_pb2
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.over_ranks import gather_rows
 from lightning_sparse.callbacks.statistics import batch_size
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
 from tests.helpers.trainers import Rows, Small, WithAdam, make_trainer, run_fit
@@ -34,14 +30,7 @@ BY_PARAMETER = ["density", "gradient_norm", "residual_norm", "residual_to_gradie
 EVERYTHING = {"progress_bar": True, "by_parameter": True, "histograms": True}
 
 
-def fit_monitored(
-    rank: int,
-    directory: str,
-    monitor: "dict[str, Any] | None" = None,
-    strategy: "dict[str, Any] | None" = None,
-    module: Any = Small,
-    **arguments: Any,
-) -> dict[str, float]:
+def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **arguments):
     """Fit with two loggers; return what the progress bar was given."""
     settings = {
         "logger": [TensorBoardLogger(directory, name="", version=""), CSVLogger(directory, name="rows", version="")],
@@ -54,12 +43,12 @@ def fit_monitored(
 
 
 @pytest.fixture
-def fitted(pair: Pool, tmp_path: Path) -> Any:
+def fitted(pair, tmp_path):
     """Return a function that fits on two ranks as :func:`fit_monitored` does."""
     return lambda **arguments: pair.run(partial(fit_monitored, directory=str(tmp_path), **arguments))
 
 
-def test_scalars_reach_any_logger(fitted: Any, tmp_path: Path) -> None:
+def test_scalars_reach_any_logger(fitted, tmp_path):
     shown, _ = fitted()
     assert not {"compression", "exposed_ms"} & shown.keys()
     rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
@@ -74,7 +63,7 @@ def test_scalars_reach_any_logger(fitted: Any, tmp_path: Path) -> None:
         assert samples == pytest.approx(8)
 
 
-def test_everything_reaches_tensorboard(fitted: Any, tmp_path: Path) -> None:
+def test_everything_reaches_tensorboard(fitted, tmp_path):
     fitted(monitor=EVERYTHING)
     events = events_of(tmp_path)
     assert set(events.Tags()["scalars"]) >= TAGS | {
@@ -103,7 +92,7 @@ def test_everything_reaches_tensorboard(fitted: Any, tmp_path: Path) -> None:
     assert sent.sum / sent.num > kept.sum / kept.num
 
 
-def test_the_page_opens_sorted_and_says_what_is_planned(fitted: Any, tmp_path: Path) -> None:
+def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
     fitted(max_epochs=6)
     events = events_of(tmp_path)
     layout = layout_pb2.Layout()
@@ -129,17 +118,15 @@ def test_the_page_opens_sorted_and_says_what_is_planned(fitted: Any, tmp_path: P
 class Dawdling(Callback):
     """Let exchanges of one rank wait for their turn, now and then."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert isinstance(trainer.strategy, SparseDDPStrategy)
-        assert trainer.strategy.engine is not None
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == batch_idx % 2:
             trainer.strategy.engine.worker.submit(lambda: time.sleep(0.1))
 
 
-def fit_dawdling(rank: int, overlap_steps: int, directory: str) -> list[int]:
+def fit_dawdling(rank, overlap_steps, directory):
     """Fit with exchanges that travel for some steps; return the steps in which ranks looked together."""
     strategy = SparseDDPStrategy(density=0.1, local_steps=LocalSteps(4, overlap_steps=overlap_steps))
-    looked: list[int] = []
+    looked = []
     monitor = CompressionMonitor()
     log = monitor._log_plan
     with pytest.MonkeyPatch.context() as patch:
@@ -150,14 +137,14 @@ def fit_dawdling(rank: int, overlap_steps: int, directory: str) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap_steps", [2, 3])
-def test_ranks_look_together_however_late_an_exchange_is(pair: Pool, tmp_path: Path, overlap_steps: int) -> None:
+def test_ranks_look_together_however_late_an_exchange_is(pair, tmp_path, overlap_steps):
     first, second = pair.run(fit_dawdling, overlap_steps, str(tmp_path))
     assert first == second
     assert len(first) > 8
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"], ids=lambda bar: f"{bar} progress bar")
-def test_a_progress_bar_shows_ratio_and_exposed_time(pair: Pool, bar: str) -> None:
+def test_a_progress_bar_shows_ratio_and_exposed_time(pair, bar):
     (printed, shown), _ = pair.run(fit_with_bar, bar)
     assert shown["compression"] > 10
     assert shown["exposed_ms"] > 0
@@ -165,7 +152,7 @@ def test_a_progress_bar_shows_ratio_and_exposed_time(pair: Pool, bar: str) -> No
     assert re.search(r"exposed_ms[:=]\s*\d", printed), printed[-2000:]
 
 
-def fit_with_bar(rank: int, bar: str) -> tuple[str, dict[str, float]]:
+def fit_with_bar(rank, bar):
     """Fit with a progress bar; return what it printed, and what it was given."""
     callbacks = [{"tqdm": TQDMProgressBar, "rich": RichProgressBar}[bar](), CompressionMonitor(progress_bar=True)]
     arguments = {"log_every_n_steps": 4, "enable_progress_bar": True}
@@ -178,27 +165,25 @@ def fit_with_bar(rank: int, bar: str) -> tuple[str, dict[str, float]]:
 class Notes(Callback):
     """Note what this rank measured."""
 
-    def __init__(self) -> None:
-        self.stats: list[dict[str, float]] = []
+    def __init__(self):
+        self.stats = []
 
-    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer, *arguments):
         self.stats.append(trainer.strategy.compression_stats())
 
 
-def fit_noted(
-    rank: int, directory: str, strategy: dict[str, Any], module: Any, monitor: dict[str, Any]
-) -> list[dict[str, float]]:
+def fit_noted(rank, directory, strategy, module, monitor):
     """Fit; return what this rank measured."""
     notes = Notes()
     fit_monitored(rank, directory, None, strategy, module, callbacks=[CompressionMonitor(**monitor), notes])
     return notes.stats
 
 
-def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(pair: Pool, tmp_path: Path) -> None:
+def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(pair, tmp_path):
     # A method whose ranks send differently much.
     noted = pair.run(fit_noted, str(tmp_path), {"compressor": "exdyna", "density": 0.05}, Small, {})
 
-    def means(name: str, step: int) -> list[float]:
+    def means(name, step):
         return [sum(each[name] for each in rank[step - 3 : step + 1]) / 4 for rank in noted]
 
     densities = [each["density"] for each in noted[0]]
@@ -213,7 +198,7 @@ def test_logged_are_means_over_ranks_and_steps_and_what_the_slowest_has_exposed(
         assert first != second
 
 
-def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair: Pool, tmp_path: Path) -> None:
+def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
     strategy = {"density": 0.01, "optimizer_correction": AdamCorrection(dense_steps=6, fall_steps=0)}
     noted, _ = pair.run(fit_noted, str(tmp_path), strategy, WithAdam, EVERYTHING)
     first, second, *_ = rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
@@ -231,13 +216,13 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair: Pool, tmp_
     assert b"sparse/exposed_seconds$" in charts
 
 
-def gather(rank: int) -> list[list[float]]:
+def gather(rank):
     """Gather rows that are hard to copy."""
     trainer = run_fit(rank, SparseDDPStrategy(), fast_dev_run=True)
     return gather_rows(trainer.strategy, [0.1 + rank, math.inf, math.nan if rank else -1.0])
 
 
-def test_rows_arrive_as_they_were(pair: Pool) -> None:
+def test_rows_arrive_as_they_were(pair):
     for rows in pair.run(gather):
         assert rows[0] == [0.1, math.inf, -1.0]
         assert rows[1][:2] == [1.1, math.inf]
@@ -247,14 +232,14 @@ def test_rows_arrive_as_they_were(pair: Pool) -> None:
 class Unsized(Small):
     """A model whose batches do not tell their size."""
 
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return [batch, torch.zeros(7)]
 
-    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return super().training_step(batch[0], batch_index)
 
 
-def test_batches_of_unknown_size_leave_throughput_out(fitted: Any, tmp_path: Path) -> None:
+def test_batches_of_unknown_size_leave_throughput_out(fitted, tmp_path):
     fitted(module=Unsized, limit_val_batches=0)
     rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert len(rows) == 4
@@ -262,14 +247,14 @@ def test_batches_of_unknown_size_leave_throughput_out(fitted: Any, tmp_path: Pat
     assert float(rows[0]["sparse/step_seconds"]) > 0
 
 
-def test_a_batch_has_the_size_that_its_tensors_share() -> None:
+def test_a_batch_has_the_size_that_its_tensors_share():
     assert batch_size([torch.zeros(3, 2), {"label": torch.zeros(3), "weight": torch.tensor(1.0)}]) == 3
     assert math.isnan(batch_size([torch.zeros(3), torch.zeros(4)]))
     assert math.isnan(batch_size("text"))
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_step_of_several_batches_is_logged_once(fitted: Any, tmp_path: Path, accumulate: int) -> None:
+def test_a_step_of_several_batches_is_logged_once(fitted, tmp_path, accumulate):
     fitted(accumulate_grad_batches=accumulate, log_every_n_steps=2)
     rows = rows_of(tmp_path / "rows", "sparse/wire_bytes")
     assert [int(row["step"]) for row in rows] == list(range(1, 16 // accumulate, 2))
@@ -278,7 +263,7 @@ def test_a_step_of_several_batches_is_logged_once(fitted: Any, tmp_path: Path, a
         assert samples == pytest.approx(8 * accumulate)
 
 
-def warnings_of(rank: int, directory: str, arguments: dict[str, Any], has_logger: bool) -> list[str]:
+def warnings_of(rank, directory, arguments, has_logger):
     """Fit; return what the monitor warned of."""
     logger = CSVLogger(directory, name="", version="") if has_logger else False
     trainer = make_trainer(rank, SparseDDPStrategy(), logger=logger, callbacks=[CompressionMonitor(**arguments)])
@@ -293,14 +278,12 @@ def warnings_of(rank: int, directory: str, arguments: dict[str, Any], has_logger
 @pytest.mark.parametrize(
     ("arguments", "has_logger", "named"), [({"histograms": True}, True, "histograms=True"), ({}, False, "logger")]
 )
-def test_what_cannot_be_shown_is_said(
-    pair: Pool, tmp_path: Path, arguments: dict[str, Any], has_logger: bool, named: str
-) -> None:
+def test_what_cannot_be_shown_is_said(pair, tmp_path, arguments, has_logger, named):
     (warning,), _ = pair.run(warnings_of, str(tmp_path), arguments, has_logger)
     assert named in warning
 
 
-def test_one_process_has_nothing_to_log(forked: dict[int, Pool], tmp_path: Path) -> None:
+def test_one_process_has_nothing_to_log(forked, tmp_path):
     forked[1].run(fit_monitored, str(tmp_path))
     assert "sparse/" not in (tmp_path / "rows" / "metrics.csv").read_text()
 
@@ -308,18 +291,18 @@ def test_one_process_has_nothing_to_log(forked: dict[int, Pool], tmp_path: Path)
 class OnlySparseLayout(Small):
     """A model all of whose gradients are ``sparse_coo``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network = torch.nn.EmbeddingBag(16, 4, sparse=True, mode="sum")
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return (self.network(batch[:, :3].abs().mul(5).long().clamp(max=15)) - 1).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitted: Any, tmp_path: Path) -> None:
+def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitted, tmp_path):
     fitted(monitor=EVERYTHING, module=OnlySparseLayout, limit_val_batches=0)
     events = events_of(tmp_path)
     assert all(event.value > 0 for event in events.Scalars("sparse/wire_bytes"))
@@ -329,13 +312,13 @@ def test_gradients_that_travel_whole_by_layout_are_shown_without_parameters(fitt
 class LongValidation(Small):
     """A model whose validation takes longer than its training."""
 
-    def on_validation_start(self) -> None:
+    def on_validation_start(self):
         time.sleep(1.2)
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(Rows(32), batch_size=4)
 
 
-def test_validation_does_not_count_as_training(fitted: Any, tmp_path: Path) -> None:
+def test_validation_does_not_count_as_training(fitted, tmp_path):
     fitted(module=LongValidation, num_sanity_val_steps=0, max_epochs=2)
     assert all(float(row["sparse/step_seconds"]) < 0.3 for row in rows_of(tmp_path / "rows", "sparse/wire_bytes")[1:])

@@ -1,8 +1,5 @@
 """Callbacks that steer are built from yaml, with their rules."""
 
-from pathlib import Path
-
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.commands import COMMAND, MODEL, begin
 
 CONFIG = """
@@ -33,7 +30,7 @@ trainer:
 """
 
 
-def test_rules_are_built_from_yaml(pair: Pool, tmp_path: Path) -> None:
+def test_rules_are_built_from_yaml(pair, tmp_path):
     config = tmp_path / "fit.yaml"
     config.write_text(CONFIG.format(root=tmp_path))
     said, _ = pair.run(begin, COMMAND, ("fit", MODEL, f"--config={config}"), str(tmp_path))

@@ -1,22 +1,17 @@
 """MomentumCorrection: the same numbers as DGC's own, what is refused, and what is logged."""
 
-from pathlib import Path
-from typing import Any, Optional
-
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
-from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
 from lightning_sparse.compressors import DGC, LAGS
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import WithSGD, make_trainer, weights
 
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SETTINGS = {
     "taken over": ({}, {}),
     "nesterov": ({}, {"nesterov": True}),
     "one cycle": ({}, {"one_cycle": True}),
@@ -30,15 +25,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class Restarting(WithSGD):
     """A model whose learning rate restarts every few steps."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def fit_both(rank: int, settings: dict[str, Any], model: dict[str, Any], restarts: bool) -> list[dict[str, Tensor]]:
+def fit_both(rank, settings, model, restarts):
     """Fit with DGC, with top-k behind the callback, and with top-k alone; return the weights of each."""
-    runs: list[tuple[Any, list[Callback]]] = [
+    runs = [
         (DGC(**settings), []),
         ("topk", [MomentumCorrection(**settings)]),
         ("topk", []),
@@ -54,23 +49,23 @@ def fit_both(rank: int, settings: dict[str, Any], model: dict[str, Any], restart
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "warm restarts"])
-def test_it_trains_bit_for_bit_as_dgc(pair: Pool, name: str) -> None:
+def test_it_trains_bit_for_bit_as_dgc(pair, name):
     settings, model = SETTINGS.get(name, ({}, {}))
     for own, ours, without in pair.run(fit_both, settings, model, name == "warm restarts"):
         assert all(torch.equal(own[parameter], ours[parameter]) for parameter in own)
         assert not all(torch.equal(own[parameter], without[parameter]) for parameter in own)
 
 
-def fit_twice(rank: int) -> tuple[list[float], dict[str, Any], list[dict[str, Tensor]]]:
+def fit_twice(rank):
     """Fit with the callback, then with the same strategy without it, then as the latter from the start.
 
     Returns:
         the optimizer's momentum in the first fit, its group after it, and the weights after the other two.
     """
-    during: list[float] = []
+    during = []
 
     class Watched(WithSGD):
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        def on_before_optimizer_step(self, optimizer):
             during.append(optimizer.param_groups[0]["momentum"])
 
     trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[MomentumCorrection()])
@@ -87,19 +82,19 @@ def fit_twice(rank: int) -> tuple[list[float], dict[str, Any], list[dict[str, Te
     return during, group, [weights(later), weights(fresh)]
 
 
-def test_it_gives_everything_back(pair: Pool) -> None:
+def test_it_gives_everything_back(pair):
     for during, group, (later, fresh) in pair.run(fit_twice):
         assert set(during) == {0.0}
         assert (group["momentum"], group["nesterov"]) == (0.9, True)
         assert all(torch.equal(later[name], fresh[name]) for name in later)
 
 
-def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[list[float], list[float]]:
+def fit_logged(rank, directory, clip_norm):
     """Fit with a logger; return the norms of this rank's momentum and the share of zeros in it, after each step."""
     norms, zeros = [], []
 
     class Watch(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        def on_train_batch_end(self, trainer, *arguments):
             momenta = torch.cat(list(trainer.strategy.engine.memory.state_dict()["momentum"].values()))
             norms.append(float(momenta.norm()))
             zeros.append(float((momenta == 0).float().mean()))
@@ -116,7 +111,7 @@ def fit_logged(rank: int, directory: str, clip_norm: Optional[float]) -> tuple[l
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
-def test_it_logs_what_it_does_on_logged_steps_only(pair: Pool, tmp_path: Path, clip_norm: Optional[float]) -> None:
+def test_it_logs_what_it_does_on_logged_steps_only(pair, tmp_path, clip_norm):
     (norms, zeros), (other_norms, _) = pair.run(fit_logged, str(tmp_path), clip_norm)
     rows = {int(row["step"]): row for row in rows_of(tmp_path, "sparse/momentum_norm")}
     assert list(rows) == [3, 7, 11, 15]

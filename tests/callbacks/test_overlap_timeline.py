@@ -5,8 +5,6 @@ import json
 import sys
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +23,13 @@ from lightning_sparse.callbacks.overlap_timeline import (
     trace,
 )
 from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.loggers import events_of
 from tests.helpers.trainers import Small, run_fit
 
 NUMELS = {"last": 30, "middle": 20, "first": 10}
 
 
-def example_marks() -> StepMarks:
+def example_marks():
     """Two groups: the exchange of the first goes on during backward, the second has to wait for it."""
     marks = StepMarks()
     marks.backward_start = 10.0
@@ -49,7 +46,7 @@ def example_marks() -> StepMarks:
     return marks
 
 
-def test_every_stage_of_a_step_becomes_a_slice() -> None:
+def test_every_stage_of_a_step_becomes_a_slice():
     slices = step_slices(example_marks(), 20.0, 120.0, NUMELS)
     assert [(each.start, -each.end) for each in slices] == sorted((each.start, -each.end) for each in slices)
     assert all(each.end >= each.start for each in slices)
@@ -78,7 +75,7 @@ def test_every_stage_of_a_step_becomes_a_slice() -> None:
     assert next(each for each in slices if each.name == "middle").details == {"elements": 20}
 
 
-def test_gradients_that_nobody_marked_and_an_unknown_start_leave_backward_whole() -> None:
+def test_gradients_that_nobody_marked_and_an_unknown_start_leave_backward_whole():
     marks = example_marks()
     marks.ready = {"last": 11.0, "middle": None, "first": None}
     marks.backward_start = None
@@ -86,7 +83,7 @@ def test_gradients_that_nobody_marked_and_an_unknown_start_leave_backward_whole(
     assert [(each.start, each.end, each.details) for each in backward] == [(11.0, 14.25, {"gradients": 3})]
 
 
-def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times_and_slices_of_a_row_nest() -> None:
+def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times_and_slices_of_a_row_nest():
     quick = step_slices(example_marks(), 0.1, 1e6 / 3, NUMELS)
     slow = [each._replace(start=each.start + 2, end=each.end + 2) for each in quick]
     later = [each._replace(start=each.start + 500, end=each.end + 500) for each in quick]
@@ -99,7 +96,7 @@ def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times_and_slice
     names = {event["pid"]: event["args"]["name"] for event in written["traceEvents"] if event["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     for row in [(rank, row) for rank in names for row in (1, 2)]:
-        open_ends: list[float] = []
+        open_ends = []
         for event in (event for event in timed if (event["pid"], event["tid"]) == row):
             while open_ends and open_ends[-1] <= event["ts"]:
                 open_ends.pop()
@@ -115,7 +112,7 @@ def test_a_trace_holds_all_ranks_and_steps_in_the_order_of_their_times_and_slice
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1000.0, -7.5])
-def test_an_offset_is_bounded_by_what_the_collectives_allow(ahead: float) -> None:
+def test_an_offset_is_bounded_by_what_the_collectives_allow(ahead):
     # True times: in the first collective the other rank enters late, in the second this one does.
     entries, exits = [0.0, 2.0], [1.1, 2.3]
     seconds, uncertainty = clock_offset(entries, exits, [1.0 + ahead, 1.5 + ahead], [1.3 + ahead, 2.2 + ahead])
@@ -131,7 +128,7 @@ PAUSE = 0.02
 class Slow(Small):
     """Layers whose backward takes a while each, so that the exchange of one ends during that of the next."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.network = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(LAYERS)))
@@ -139,21 +136,19 @@ class Slow(Small):
             layer.weight.register_hook(lambda gradient: time.sleep(PAUSE))
 
 
-def fit_recorded(
-    rank: int, path: str, chosen: dict[str, Any], module: Any = Small, schedule: str = "layerwise", **arguments: Any
-) -> None:
+def fit_recorded(rank, path, chosen, module=Small, schedule="layerwise", **arguments):
     """Fit with a timeline."""
     callbacks = [OverlapTimeline(path=path, pictures=False, **chosen)]
     run_fit(rank, SparseDDPStrategy(density=0.05, schedule=schedule), module(), callbacks=callbacks, **arguments)
 
 
-def timed_events(path: Path) -> list[dict[str, Any]]:
+def timed_events(path):
     """Read what was written."""
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
 @pytest.mark.clock
-def test_exchange_is_seen_to_overlap_backward_where_it_does(pair: Pool, tmp_path: Path) -> None:
+def test_exchange_is_seen_to_overlap_backward_where_it_does(pair, tmp_path):
     path = tmp_path / "deeper" / "overlap.json"
     pair.run(fit_recorded, str(path), {"steps": [5, 9]}, Slow)
     events = timed_events(path)
@@ -184,19 +179,19 @@ def test_exchange_is_seen_to_overlap_backward_where_it_does(pair: Pool, tmp_path
 
 
 @pytest.mark.clock
-def test_one_message_after_backward_is_seen_not_to_overlap(pair: Pool, tmp_path: Path) -> None:
+def test_one_message_after_backward_is_seen_not_to_overlap(pair, tmp_path):
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"steps": [5]}, Slow, "single")
     events = timed_events(tmp_path / "overlap.json")
     backward_ends = {event["pid"]: event["ts"] + event["dur"] for event in events if event["cat"] == "gradient"}
     assert all(event["ts"] >= backward_ends[event["pid"]] for event in events if event["cat"] == "exchange")
 
 
-def test_an_interval_and_a_maximum_choose_the_steps(pair: Pool, tmp_path: Path) -> None:
+def test_an_interval_and_a_maximum_choose_the_steps(pair, tmp_path):
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"every_n_steps": 4, "max_steps": 2})
     assert {event["args"]["step"] for event in timed_events(tmp_path / "overlap.json")} == {4, 8}
 
 
-def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> None:
+def test_a_step_of_several_batches_is_one_step(pair, tmp_path):
     pair.run(
         partial(fit_recorded, path=str(tmp_path / "overlap.json"), chosen={"steps": [1, 3]}, accumulate_grad_batches=4)
     )
@@ -207,14 +202,14 @@ def test_a_step_of_several_batches_is_one_step(pair: Pool, tmp_path: Path) -> No
     assert any(abs(one - other) > 1.0 for one, other in zip(first, second))
 
 
-def fit_drawn(rank: int, directory: str) -> None:
+def fit_drawn(rank, directory):
     """Fit with a timeline that chooses its file, and draws."""
     logger = TensorBoardLogger(directory, name="", version="")
     strategy = SparseDDPStrategy(density=0.05, schedule="layerwise")
     run_fit(rank, strategy, Slow(), logger=logger, callbacks=[OverlapTimeline(steps=[2, 7])])
 
 
-def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair: Pool, tmp_path: Path) -> None:
+def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair, tmp_path):
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
     pair.run(fit_drawn, str(tmp_path))
@@ -225,24 +220,24 @@ def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair: Pool, tmp_p
     assert [each.step for each in events_of(tmp_path).Images("sparse/overlap")] == [7]
 
 
-def fit_too_short(rank: int) -> None:
+def fit_too_short(rank):
     """Ask for a step that never comes."""
     with pytest.warns(UserWarning, match=r"steps=\[500\]") if rank == 0 else contextlib.nullcontext():
         fit_recorded(rank, "", {"steps": [500]}, limit_train_batches=2)
 
 
-def test_steps_that_never_came_are_said(pair: Pool) -> None:
+def test_steps_that_never_came_are_said(pair):
     pair.run(fit_too_short)
 
 
-def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_without_matplotlib_is_refused_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="pictures"):
         OverlapTimeline(steps=[1])
     OverlapTimeline(steps=[1], pictures=False)
 
 
-def fit_profiled(rank: int, directory: str) -> None:
+def fit_profiled(rank, directory):
     """Fit under Lightning's profiler, which looks at all threads and writes a trace."""
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = PyTorchProfiler(directory, f"rank{rank}", experimental_config=config)
@@ -250,7 +245,7 @@ def fit_profiled(rank: int, directory: str) -> None:
     run_fit(rank, SparseDDPStrategy(density=0.05), profiler=profiler, **arguments)
 
 
-def test_lightnings_profiler_shows_the_stages_of_an_exchange(pair: Pool, tmp_path: Path) -> None:
+def test_lightnings_profiler_shows_the_stages_of_an_exchange(pair, tmp_path):
     pair.run(fit_profiled, str(tmp_path))
     traces = list(tmp_path.glob("*trace.json"))
     assert traces

@@ -1,21 +1,18 @@
 """ReplicaSentinel: one bit on one rank is found, named, and acted upon."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.callbacks.replica_sentinel import ReplicaError
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer
 
 
 class Tampered(Small):
     """A model in which the second rank's bits change after a step."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 5:
             with torch.no_grad():
                 bias = self.network[2].bias
@@ -23,7 +20,7 @@ class Tampered(Small):
                 self.network[2].weight[0, 0] += 1
 
 
-def fit_tampered(rank: int, action: str) -> tuple[int, str]:
+def fit_tampered(rank, action):
     """Fit with a sentinel; return the steps made and what it said."""
     trainer = make_trainer(rank, SparseDDPStrategy(density=0.05), callbacks=[ReplicaSentinel(4, action)])
     if action == "raise":
@@ -39,9 +36,7 @@ def fit_tampered(rank: int, action: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("action", "steps"), [("raise", 8), ("warn", 16)])
-def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks_unless_told(
-    pair: Pool, action: str, steps: int
-) -> None:
+def test_a_changed_parameter_is_named_and_ends_training_on_all_ranks_unless_told(pair, action, steps):
     (made, message), (others, _) = pair.run(fit_tampered, action)
     assert made == others == steps
     for told in ("after step 7", "'network.2.weight'", "rank 1", "2 of 4 parameters"):

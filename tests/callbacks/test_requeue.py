@@ -3,9 +3,7 @@
 import os
 import signal
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +16,6 @@ from typing_extensions import override
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd
 from lightning_sparse.strategy import signals
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer, run_fit
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
@@ -32,20 +29,18 @@ class SignalAt(Callback):
         step: which.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         self.step = step
-        self.handler: Any = None
+        self.handler = None
 
     @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.handler = signal.getsignal(signal.SIGUSR1)
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def fit_signalled(
-    rank: int, folder: str, signalled: tuple[int, ...], backend: str = "gloo"
-) -> tuple[bool, int, bool, list[str]]:
+def fit_signalled(rank, folder, signalled, backend="gloo"):
     """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings.
 
     Another ``backend`` than gloo's is none that ranks can share a GPU with: it is gloo under another name.
@@ -73,14 +68,14 @@ def fit_signalled(
     return has_ended, trainer.global_step, is_restored, said
 
 
-def fit_outside(rank: int) -> bool:
+def fit_outside(rank):
     """Fit outside of a job; return whether the signal is left alone."""
     watching = SignalAt(-1)
     run_fit(rank, SparseDDPStrategy(), callbacks=[RequeueAtStepEnd(), watching], max_steps=2)
     return watching.handler == signal.SIG_DFL
 
 
-def put_scontrol(folder: Path, status: int) -> None:
+def put_scontrol(folder, status):
     """Put a command in place of SLURM's that writes down what is asked of it."""
     path = folder / "scontrol"
     path.write_text(
@@ -90,9 +85,7 @@ def put_scontrol(folder: Path, status: int) -> None:
 
 
 @pytest.mark.parametrize(("signalled", "backend"), [((0,), "gloo"), ((1,), "gloo"), ((0, 1), "gloo"), ((1,), "nccl")])
-def test_all_ranks_save_and_end_after_the_same_step(
-    signalled: tuple[int, ...], backend: str, pair: Pool, tmp_path: Path
-) -> None:
+def test_all_ranks_save_and_end_after_the_same_step(signalled, backend, pair, tmp_path):
     put_scontrol(tmp_path, 0)
     (ended, step, _, _), (other_ended, other_step, _, _) = pair.run(fit_signalled, str(tmp_path), signalled, backend)
     assert ended
@@ -103,13 +96,13 @@ def test_all_ranks_save_and_end_after_the_same_step(
     assert saved["global_step"] == step
 
 
-def test_without_a_signal_nothing_happens(pair: Pool, tmp_path: Path) -> None:
+def test_without_a_signal_nothing_happens(pair, tmp_path):
     put_scontrol(tmp_path, 0)
     assert pair.run(fit_signalled, str(tmp_path), ()) == [(False, STEPS, True, [])] * 2
     assert not list(tmp_path.glob("hpc*"))
 
 
-def test_a_job_that_may_not_go_back_trains_on(pair: Pool, tmp_path: Path) -> None:
+def test_a_job_that_may_not_go_back_trains_on(pair, tmp_path):
     put_scontrol(tmp_path, 1)
     first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
     assert first[:3] == second[:3] == (False, STEPS, True)
@@ -118,12 +111,12 @@ def test_a_job_that_may_not_go_back_trains_on(pair: Pool, tmp_path: Path) -> Non
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
-def test_where_there_is_no_scontrol_the_job_saves_and_trains_on(pair: Pool, tmp_path: Path) -> None:
+def test_where_there_is_no_scontrol_the_job_saves_and_trains_on(pair, tmp_path):
     first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
     assert first[:3] == second[:3] == (False, STEPS, True)
     assert "scontrol is not to be found here, such as in a container; job 77 trains on" in first[3][0]
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
-def test_outside_of_slurm_the_signal_is_left_alone(pair: Pool) -> None:
+def test_outside_of_slurm_the_signal_is_left_alone(pair):
     assert pair.run(fit_outside) == [True, True]

@@ -11,8 +11,7 @@ from pytorch_lightning import Trainer
 from lightning_sparse import SparseDDPStrategy, callbacks
 from lightning_sparse.cli import main
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.commands import COMMAND, MODEL, Interpreter, begin, refusal
+from tests.helpers.commands import COMMAND, MODEL, begin, refusal
 
 OWN_SCRIPT = """
 import lightning_sparse
@@ -33,13 +32,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     """Keep Lightning's own deprecation to itself, and pytest's words from the parser."""
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.setattr(sys, "argv", ["lightning-sparse"])
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def answer(capsys, *arguments):
     """Return what is printed for arguments that only ask."""
     with pytest.raises(SystemExit) as stop:
         main([*arguments])
@@ -47,7 +46,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     """Return the one line that is said of arguments that are refused, after one of usage."""
     *_, usage, tip, error = refusal(capsys, *arguments)
     assert usage.startswith("usage: lightning-sparse")
@@ -56,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def test_fits_with_a_strategy_name(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_fits_with_a_strategy_name(interpreter, tmp_path):
     options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=true"]
     words = ["fit", MODEL, "--trainer.strategy=sparse_topk", *options, f"--trainer.default_root_dir={tmp_path}"]
     done = interpreter.run(Path(COMMAND), *words)
@@ -64,7 +63,7 @@ def test_fits_with_a_strategy_name(interpreter: Interpreter, tmp_path: Path) -> 
     assert "All distributed processes registered. Starting with 2 processes" in done.stderr
 
 
-def test_a_strategy_is_built_from_plain_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strategy_is_built_from_plain_arguments(capsys):
     given = {"density": 0.02, "wire": "bfloat16", "local_steps": 4, "find_unused_parameters": True}
     words = [f"--trainer.strategy.{name}={value}" for name, value in given.items()]
     words.append("--trainer.strategy.schedule=lightning_sparse.schedule.FixedSize")
@@ -86,9 +85,7 @@ def test_a_strategy_is_built_from_plain_arguments(capsys: pytest.CaptureFixture[
         ("strategy: sparse_lags", ["--config={folder}/more.yaml"]),
     ],
 )
-def test_a_name_and_arguments_beside_it_are_a_strategy(
-    strategy: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_and_arguments_beside_it_are_a_strategy(strategy, more, tmp_path, capsys):
     (tmp_path / "fit.yaml").write_text(f"trainer: {{{strategy}}}\n")
     (tmp_path / "more.yaml").write_text("trainer: {strategy: {init_args: {density: 0.05}}}\n")
     words = [f"--config={tmp_path}/fit.yaml", *(word.format(folder=tmp_path) for word in more)]
@@ -99,13 +96,13 @@ def test_a_name_and_arguments_beside_it_are_a_strategy(
     assert arguments.items() <= printed["init_args"].items()
 
 
-def test_the_help_and_the_refusal_of_another_command_list_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_and_the_refusal_of_another_command_list_all(capsys):
     assert "{fit,validate,test,predict,plan,submit} ..." in answer(capsys, "--help")
     said = refusal(capsys, "fti")[-1]
     assert "choose one of: fit, validate, test, predict, plan, submit (did you mean 'fit'?)" in said
 
 
-def test_a_script_of_the_users_own_knows_the_names(pair: Pool, tmp_path: Path) -> None:
+def test_a_script_of_the_users_own_knows_the_names(pair, tmp_path):
     script, config = tmp_path / "train.py", tmp_path / "fit.yaml"
     script.write_text(OWN_SCRIPT)
     config.write_text(
@@ -153,29 +150,27 @@ CALLBACK = f"trainer: {{callbacks: [{{class_path: lightning_sparse.%s, {RULES}}}
         (CALLBACK % ("callbacks.AdaptiveDensity", "budget: much"), "ErrorBudget: budget=much must be float: "),
     ],
 )
-def test_a_slip_is_one_line(slip: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slip_is_one_line(slip, said, tmp_path, capsys):
     (tmp_path / "fit.yaml").write_text(f"seed_everything: 1\n{slip}")
     word = slip if slip.startswith("--") else f"--config={tmp_path / 'fit.yaml'}"
     assert said in refused(capsys, "fit", MODEL, word)
 
 
-def test_the_help_of_fit_lists_the_names_and_no_class_that_is_not_for_users(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_help_of_fit_lists_the_names_and_no_class_that_is_not_for_users(capsys):
     printed = "".join(answer(capsys, "fit", "--help").split())
     assert f"Oflightning_sparse:{','.join(system.name for system in systems())}" in printed
     public = {"SparseDDPStrategy", "SparseModelParallelStrategy", *callbacks.__all__}
     assert {path.rpartition(".")[2] for path in re.findall(r"lightning_sparse\.[\w.]+", printed)} <= public
 
 
-def test_a_class_path_alone_is_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_path_alone_is_a_strategy(capsys):
     strategy = "lightning_sparse.SparseDDPStrategy"
     assert isinstance(Trainer(strategy=strategy, accelerator="cpu", logger=False).strategy, SparseDDPStrategy)
     printed = answer(capsys, "fit", MODEL, f"--trainer.strategy={strategy}", "--print_config")
     assert f"strategy: {strategy}" in printed
 
 
-def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_the_command_finds_a_model_in_the_folder_where_it_is_run(interpreter, tmp_path):
     (tmp_path / "beside.py").write_text(
         "from pytorch_lightning.demos.boring_classes import BoringModel\nclass Model(BoringModel): ...\n"
     )

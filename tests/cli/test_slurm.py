@@ -5,9 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ NODES = 3
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     lacking = missing()
     if lacking and os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but a cluster cannot run here without {', '.join(lacking)}")
@@ -36,14 +34,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work(tmp_path):
     """A directory that has what the root of the repository has."""
     for name in ("configs", "examples", "lightning_sparse"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
-def wait_for(happened: Callable[[], Any], timeout: float, cluster: Cluster, log: Path) -> None:
+def wait_for(happened, timeout, cluster, log):
     """Wait until something is true; fail with the logs after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not happened():
@@ -52,14 +50,14 @@ def wait_for(happened: Callable[[], Any], timeout: float, cluster: Cluster, log:
         time.sleep(0.2)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def lines_of(path):
     """Return the objects that a training has written down so far."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 @pytest.mark.timeout(240)
-def test_the_example_of_several_nodes_trains_as_it_is_written(cluster: Cluster, work: Path) -> None:
+def test_the_example_of_several_nodes_trains_as_it_is_written(cluster, work):
     job = cluster.submit("examples/slurm/several_nodes.sbatch", folder=work)
     try:
         facts = cluster.wait_until_ended(job, timeout=200)
@@ -76,7 +74,7 @@ def test_the_example_of_several_nodes_trains_as_it_is_written(cluster: Cluster, 
 
 
 @pytest.mark.timeout(240)
-def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster: Cluster, work: Path) -> None:
+def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, work):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         said = f"--export=ALL,NODES=2,PORT={free.getsockname()[1]}"
@@ -99,7 +97,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster: Clu
 
 
 @pytest.mark.timeout(300)
-def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: Path) -> None:
+def test_a_signalled_job_saves_goes_back_and_continues(cluster, work):
     options = ["--nodes=2", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
     told = cluster.run("lightning-sparse", "submit", *options, f"--config={ROOT}/tests/cli/slow.yaml", folder=work)
     job = told.split()[1]
@@ -124,7 +122,7 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster: Cluster, work: P
 
 
 @pytest.mark.timeout(240)
-def test_python_without_srun_is_refused_at_once(cluster: Cluster, work: Path) -> None:
+def test_python_without_srun_is_refused_at_once(cluster, work):
     fit = "lightning-sparse fit --model=tests.cli.slow.Slow --trainer.strategy=sparse_topk"
     job = cluster.submit("--ntasks-per-node=2", f"--wrap={fit}", folder=work)
     assert cluster.wait_until_ended(job, timeout=200)["JobState"] == "FAILED"

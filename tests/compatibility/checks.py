@@ -1,32 +1,29 @@
 """What the rows ask for, of what happened on two ranks, and how they come to know it."""
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.tuner import Tuner
-from torch import Tensor
 
-from tests.compatibility.modules import COMPILER, Plain, Tracking
-from tests.compatibility.running import ROUND, Outcome
+from tests.compatibility.modules import COMPILER, Plain
+from tests.compatibility.running import ROUND
 from tests.helpers.trainers import weights
 
 CLIP = 0.01
 
 
-def steps(outcome: Outcome) -> list[int]:
+def steps(outcome):
     return [batch.step for batch in outcome.batches]
 
 
-def rates(outcome: Outcome) -> list[float]:
+def rates(outcome):
     return [update.rate for update in outcome.updates]
 
 
-def windows(first: Outcome, second: Outcome) -> None:
+def windows(first, second):
     assert steps(first) == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
     for before, batch in zip(first.batches, first.batches[1:]):
         if batch.stats and not batch.is_plain and not before.is_plain:
@@ -35,25 +32,25 @@ def windows(first: Outcome, second: Outcome) -> None:
             assert has_sent == (batch.step > before.step and ends_round)
 
 
-def norms(first: Outcome, second: Outcome) -> None:
+def norms(first, second):
     assert max(update.norm for update in first.updates) > CLIP
     assert max(batch.norm for batch in first.batches) == pytest.approx(CLIP, rel=1e-3)
 
 
-def fit_noting_types(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def fit_noting_types(trainer, module):
     types = set()
     module.network[0].register_forward_hook(lambda layer, given, output: types.add(output.dtype))
     trainer.fit(module)
     return {"types": types}
 
 
-def types(first: Outcome, second: Outcome) -> None:
+def types(first, second):
     assert first.notes["types"] == {torch.bfloat16}
     assert {parameter.dtype for parameter in first.after.values()} == {torch.float32}
 
 
-def steps_are(expected: Iterable[int]) -> Callable[[Outcome, Outcome], None]:
-    def check(first: Outcome, second: Outcome) -> None:
+def steps_are(expected):
+    def check(first, second):
         assert steps(first) == list(expected)
 
     return check
@@ -65,22 +62,22 @@ two_steps_in_two_batches = steps_are([0, 2, 2, 4, 4, 6, 6, 8])
 two_epochs_by_turns = steps_are(range(1, 17))
 
 
-def static(first: Outcome, second: Outcome) -> None:
+def static(first, second):
     assert all(batch.is_static for batch in first.batches)
 
 
-def normalized_together(first: Outcome, second: Outcome) -> None:
+def normalized_together(first, second):
     assert first.batches[0].total != second.batches[0].total
     for one, other in zip(first.batches, second.batches):
         assert one.buffers == other.buffers
         assert "network.1.running_mean" in one.buffers
 
 
-def halved_rates(first: Outcome, second: Outcome) -> None:
+def halved_rates(first, second):
     assert rates(first) == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
 
 
-def fit_and_evaluate(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def fit_and_evaluate(trainer, module):
     trainer.fit(module)
     fitted = weights(module)
     validated = trainer.validate(module, verbose=False)
@@ -89,7 +86,7 @@ def fit_and_evaluate(trainer: Trainer, module: Plain) -> dict[str, Any]:
     return {"fitted": fitted, "validated": validated, "tested": tested, "predicted": predicted}
 
 
-def evaluated(first: Outcome, second: Outcome) -> None:
+def evaluated(first, second):
     rows = Plain().val_dataloader().dataset.rows
     # A sampler gives every second row to each of two ranks.
     losses = [
@@ -103,7 +100,7 @@ def evaluated(first: Outcome, second: Outcome) -> None:
         assert all(torch.equal(outcome.notes["fitted"][name], outcome.after[name]) for name in outcome.after)
 
 
-def fit_twice(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def fit_twice(trainer, module):
     trainer.fit(module)
     fitted = weights(module)
     trainer.fit_loop.max_epochs += 1
@@ -111,61 +108,61 @@ def fit_twice(trainer: Trainer, module: Plain) -> dict[str, Any]:
     return {"fitted": fitted}
 
 
-def continued(first: Outcome, second: Outcome) -> None:
+def continued(first, second):
     assert steps(first) == list(range(1, 17))
     for name, parameter in first.notes["fitted"].items():
         assert torch.equal(parameter, second.notes["fitted"][name])
         assert not torch.equal(parameter, first.after[name])
 
 
-def no_velocity(first: Outcome, second: Outcome) -> None:
+def no_velocity(first, second):
     one_step_a_batch(first, second)
     assert "momentum_buffer" not in first.kept
 
 
-def moments(first: Outcome, second: Outcome) -> None:
+def moments(first, second):
     assert first.kept == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def moments_of_windows(first: Outcome, second: Outcome) -> None:
+def moments_of_windows(first, second):
     moments(first, second)
     assert steps(first) == [batch // 2 for batch in range(1, 17)]
 
 
-def fit_compiled(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def fit_compiled(trainer, module):
     return fit_counting_graphs(trainer, torch.compile(module, backend=COMPILER))
 
 
-def fit_counting_graphs(trainer: Trainer, module: Any) -> dict[str, Any]:
+def fit_counting_graphs(trainer, module):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     trainer.fit(module)
     return {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-def compiled(first: Outcome, second: Outcome) -> None:
+def compiled(first, second):
     one_step_a_batch(first, second)
     assert first.notes["graphs"] > 0
 
 
-def each_row_once(first: Outcome, second: Outcome) -> None:
+def each_row_once(first, second):
     totals = [batch.total for outcome in (first, second) for batch in outcome.batches]
     assert [batch.size for batch in first.batches + second.batches] == [4] * 16
     assert sum(totals) == pytest.approx(float(Plain().train_dataloader().dataset.rows.sum()), abs=1e-3)
 
 
-def short_last(first: Outcome, second: Outcome) -> None:
+def short_last(first, second):
     assert [batch.size for batch in first.batches] == [4] * 7 + [2]
 
 
-def keepers(folder: str, patience: int) -> list[Any]:
+def keepers(folder, patience):
     # Nothing is so much better than before that it counts.
     stopping = EarlyStopping("val_loss", min_delta=100.0, patience=patience, check_on_train_epoch_end=False)
     return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=1), stopping]
 
 
-def fit_and_load_the_best(trainer: Trainer, module: Plain) -> dict[str, Any]:
-    starts: list[dict[str, Any]] = []
+def fit_and_load_the_best(trainer, module):
+    starts = []
     module.on_train_epoch_start = lambda: starts.append(weights(module))
     trainer.fit(module)
     best = type(module).load_from_checkpoint(trainer.checkpoint_callback.best_model_path, map_location="cpu")
@@ -174,20 +171,20 @@ def fit_and_load_the_best(trainer: Trainer, module: Plain) -> dict[str, Any]:
     return {"starts": starts, "score": score, "validated": validated["val_loss"], "epochs": trainer.current_epoch}
 
 
-def stopped_early(first: Outcome, second: Outcome) -> None:
+def stopped_early(first, second):
     assert first.notes["epochs"] == 2
     assert steps(first)[-1] == 16
     assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
 
 
-def averaging(folder: str) -> dict[str, Any]:
+def averaging(folder):
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
     # Epochs end in the midst of rounds.
     epochs = {"max_epochs": 3, "limit_train_batches": 7, "check_val_every_n_epoch": 3}
     return {**epochs, "callbacks": [*keepers(folder, patience=9), average]}
 
 
-def averaged(first: Outcome, second: Outcome) -> None:
+def averaged(first, second):
     assert first.notes["epochs"] == 3
     assert first.notes["validated"] == pytest.approx(first.notes["score"], rel=1e-5)
     for name, parameter in first.after.items():
@@ -198,55 +195,55 @@ def averaged(first: Outcome, second: Outcome) -> None:
 class SwapsAtValidation(Callback):
     """Validate a moving average of the weights, and put them back."""
 
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
-        self.own: dict[str, Tensor] = {}
-        self.trained: dict[str, Tensor] = {}
-        self.validated: list[bool] = []
-        self.resumed: list[bool] = []
+    def __init__(self):
+        self.average = {}
+        self.own = {}
+        self.trained = {}
+        self.validated = []
+        self.resumed = []
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *args):
         self.resumed.append(any(_same(weights(pl_module), known) for known in (self.trained, self.own) if known))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *args):
         self.trained = weights(pl_module)
         self.average = {name: 0.5 * (self.average.get(name, each) + each) for name, each in self.trained.items()}
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer, pl_module):
         self.own = weights(pl_module)
         pl_module.load_state_dict(self.average, strict=False)
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer, pl_module, *args):
         if self.average:
             self.validated.append(_same(weights(pl_module), self.average))
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         pl_module.load_state_dict(self.own, strict=False)
 
 
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def _same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def fit_swapping(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def fit_swapping(trainer, module):
     swaps = SwapsAtValidation()
     trainer.callbacks.insert(0, swaps)
     trainer.fit(module)
     return {"validated": swaps.validated, "resumed": swaps.resumed}
 
 
-def swapped(first: Outcome, second: Outcome) -> None:
+def swapped(first, second):
     for outcome in (first, second):
         assert outcome.notes["validated"] == [True] * 4
         assert outcome.notes["resumed"] == [True] * 8
 
 
-def fit_noting_the_start(trainer: Trainer, module: Tracking) -> dict[str, Any]:
+def fit_noting_the_start(trainer, module):
     trainer.fit(module)
     return {"started": module.started}
 
 
-def tracked(first: Outcome, second: Outcome) -> None:
+def tracked(first, second):
     if "local_steps" in first.batches[-1].stats:
         assert first.buffers == second.buffers
     else:
@@ -254,25 +251,25 @@ def tracked(first: Outcome, second: Outcome) -> None:
     assert first.buffers["level"] != [0.0]
 
 
-def means(first: Outcome, second: Outcome) -> None:
+def means(first, second):
     for one, other in zip(first.batches, second.batches):
         assert one.logged["loss"] == other.logged["loss"] == pytest.approx((one.loss + other.loss) / 2, rel=1e-5)
         assert one.loss != other.loss
 
 
-def same_batches(first: Outcome, second: Outcome) -> None:
+def same_batches(first, second):
     totals = [batch.total for batch in first.batches]
     assert totals == totals[:2] * 3
     assert totals[0] != totals[1]
     assert steps(first)[-1] == 6
 
 
-def one_batch(first: Outcome, second: Outcome) -> None:
+def one_batch(first, second):
     assert steps(first) == [1]
     assert first.validated == 1
 
 
-def find_a_rate(trainer: Trainer, module: Plain) -> dict[str, Any]:
+def find_a_rate(trainer, module):
     before = weights(module)
     finder = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=24)
     found = weights(module)
@@ -287,7 +284,7 @@ def find_a_rate(trainer: Trainer, module: Plain) -> dict[str, Any]:
     }
 
 
-def found_rate(first: Outcome, second: Outcome) -> None:
+def found_rate(first, second):
     for outcome in (first, second):
         assert outcome.notes["stays"]
         assert outcome.notes["files"] == []

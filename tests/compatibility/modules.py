@@ -1,8 +1,6 @@
 """Small models, one for each thing that people build their own way."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -23,41 +21,41 @@ class Plain(Small):
 
     learning_rate = 0.1
 
-    def __init__(self, optimizer: Optional[Callable[..., Any]] = None) -> None:
+    def __init__(self, optimizer=None):
         super().__init__()
         self.optimizer = optimizer
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build(self, module):
         if self.optimizer is not None:
             return self.optimizer(module.parameters())
         return torch.optim.SGD(module.parameters(), lr=self.learning_rate, momentum=0.9)
 
     @override
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.build(self)
 
     @override
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(Rows(64), batch_size=4)
 
     @override
-    def predict_dataloader(self) -> DataLoader[Tensor]:
+    def predict_dataloader(self):
         return self.val_dataloader()
 
     @override
-    def predict_step(self, batch: Tensor) -> Tensor:
+    def predict_step(self, batch):
         return self.network(batch)
 
 
 class ByHand(Plain):
     """Two optimizers that the user steps in turn."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.automatic_optimization = False
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
+    def training_step(self, batch, batch_index):
         optimizer = self.optimizers()[batch_index % 2]
         loss = (self.network(batch) - batch).square().mean()
         optimizer.zero_grad()
@@ -65,7 +63,7 @@ class ByHand(Plain):
         optimizer.step()
 
     @override
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [self.build(self.network[layer]) for layer in (0, 2)]
 
 
@@ -74,12 +72,12 @@ class Adversaries(ByHand):
 
     learning_rate = 0.01
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.critic = nn.Linear(32, 1)
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
+    def training_step(self, batch, batch_index):
         generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
         self._step(generator, (self.critic(self.network(batch)) - 1).square().mean())
@@ -89,13 +87,13 @@ class Adversaries(ByHand):
         self._step(critic, made.square().mean() + (real - 1).square().mean())
         self.untoggle_optimizer(critic)
 
-    def _step(self, optimizer: Any, loss: Tensor) -> None:
+    def _step(self, optimizer, loss):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
 
     @override
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [self.build(self.network), self.build(self.critic)]
 
 
@@ -103,7 +101,7 @@ class PatientAdversaries(Adversaries):
     """The same, with gradients of two batches for a step."""
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
+    def training_step(self, batch, batch_index):
         is_last = batch_index % 2 == 1
         for number, optimizer in enumerate(self.optimizers()):
             with optimizer.toggle_model(sync_grad=is_last):
@@ -119,14 +117,14 @@ class Silent(Plain):
     """A training step that logs nothing: what Lightning's ``log`` does cannot be compiled."""
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return (self.network(batch) - batch).square().mean()
 
 
 class PartlyCompiled(Plain):
     """A network that is compiled, in a module that is not."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.network = torch.compile(self.network, backend=COMPILER)
 
@@ -134,13 +132,13 @@ class PartlyCompiled(Plain):
 class Unused(Plain):
     """A layer that no rank uses, and one that rank 0 alone uses, in every second batch."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.never = nn.Linear(32, 32)
         self.seldom = nn.Linear(32, 32)
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         given = self.seldom(batch) if self.global_rank == 0 and batch_index % 2 else batch
         return super().training_step(given, batch_index)
 
@@ -148,7 +146,7 @@ class Unused(Plain):
 class Normalized(Plain):
     """A network with a layer that normalises batches."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.network[0] = nn.Linear(32, 64, bias=False)  # normalising takes a bias away, so it would not be trained
         self.network.insert(1, nn.BatchNorm1d(64))
@@ -157,13 +155,13 @@ class Normalized(Plain):
 class Tracking(Plain):
     """A buffer that every step assigns anew, from what this rank sees."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.register_buffer("level", torch.zeros(1))
-        self.started: list[float] = []
+        self.started = []
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         self.started.append(float(self.level))
         self.level = 0.5 * self.level + batch.mean()
         return super().training_step(batch, batch_index)
@@ -172,12 +170,12 @@ class Tracking(Plain):
 class Taught(Plain):
     """A frozen parameter that follows a trained one, in a way that no version of a tensor counts."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.teacher = nn.Parameter(torch.zeros(32), requires_grad=False)
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.teacher.data = 0.5 * (self.teacher.data + self.network[2].bias.data)
 
 
@@ -186,14 +184,14 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx, tensor):
         total = tensor.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         return SumOverRanks.forward(ctx, gradients[0])
 
 
@@ -201,7 +199,7 @@ class NormTogether(nn.BatchNorm1d):
     """What ``SyncBatchNorm`` does, on any device."""
 
     @override
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, given):
         if not self.training:
             return super().forward(given)
         sums = SumOverRanks.apply(torch.stack([given.sum(0), given.square().sum(0)]))
@@ -216,12 +214,12 @@ class NormSync(LayerSync):
     """Let the normalising layer communicate."""
 
     @override
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model):
         model.network[1] = NormTogether(64).to(model.device)
         return model
 
     @override
-    def revert(self, model: nn.Module) -> nn.Module:
+    def revert(self, model):
         return model
 
 
@@ -229,7 +227,7 @@ class Scheduled(Plain):
     """A learning rate that halves every second step."""
 
     @override
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -238,7 +236,7 @@ class Scheduled(Plain):
 class Stream(IterableDataset[Tensor]):
     """Rows that arrive one after the other, every second one for each of two ranks."""
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return iter(Rows(64).rows[dist.get_rank() :: 2])
 
 
@@ -246,7 +244,7 @@ class Streaming(Plain):
     """Data without a length."""
 
     @override
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(Stream(), batch_size=4)
 
 
@@ -254,5 +252,5 @@ class Uneven(Plain):
     """Data that do not fill the last batch."""
 
     @override
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(Rows(60), batch_size=4)

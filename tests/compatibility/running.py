@@ -1,7 +1,7 @@
 """Run a cell of the table, and note what happened in it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
 from unittest.mock import patch
@@ -10,7 +10,6 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from tests.compatibility.modules import Plain
@@ -20,7 +19,7 @@ from tests.helpers.trainers import make_trainer, weights
 ROUND = 2  # local steps
 # The densities are such that a small model's few elements are neither all sent nor none. The first four differ in how
 # ranks train together, and are tried with every feature; each of the others with every fifth.
-STRATEGIES: dict[str, Optional[dict[str, Any]]] = {
+STRATEGIES = {
     "sparse_topk": {"compressor": "topk", "density": 0.05},
     "sparse_auto": {"compressor": "lags", "density": 0.05, "schedule": "auto"},
     "sparse_a2sgd": {"compressor": "a2sgd"},
@@ -57,7 +56,7 @@ class Batch(NamedTuple):
     is_static: bool  # how the model is wrapped
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         """Whether everything was sent, which ``sparse_auto`` does before it leaves steps to DDP."""
         return self.stats["wire_bytes"] >= self.stats["dense_bytes"]
 
@@ -85,18 +84,16 @@ class Outcome(NamedTuple):
 class Watch(Callback):
     """Note every batch and every update."""
 
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.updates: list[Update] = []
+    def __init__(self):
+        self.batches = []
+        self.updates = []
         self.validated = 0
-        self.kept: set[str] = set()
+        self.kept = set()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.updates.append(Update(optimizer.param_groups[0]["lr"], norm_of_gradients(pl_module)))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         strategy = trainer.strategy
         is_ours = isinstance(strategy, SparseDDPStrategy)
         self.batches.append(
@@ -115,19 +112,19 @@ class Watch(Callback):
             )
         )
 
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer, *args):
         self.validated += not trainer.sanity_checking
 
-    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_end(self, trainer, *args):
         self.kept = {kind for state in trainer.optimizers[0].state.values() for kind in state}
 
 
-def buffers_of(module: LightningModule) -> dict[str, list[float]]:
+def buffers_of(module):
     """Return the numbers in the buffers."""
     return {name: buffer.flatten().tolist() for name, buffer in module.named_buffers()}
 
 
-def norm_of_gradients(module: LightningModule) -> float:
+def norm_of_gradients(module):
     """Return the norm of the gradient over all parameters."""
     gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients))
@@ -136,32 +133,32 @@ def norm_of_gradients(module: LightningModule) -> float:
 class TakingTurns:
     """In place of the choice by measured times: plain DDP in two steps of six, before which everything is sent."""
 
-    def __init__(self, engine: Any, *args: Any) -> None:
+    def __init__(self, engine, *args):
         self.wants_plain = False
-        self.chosen: Optional[bool] = None  # nothing that a resumed run could follow
+        self.chosen = None  # nothing that a resumed run could follow
         self.verdict = "took turns"
         self._engine = engine
         self._step = 0
 
-    def end_step(self) -> None:
+    def end_step(self):
         self._step += 1
         self._engine.densities.sends_all = self._step % 6 == 2
         self.wants_plain = self._step % 6 in (3, 4)
 
 
 @contextmanager
-def changing_hands() -> Iterator[None]:
+def changing_hands():
     """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
     with patch("lightning_sparse.strategy.trainer.BackendChoice", TakingTurns):
         yield
 
 
-def nothing(folder: str) -> dict[str, Any]:
+def nothing(folder):
     """Give the Trainer nothing."""
     return {}
 
 
-def fit(trainer: Trainer, module: LightningModule) -> None:
+def fit(trainer, module):
     """Fit."""
     trainer.fit(module)
 
@@ -180,14 +177,14 @@ class Feature(NamedTuple):
     untrained: frozenset[str] = frozenset()  # parameters that stay as they are
     sent_whole: float = 0.0  # share of the elements that are sent whole in every step
 
-    def refusal_by(self, strategy: str) -> Optional[str]:
+    def refusal_by(self, strategy):
         """Return what the message of a strategy's refusal says on this device; ``None`` if it works."""
         if strategy not in self.refusals and self.needs_gpu:
             return NEEDS_GPU if DEVICE.type == "cpu" else None
         return self.refusals.get(strategy)
 
 
-def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
+def build_strategy(name, arguments):
     """Build the strategy of a column."""
     settings = STRATEGIES[name]
     if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # send no part of a gradient late, and have nothing to correct
@@ -195,7 +192,7 @@ def build_strategy(name: str, arguments: Mapping[str, Any]) -> DDPStrategy:
     return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
 
 
-def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome:
+def run_cell(rank, strategy, feature, folder):
     """Do what people do."""
     watch, module = Watch(), feature.module()
     arguments = feature.trainer(folder)
@@ -210,7 +207,7 @@ def run_cell(rank: int, strategy: str, feature: Feature, folder: str) -> Outcome
     )
 
 
-def refusal_of(rank: int, strategy: str, feature: Feature, folder: str) -> str:
+def refusal_of(rank, strategy, feature, folder):
     """Do what people do, which must be refused; return the message."""
     try:
         run_cell(rank, strategy, feature, folder)

@@ -9,7 +9,6 @@ from collections import Counter
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from tests.helpers.devices import DEVICE
 
@@ -17,7 +16,7 @@ from tests.helpers.devices import DEVICE
 class Reference:
     """``ranks`` workers with residuals, in one process, on the device under test: others divide to other bits."""
 
-    def __init__(self, method: str, numels: list[int], ranks: int, density: float) -> None:
+    def __init__(self, method, numels, ranks, density):
         self.method, self.numels, self.ranks = method, numels, ranks
         self.numel = sum(numels)
         self.wanted = max(ranks, round(density * self.numel))
@@ -27,7 +26,7 @@ class Reference:
         self.residuals = [torch.zeros(self.numel, device=DEVICE) for _ in range(ranks)]
         self._cut_first()
 
-    def _cut_first(self) -> None:
+    def _cut_first(self):
         if self.method == "exdyna":
             blocks = max(self.ranks, min(1024, self.numel // 32))
             self.edges = [math.floor(block * self.numel / blocks) for block in range(blocks + 1)]
@@ -38,11 +37,11 @@ class Reference:
         self.owner_blocks = [blocks // self.ranks + (rank < blocks % self.ranks) for rank in range(self.ranks)]
         self.loads = [0.0] * blocks
 
-    def partition(self, index: int) -> tuple[int, int]:
+    def partition(self, index):
         first = sum(self.owner_blocks[:index])
         return self.edges[first], self.edges[first + self.owner_blocks[index]]
 
-    def step(self, gradients: list[Tensor]) -> tuple[list[list[int]], Tensor]:
+    def step(self, gradients):
         """Return what every worker selects, and the dense mean gradient."""
         accumulated = [residual + gradient for residual, gradient in zip(self.residuals, gradients)]
         chosen, counted = [], Counter()
@@ -63,7 +62,7 @@ class Reference:
         self._learn(union.tolist(), counted)
         return chosen, mean
 
-    def _first_choice(self, vector: Tensor, start: int, end: int, counted: Counter) -> list[int]:
+    def _first_choice(self, vector, start, end, counted):
         chosen, tensor_start = [], 0
         for numel in self.numels:
             low, high = max(start, tensor_start), min(end, tensor_start + numel)
@@ -76,7 +75,7 @@ class Reference:
             counted[exponent, math.floor((value / 2.0**exponent - 1) * 8)] += 1
         return sorted(chosen)
 
-    def _learn(self, union: list[int], counted: Counter) -> None:
+    def _learn(self, union, counted):
         ratio = len(union) / self.wanted
         if self.theta is None:
             above = 0
@@ -107,7 +106,7 @@ class Reference:
             self._balance(union)
         self.step_count += 1
 
-    def _balance(self, union: list[int]) -> None:
+    def _balance(self, union):
         held = Counter(bisect.bisect_right(self.edges, position) - 1 for position in union)
         self.loads = [0.95 * load + 0.05 * held[block] for block, load in enumerate(self.loads)]
         if (self.step_count + 1) % 16:

@@ -1,10 +1,6 @@
 """Compressors that each break one law, for the conformance kit to find."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from lightning_sparse import Selection
 from lightning_sparse.compressors import TopK
@@ -13,7 +9,7 @@ from lightning_sparse.compressors import TopK
 class HidesNaN(TopK):
     """Sends the largest finite magnitudes, and so tells nobody of those that are not finite."""
 
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+    def select(self, names, accumulated, counts):
         finite = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in accumulated]
         return super().select(names, finite, counts)
 
@@ -21,7 +17,7 @@ class HidesNaN(TopK):
 class LosesMass(TopK):
     """Sends a little less than was there, and keeps nothing of the difference."""
 
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+    def select(self, names, accumulated, counts):
         selections = super().select(names, accumulated, counts)
         return [selection._replace(values=0.99 * selection.values) for selection in selections]
 
@@ -29,11 +25,11 @@ class LosesMass(TopK):
 class LooksAround(TopK):
     """Scales its choice by what else is in the group, without declaring it."""
 
-    def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Any:
+    def select(self, names, accumulated, counts):
         offset = max(tensor.numel() for tensor in accumulated)
         return [self._strided(tensor, count, offset) for tensor, count in zip(accumulated, counts)]
 
-    def _strided(self, tensor: Tensor, count: int, offset: int) -> Selection:
+    def _strided(self, tensor, count, offset):
         indices = (torch.arange(count, device=tensor.device) * (tensor.numel() // count) + offset) % tensor.numel()
         if not tensor.isfinite().all():
             indices[0] = tensor.isfinite().logical_not().nonzero()[0, 0]

@@ -1,15 +1,12 @@
 """Many virtual ranks in one process: compressors that exchange by plain indexing, with no wire."""
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_sparse.compressors import Compressor, element_count
+from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection
 from tests.helpers.devices import DEVICE
@@ -21,24 +18,24 @@ class Simulation:
     On the device under test, wherever gradients come from.
     """
 
-    def __init__(self, build: Callable[[], Compressor], numels: dict[str, int], ranks: int, density: float) -> None:
+    def __init__(self, build, numels, ranks, density):
         self.names = list(numels)
         self.numels = list(numels.values())
         self.density = density
-        self.compressors: list[Any] = [build() for _ in range(ranks)]
+        self.compressors = [build() for _ in range(ranks)]
         self.residuals = [torch.zeros(sum(self.numels), device=DEVICE) for _ in range(ranks)]
         self.begin()
 
     @property
-    def numel(self) -> int:
+    def numel(self):
         return sum(self.numels)
 
-    def begin(self) -> None:
+    def begin(self):
         for rank, compressor in enumerate(self.compressors):
             layout = ModelLayout(tuple(self.names), tuple(self.numels), rank, len(self.compressors), DEVICE)
             compressor.begin(layout)
 
-    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def step(self, gradients):
         """Exchange one flat gradient of each rank; return the flat positions that each rank selected."""
         accumulated = [residual + gradient.to(DEVICE) for residual, gradient in zip(self.residuals, gradients)]
         chosen = [self._select(compressor, flat) for compressor, flat in zip(self.compressors, accumulated)]
@@ -49,7 +46,7 @@ class Simulation:
             self.residuals = [flat.index_fill(0, union, 0.0) for flat in accumulated]
         return chosen
 
-    def _select(self, compressor: Compressor, flat: Tensor) -> Tensor:
+    def _select(self, compressor, flat):
         counts = [
             element_count(n, compressor.density_of(name, self.density)) for name, n in zip(self.names, self.numels)
         ]
@@ -59,7 +56,7 @@ class Simulation:
             assert torch.equal(selection.values.nan_to_num(), tensor[selection.indices].nan_to_num())
         return torch.cat([selection.indices + start for selection, start in zip(selections, starts)])
 
-    def _finish(self, union: Tensor, mean: Tensor, finite: Tensor) -> None:
+    def _finish(self, union, mean, finite):
         means, start = [], 0
         for numel in self.numels:
             inside = (union >= start) & (union < start + numel)
@@ -67,7 +64,7 @@ class Simulation:
             start += numel
         meeting = Meeting(len(self.compressors))
 
-        def finish(rank: int, compressor: Compressor) -> None:
+        def finish(rank, compressor):
             compressor.finish_step(self.names, means, finite, partial(meeting.all_gather, rank))
 
         with ThreadPoolExecutor(len(self.compressors)) as threads:
@@ -77,11 +74,11 @@ class Simulation:
 class Meeting:
     """Where threads, one for each virtual rank, gather tensors; all of them, or there is an error."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks):
         self._barrier = threading.Barrier(ranks, timeout=30)
         self._handed_in = [torch.empty(0)] * ranks
 
-    def all_gather(self, rank: int, tensor: Tensor) -> Tensor:
+    def all_gather(self, rank, tensor):
         """Hand in a tensor, and receive those of all ranks."""
         self._handed_in[rank] = tensor
         self._barrier.wait()

@@ -1,24 +1,22 @@
 """A2SGD against its formula, and what two numbers cannot do."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse.compressors import A2SGD
 from lightning_sparse.engine.observe.record import Clock
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sgd_steps, sparse_ddp
 
 
-def flat_parameters(model: nn.Module) -> Tensor:
+def flat_parameters(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def train(rank: int, steps: int) -> Tensor:
+def train(rank, steps):
     """Train the literal algorithm; return the parameters after every step."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), A2SGD(param_sync_every=None)) as (ddp, engine):
@@ -26,14 +24,14 @@ def train(rank: int, steps: int) -> Tensor:
         return torch.stack([flat_parameters(ddp) for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9)])
 
 
-def slow_histories(ranks: int, steps: int) -> list[Tensor]:
+def slow_histories(ranks, steps):
     """Train a model for each virtual worker by the formula, on one flat gradient in float64."""
     models, optimizers = [], []
     for _ in range(ranks):
         torch.manual_seed(0)
         models.append(Edges().to(DEVICE))
         optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.01, momentum=0.9))
-    histories: list[list[Tensor]] = [[] for _ in range(ranks)]
+    histories = [[] for _ in range(ranks)]
     for step in range(steps):
         gradients, up, down = [], [], []
         for rank, model in enumerate(models):
@@ -56,13 +54,13 @@ def slow_histories(ranks: int, steps: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_it_trains_as_its_formula_says(pools: dict[int, Pool], ranks: int) -> None:
+def test_it_trains_as_its_formula_says(pools, ranks):
     answers = pools[ranks].run(train, 20)
     for ours, theirs in zip(answers, slow_histories(ranks, 20)):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-def step_stages(rank: int) -> tuple[list[str], list[float]]:
+def step_stages(rank):
     """Make a step; return the stages after the last group's, and how long after the one before each began."""
     with sparse_ddp(Edges(), A2SGD(), schedule="single") as (ddp, engine):
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
@@ -71,13 +69,13 @@ def step_stages(rank: int) -> tuple[list[str], list[float]]:
         return [span.stage for span in spans], gaps
 
 
-def test_what_travels_when_the_step_is_over_is_not_taken_for_the_compressors_time(pair: Pool) -> None:
+def test_what_travels_when_the_step_is_over_is_not_taken_for_the_compressors_time(pair):
     for stages, gaps in pair.run(step_stages):
         assert stages == ["encode", "exchange", "encode", "commit"]
         assert all(gap >= 0 for gap in gaps)
 
 
-def test_replicas_of_the_literal_algorithm_drift_apart(pair: Pool) -> None:
+def test_replicas_of_the_literal_algorithm_drift_apart(pair):
     first, second = pair.run(train, 20)
     distances = (first - second).norm(dim=1)
     assert 0 < distances[0] < distances[9] < distances[19]
@@ -86,16 +84,16 @@ def test_replicas_of_the_literal_algorithm_drift_apart(pair: Pool) -> None:
 class Given(nn.Module):
     """Two parameters whose gradients are whatever they are multiplied by."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         self.left = nn.Parameter(torch.zeros(3, dtype=dtype))
         self.right = nn.Parameter(torch.zeros(2, dtype=dtype))
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    def forward(self, left, right):
         return (self.left * left).sum() + (self.right * right).sum()
 
 
-def exchange(rank: int, gradients: list[list[float]], dtype: torch.dtype = torch.float32) -> list[float]:
+def exchange(rank, gradients, dtype=torch.float32):
     """Exchange five numbers, cut into two parameters; return what is applied on this rank."""
     left, right = torch.tensor(gradients[rank], dtype=dtype, device=DEVICE).split([3, 2])
     with sparse_ddp(Given(dtype), "a2sgd", schedule="layerwise") as (ddp, engine):
@@ -117,19 +115,17 @@ BY_HAND = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("gradients", "applied"), BY_HAND.values(), ids=BY_HAND)
-def test_means_are_of_the_whole_model_and_zeros_stay(
-    pair: Pool, gradients: list[list[float]], applied: list[list[float]], dtype: torch.dtype
-) -> None:
+def test_means_are_of_the_whole_model_and_zeros_stay(pair, gradients, applied, dtype):
     assert pair.run(exchange, gradients, dtype) == torch.tensor(applied, dtype=dtype).tolist()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(pair: Pool, poison: float) -> None:
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(pair, poison):
     for applied in pair.run(exchange, [[0, 0, 0, 0, 0], [1, 1, poison, 1, 1]]):
         assert not torch.tensor(applied).isfinite().any()
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "50"])
-def test_bad_arguments_are_refused_with_a_cure(every: Any) -> None:
+def test_bad_arguments_are_refused_with_a_cure(every):
     with pytest.raises(ValueError, match=r"param_sync_every=.* at least 1, or None; 50 averages"):
         A2SGD(param_sync_every=every)

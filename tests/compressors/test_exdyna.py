@@ -3,7 +3,6 @@
 import io
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from lightning_sparse.compressors import ExDyna, MiCRO
 from lightning_sparse.compressors.exdyna import ThresholdState, balanced_cuts, block_edges
 from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.testing.pool import Pool
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation
 from tests.helpers.devices import DEVICE, moved
@@ -26,11 +24,11 @@ each_method = pytest.mark.parametrize("method", METHODS)
 NUMELS = {"one": 1, "prime": 997, "matrix": 34_000, "pair": 2}
 
 
-def draw(rank: int, step: int, numel: int) -> Tensor:
+def draw(rank, step, numel):
     return torch.randn(numel, generator=torch.Generator().manual_seed(100_003 * rank + step)).to(DEVICE)
 
 
-def uneven_gradient(rank: int, step: int, parameters: Tensor) -> Tensor:
+def uneven_gradient(rank, step, parameters):
     """Return a gradient that follows the parameters, and is ten times as large in one stretch as elsewhere."""
     scale = torch.full((parameters.numel(),), 0.01, device=DEVICE)
     scale[5000:8500] = 0.1
@@ -42,20 +40,20 @@ class Recorded:
 
     history: list[list[int]]
 
-    def begin(self, layout: ModelLayout) -> None:
-        super().begin(layout)  # type: ignore[misc]
+    def begin(self, layout):
+        super().begin(layout)
         self.history, self._chosen = [], []
 
-    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
-        selections = super().select(names, accumulated, counts)  # type: ignore[misc]
+    def select(self, names, accumulated, counts):
+        selections = super().select(names, accumulated, counts)
         for name, selection in zip(names, selections):
             self._chosen += (selection.indices + self._starts[name]).tolist()
         return selections
 
-    def finish_step(self, names: Any, means: Any, finite: Tensor, all_gather: Any) -> Any:
+    def finish_step(self, names, means, finite, all_gather):
         self.history.append(sorted(self._chosen))
         self._chosen = []
-        return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
+        return super().finish_step(names, means, finite, all_gather)
 
 
 RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.items()}
@@ -64,21 +62,21 @@ RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.ite
 class Tensors(nn.Module):
     """Parameters whose gradient is whatever they are multiplied by."""
 
-    def __init__(self, numels: dict[str, int] = NUMELS) -> None:
+    def __init__(self, numels=NUMELS):
         super().__init__()
         self.numels = list(numels.values())
         for name, numel in numels.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(numel)))
 
-    def forward(self, gradient: Tensor) -> Tensor:
+    def forward(self, gradient):
         pieces = zip(self.parameters(), gradient.split(self.numels))
         return sum((parameter * piece).sum() for parameter, piece in pieces)
 
-    def flat(self) -> Tensor:
+    def flat(self):
         return torch.cat([parameter.detach() for parameter in self.parameters()])
 
 
-def train(rank: int, method: str, density: float, steps: int) -> tuple[list[list[int]], list[Tensor]]:
+def train(rank, method, density, steps):
     """Return what this rank selected, and the parameters after each step."""
     compressor = RECORDED[method]()
     with sparse_ddp(Tensors(), compressor, density, schedule=FixedSize(1000)) as (ddp, engine):
@@ -88,7 +86,7 @@ def train(rank: int, method: str, density: float, steps: int) -> tuple[list[list
 
 
 @pytest.mark.parametrize(("method", "ranks"), [("exdyna", 2), ("exdyna", 4), ("micro", 3)])
-def test_training_equals_the_reference(pools: dict[int, Pool], method: str, ranks: int) -> None:
+def test_training_equals_the_reference(pools, method, ranks):
     steps, density = 35, 0.01
     answers = moved(pools[ranks].run(train, method, density, steps), DEVICE)
     reference = Reference(method, list(NUMELS.values()), ranks, density)
@@ -106,7 +104,7 @@ def test_training_equals_the_reference(pools: dict[int, Pool], method: str, rank
     assert (len(partitions) > 1) == (method == "exdyna")
 
 
-def laplace(rank: int, step: int, numel: int) -> Tensor:
+def laplace(rank, step, numel):
     """Draw from a distribution with heavier tails than the normal one."""
     uniform = torch.rand(numel, generator=torch.Generator().manual_seed(1000 * rank + step)).sub_(0.5)
     return uniform.sign() * -torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
@@ -123,10 +121,10 @@ def laplace(rank: int, step: int, numel: int) -> Tensor:
         ("micro", draw, 100.0),
     ],
 )
-def test_the_density_is_the_one_wanted(method: str, gradient: Any, factor: float) -> None:
+def test_the_density_is_the_one_wanted(method, gradient, factor):
     simulation = Simulation(METHODS[method], {"small": 700, "large": 39_300}, ranks=4, density=0.005)
 
-    def densities(first: int, last: int, scale: float) -> list[float]:
+    def densities(first, last, scale):
         steps = ([scale * gradient(rank, step, 40_000) for rank in range(4)] for step in range(first, last))
         return [sum(map(len, simulation.step(gradients))) / 40_000 for gradients in steps]
 
@@ -141,7 +139,7 @@ def test_the_density_is_the_one_wanted(method: str, gradient: Any, factor: float
     assert len({compressor.state_dict()["threshold"] for compressor in simulation.compressors}) == 1
 
 
-def padding_waste(method: str) -> float:
+def padding_waste(method):
     simulation = Simulation(METHODS[method], {"tensor": 40_000}, ranks=8, density=0.005)
     waste = []
     for step in range(120):
@@ -153,13 +151,13 @@ def padding_waste(method: str) -> float:
     return sum(waste[-50:]) / 50
 
 
-def test_partitions_of_equal_load_waste_little_on_padding() -> None:
+def test_partitions_of_equal_load_waste_little_on_padding():
     exdyna, micro = padding_waste("exdyna"), padding_waste("micro")
     assert exdyna < 0.5
     assert micro > 3 * exdyna
 
 
-def applied_densities(rank: int, compressor: str, steps: int) -> list[float]:
+def applied_densities(rank, compressor, steps):
     """Return the fraction of elements that any rank has sent in each step."""
     unions = []
     with sparse_ddp(Tensors({"matrix": 20_000, "bias": 100}), compressor, 0.01) as (ddp, engine):
@@ -169,7 +167,7 @@ def applied_densities(rank: int, compressor: str, steps: int) -> list[float]:
     return unions
 
 
-def test_what_travels_does_not_grow_with_the_number_of_ranks(forked: dict[int, Pool]) -> None:
+def test_what_travels_does_not_grow_with_the_number_of_ranks(forked):
     means = {}
     for compressor in ("exdyna", "micro", "topk"):
         unions = forked[4].run(applied_densities, compressor, 80)[0]
@@ -182,12 +180,12 @@ def test_what_travels_does_not_grow_with_the_number_of_ranks(forked: dict[int, P
 class CountMagnitudes(TorchDispatchMode):
     """Count the elements whose magnitude is taken, and note the operations that read more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.elements = 0
-        self.widest: dict[str, int] = {}
+        self.widest = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._opname
         for tensor in (tensor for tensor in args if isinstance(tensor, Tensor)):
             if name == "abs" and tensor.numel() > 1:
@@ -197,7 +195,7 @@ class CountMagnitudes(TorchDispatchMode):
 
 
 @each_method
-def test_each_rank_examines_its_share_alone(method: str) -> None:
+def test_each_rank_examines_its_share_alone(method):
     examined, gradient = {}, draw(0, 0, 65_536)
     for ranks in (1, 2, 4, 8):
         compressor = METHODS[method]()
@@ -212,7 +210,7 @@ def test_each_rank_examines_its_share_alone(method: str) -> None:
     assert examined == {ranks: 65_536 // ranks for ranks in (1, 2, 4, 8)}
 
 
-def test_its_state_is_the_hosts_whatever_the_default_device() -> None:
+def test_its_state_is_the_hosts_whatever_the_default_device():
     exdyna = ExDyna()
     with torch.device("meta"):
         exdyna.begin(ModelLayout(("weight",), (64,), 0, 2, torch.device("cpu")))
@@ -223,12 +221,12 @@ def test_its_state_is_the_hosts_whatever_the_default_device() -> None:
     }
 
 
-def gradients_of(simulation: Simulation, step: int, scale: float = 1.0) -> list[Tensor]:
+def gradients_of(simulation, step, scale=1.0):
     generator = torch.Generator().manual_seed(step)
     return [scale * torch.randn(simulation.numel, generator=generator) for _ in simulation.compressors]
 
 
-def states_of(simulation: Simulation) -> list[dict[str, Any]]:
+def states_of(simulation):
     """Return the states of all ranks, tensors as lists so that they can be compared."""
     states = [compressor.state_dict() for compressor in simulation.compressors]
     return [{key: getattr(value, "tolist", lambda v=value: v)() for key, value in state.items()} for state in states]
@@ -237,7 +235,7 @@ def states_of(simulation: Simulation) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("numels", [(1,), (2, 1), (1, 1, 1, 1, 1), (7, 30, 3), (997, 64), (33_000, 3)], ids=str)
 @each_method
-def test_ranks_share_a_model_of_any_size(method: str, numels: tuple[int, ...], ranks: int) -> None:
+def test_ranks_share_a_model_of_any_size(method, numels, ranks):
     simulation = Simulation(
         METHODS[method], {str(place): numel for place, numel in enumerate(numels)}, ranks, density=0.01
     )
@@ -252,7 +250,7 @@ def test_ranks_share_a_model_of_any_size(method: str, numels: tuple[int, ...], r
 
 
 @each_method
-def test_the_first_step_selects_what_is_wanted_however_many_tensors_there_are(method: str) -> None:
+def test_the_first_step_selects_what_is_wanted_however_many_tensors_there_are(method):
     simulation = Simulation(METHODS[method], {str(place): 11 for place in range(300)}, ranks=3, density=0.01)
     assert sum(map(len, simulation.step(gradients_of(simulation, 0)))) == 33
     tiny = Simulation(METHODS[method], {"weight": 100}, ranks=4, density=0.001)
@@ -260,7 +258,7 @@ def test_the_first_step_selects_what_is_wanted_however_many_tensors_there_are(me
 
 
 @each_method
-def test_zero_gradients_neither_select_everything_nor_end_the_search(method: str) -> None:
+def test_zero_gradients_neither_select_everything_nor_end_the_search(method):
     simulation = Simulation(METHODS[method], {"weight": 4000}, ranks=2, density=0.01)
     for start in (0, 100):
         for step in range(60):
@@ -271,7 +269,7 @@ def test_zero_gradients_neither_select_everything_nor_end_the_search(method: str
 
 
 @each_method
-def test_fewer_nonzero_elements_than_wanted_are_all_sent(method: str) -> None:
+def test_fewer_nonzero_elements_than_wanted_are_all_sent(method):
     simulation = Simulation(METHODS[method], {"weight": 4000}, ranks=2, density=0.01)
     gradient = torch.zeros(4000)
     gradient[::400] = 1.0
@@ -283,7 +281,7 @@ def test_fewer_nonzero_elements_than_wanted_are_all_sent(method: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @each_method
-def test_whoever_has_a_value_that_is_not_finite_sends_it(method: str, value: float) -> None:
+def test_whoever_has_a_value_that_is_not_finite_sends_it(method, value):
     simulation = Simulation(METHODS[method], {"small": 40, "large": 4000}, ranks=3, density=0.01)
     for step in range(4):
         simulation.step(gradients_of(simulation, step))
@@ -297,14 +295,14 @@ def test_whoever_has_a_value_that_is_not_finite_sends_it(method: str, value: flo
 
 
 @each_method
-def test_a_sum_of_squares_that_overflows_is_no_alarm(method: str) -> None:
+def test_a_sum_of_squares_that_overflows_is_no_alarm(method):
     simulation = Simulation(METHODS[method], {"weight": 4000}, ranks=2, density=0.01)
     simulation.step(gradients_of(simulation, 0, scale=1e25))
     assert {state["step"] for state in states_of(simulation)} == {1}
 
 
 @each_method
-def test_the_density_may_change_from_step_to_step(method: str) -> None:
+def test_the_density_may_change_from_step_to_step(method):
     simulation = Simulation(METHODS[method], {"weight": 20_000}, ranks=2, density=1.0)
     for phase, density in enumerate((1.0, 0.25, 0.06, 0.015)):
         simulation.density = density
@@ -314,7 +312,7 @@ def test_the_density_may_change_from_step_to_step(method: str) -> None:
 
 
 @each_method
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(method: str) -> None:
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(method):
     simulation = Simulation(METHODS[method], {"weight": 4000, "bias": 10}, ranks=3, density=0.02)
     for step in range(25):
         simulation.step(gradients_of(simulation, step))
@@ -332,7 +330,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(method: str) -> None:
 
 
 @each_method
-def test_a_state_for_other_ranks_keeps_the_threshold_and_cuts_anew(method: str) -> None:
+def test_a_state_for_other_ranks_keeps_the_threshold_and_cuts_anew(method):
     simulations = [Simulation(METHODS[method], {"weight": 4000}, ranks, density=0.02) for ranks in (2, 3)]
     for step in range(40):
         simulations[0].step(gradients_of(simulations[0], step))
@@ -344,7 +342,7 @@ def test_a_state_for_other_ranks_keeps_the_threshold_and_cuts_anew(method: str) 
     assert torch.cat(chosen).unique().numel() == sum(map(len, chosen))
 
 
-def test_cuts_leave_a_block_for_everyone_wherever_the_load_is() -> None:
+def test_cuts_leave_a_block_for_everyone_wherever_the_load_is():
     for loads in ([1.0, 0, 0, 0, 0], [0, 0, 0, 0, 1.0], [0, 1.0, 0, 0, 1.0]):
         cuts = balanced_cuts(torch.tensor(loads, dtype=torch.float64), ranks=4)
         assert all(first < last for first, last in pairwise(cuts))
@@ -352,7 +350,7 @@ def test_cuts_leave_a_block_for_everyone_wherever_the_load_is() -> None:
 
 
 @each_method
-def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method: str) -> None:
+def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
     simulation = Simulation(METHODS[method], {"weight": 20_000}, ranks=2, density=0.005)
     scale, drift = (torch.randn(20_000, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     steps = [
@@ -366,19 +364,19 @@ def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method: str) 
     assert 0.4 < sent.min() < sent.max() < 2.2
 
 
-def test_a_state_of_another_method_is_refused() -> None:
+def test_a_state_of_another_method_is_refused():
     with pytest.raises(ValueError, match="loads"):
         ExDyna().load_state_dict({})
 
 
-def test_blocks_are_even() -> None:
+def test_blocks_are_even():
     edges = block_edges(1_000_003, ranks=4)
     assert len(edges) == 1025
     assert {last - first for first, last in pairwise(edges)} <= {976, 977}
     assert block_edges(3, ranks=5) == (0, 0, 1, 1, 2, 3)
 
 
-def test_the_threshold_moves_by_logarithms_and_is_measured_when_far_off() -> None:
+def test_the_threshold_moves_by_logarithms_and_is_measured_when_far_off():
     start = ThresholdState(1.0)
     near = start.followed(150, 100)
     assert near.threshold == pytest.approx(1.5**0.05)

@@ -1,10 +1,8 @@
 """OMGS-SGD against a slow reference, and what selecting across a group must not lose or waste."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse.compressors import DGC, OMGS, Compressor
 from lightning_sparse.compressors.group_selection import WholeSelection
@@ -12,8 +10,7 @@ from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule import FixedSize, Schedule
-from lightning_sparse.testing.pool import Pool
-from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (
     WIRES,
@@ -35,18 +32,18 @@ LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
 class LayerByLayer(Schedule):
     """Close a group where the layers of the virtual workers' network end, in whatever order parameters come."""
 
-    def closes_group(self, newest: str, numel: int) -> bool:
+    def closes_group(self, newest, numel):
         return numel in (64 * 48 + 48, 48 * 20 + 20)
 
 
 class VirtualOMGS:
     """Top-k of every group for N workers, with groups that stay as they are."""
 
-    def __init__(self, groups: list[list[str]]) -> None:
+    def __init__(self, groups):
         self.groups = groups
-        self.residuals: dict[tuple[int, str], Tensor] = {}
+        self.residuals = {}
 
-    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+    def __call__(self, gradients, rate):
         means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
         for rank, gradient in enumerate(gradients):
             for group in self.groups:
@@ -72,14 +69,12 @@ class VirtualOMGS:
     ids=["two groups", "single", "layerwise"],
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_omgs_equals_its_reference(
-    pools: dict[int, Pool], ranks: int, schedule: "str | Schedule", groups: list[list[str]]
-) -> None:
+def test_omgs_equals_its_reference(pools, ranks, schedule, groups):
     settings = {"compressor": OMGS(), "density": DENSITY, "schedule": schedule}
     assert_same_as_virtual(pools[ranks], settings, VirtualOMGS(groups))
 
 
-def train(rank: int, settings: dict[str, Any], steps: int = 4) -> Tensors:
+def train(rank, settings, steps=4):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         losses = (ddp(batch(rank, step)) for step in range(steps))
@@ -89,7 +84,7 @@ def train(rank: int, settings: dict[str, Any], steps: int = 4) -> Tensors:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_one_tensor_at_a_time_it_is_top_k(pair: Pool, wire: str) -> None:
+def test_one_tensor_at_a_time_it_is_top_k(pair, wire):
     settings = {"density": DENSITY, "schedule": "layerwise", "wire": wire}
     expected = pair.run(train, {"compressor": "topk", **settings})[0]
     for parameters in pair.run(train, {"compressor": "omgs", **settings}):
@@ -101,25 +96,25 @@ def test_one_tensor_at_a_time_it_is_top_k(pair: Pool, wire: str) -> None:
 class ManyTypes(Edges):
     """Parameters of four types."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))
         self.brains = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
         self.halves = nn.Parameter(torch.ones(40, dtype=torch.float16))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         extra = self.doubles.sum() + self.brains.double().square().sum() + self.halves.double().square().sum()
         return super().forward(inputs) + extra * inputs[0, 0]
 
 
-def balance_while_replanned(rank: int, wire: str) -> list[tuple[Tensors, Tensors, Tensors]]:
+def balance_while_replanned(rank, wire):
     """Train with other groups in every step; return for each what was owed, what was applied, what waits after it."""
     torch.manual_seed(0)
     book = []
     schedule = FixedSize(1)
     with sparse_ddp(ManyTypes(), "omgs", DENSITY, schedule, wire) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
-        waiting: Tensors = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        waiting = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
         for step, min_elements in enumerate([1, 10**9, 1000, 10**9, 2600, 1]):
             schedule.min_elements = min_elements
             backpropagate(ddp, engine, ddp(batch(rank, step)))
@@ -132,7 +127,7 @@ def balance_while_replanned(rank: int, wire: str) -> list[tuple[Tensors, Tensors
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_new_groups_lose_nothing(pools: dict[int, Pool], wire: str) -> None:
+def test_new_groups_lose_nothing(pools, wire):
     coarse = {"brains": 1e-2, "halves": 1e-3}
     for entries in zip(*pools[3].run(balance_while_replanned, wire)):
         for name, applied in entries[0][1].items():
@@ -146,17 +141,17 @@ def test_new_groups_lose_nothing(pools: dict[int, Pool], wire: str) -> None:
 class Rare(nn.Module):
     """A common parameter, and one whose gradient is much larger where it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.common = nn.Parameter(torch.zeros(1000))
         self.rare = nn.Parameter(torch.zeros(1000))
 
-    def forward(self, inputs: Tensor, uses_rare: bool) -> Tensor:
+    def forward(self, inputs, uses_rare):
         loss = (self.common * inputs).sum()
         return loss + (self.rare * inputs).sum() * 1000 if uses_rare else loss
 
 
-def count_sent(rank: int) -> list[int]:
+def count_sent(rank):
     """Use the rare parameter in the first step only; count what is applied of the common one."""
     counts = []
     inputs = torch.linspace(1, 2, 1000, device=DEVICE)
@@ -169,12 +164,12 @@ def count_sent(rank: int) -> list[int]:
     return counts
 
 
-def test_what_nobody_uses_wins_no_places(pair: Pool) -> None:
+def test_what_nobody_uses_wins_no_places(pair):
     for counts in pair.run(count_sent):
         assert counts == [0, 20, 20]
 
 
-def sample(rank: int) -> tuple[Tensors, Tensors, dict[str, Tensor], dict[str, float]]:
+def sample(rank):
     """Exchange one step in one group; return gradients, what was applied, deltas and statistics."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "omgs", DENSITY, "single") as (ddp, engine):
@@ -186,7 +181,7 @@ def sample(rank: int) -> tuple[Tensors, Tensors, dict[str, Tensor], dict[str, fl
         return gradients, applied, engine.recorder.last.deltas, engine.compression_stats()
 
 
-def test_statistics_count_what_was_sent_of_the_group(pair: Pool) -> None:
+def test_statistics_count_what_was_sent_of_the_group(pair):
     (first, applied, deltas, stats), (second, *_) = pair.run(sample)
     numel = sum(gradient.numel() for gradient in first.values())
     share = round(DENSITY * numel) / numel
@@ -204,12 +199,12 @@ class Everything(Compressor):
     wire_format = "gather"
     selects_across_group = True
 
-    def select(self, names: Any, accumulated: Any, counts: Any) -> list[Selection]:
+    def select(self, names, accumulated, counts):
         self.names = names
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
 
-def test_a_selection_without_indices_is_taken_apart_again() -> None:
+def test_a_selection_without_indices_is_taken_apart_again():
     compressor = Everything()
     tensors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
     [part] = GroupSelector(compressor, WAYS).select(["weight", "bias"], tensors, [0.5, 0.5], [None, False])
@@ -217,7 +212,6 @@ def test_a_selection_without_indices_is_taken_apart_again() -> None:
     assert part.selection[0].values.tolist() == [1.0, 2.0, 3.0, 0.0]
     padded = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
     means, kept = (WholeSelection([Selection(values, None, 4)]) for values in (padded, padded / 2))
-    assert part.merged is not None
     assert [mean.values.tolist() for mean in part.merged.means(means[0])] == [[1.0, 2.0, 3.0], [0.0]]
     assert [left.values.tolist() for left in part.merged.kept(kept[0])] == [
         [0.5, 1.0, 1.5],
@@ -231,7 +225,7 @@ class MergedDGC(DGC):
     selects_across_group = True
 
 
-def test_masking_the_momentum_of_what_a_group_sent_is_refused() -> None:
+def test_masking_the_momentum_of_what_a_group_sent_is_refused():
     with pytest.raises(
         ValueError, match=r"MergedDGC.feedback asks for masks_momentum=True, .*set masks_momentum=False"
     ):
@@ -239,7 +233,7 @@ def test_masking_the_momentum_of_what_a_group_sent_is_refused() -> None:
     GroupSelector(MergedDGC(momentum=0.9), WAYS)
 
 
-def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed() -> None:
+def test_working_memory_serves_again_in_the_next_step_and_no_longer_than_it_is_needed():
     workspace = Workspace()
     like = torch.empty(0)
     addresses = [workspace.take(10, like).data_ptr() for _ in range(3)]

@@ -1,16 +1,13 @@
 """SDAGC against a slow reference; its density under control, and out of control without the loop."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.compressors import SDAGC, element_count
 from lightning_sparse.compressors.layout import ModelLayout
-from lightning_sparse.testing.pool import Pool
-from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 
 DENSITY = 0.05
@@ -19,14 +16,14 @@ DENSITY = 0.05
 class VirtualSDAGC:
     """Section by section, for N workers, one element of state at a time."""
 
-    def __init__(self, momentum: float, capacity: float) -> None:
+    def __init__(self, momentum, capacity):
         self.momentum, self.capacity = momentum, capacity
-        self.alphas: dict[tuple[int, str], float] = {}
-        self.velocities: dict[tuple[int, str], Tensor] = {}
-        self.momenta: dict[tuple[int, str], Tensor] = {}
+        self.alphas = {}
+        self.velocities = {}
+        self.momenta = {}
         self.last_rate = math.nan
 
-    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+    def __call__(self, gradients, rate):
         ratio = 1.0 if math.isnan(self.last_rate) else min(10.0, max(0.1, self.last_rate / rate))
         self.last_rate = rate
         means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
@@ -35,7 +32,7 @@ class VirtualSDAGC:
                 means[name] += self.worker((rank, name), raw, ratio) / len(gradients)
         return means
 
-    def worker(self, key: tuple[int, str], gradient: Tensor, ratio: float) -> Tensor:
+    def worker(self, key, gradient, ratio):
         momentum = self.momentum * self.momenta.get(key, torch.zeros_like(gradient)) + gradient
         velocity = self.velocities.get(key, torch.zeros_like(gradient)) * ratio + momentum
         wanted = max(1, round(DENSITY * gradient.numel()))
@@ -58,19 +55,17 @@ class VirtualSDAGC:
 
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sdagc_equals_its_reference(pools: dict[int, Pool], ranks: int, schedule: str) -> None:
+def test_sdagc_equals_its_reference(pools, ranks, schedule):
     settings = {"compressor": SDAGC(masks_momentum=True), "density": DENSITY, "schedule": schedule}
     assert_same_as_virtual(pools[ranks], settings, VirtualSDAGC(0.9, 1.5), momentum=0.9, relative=1e-4)
 
 
-def refuse(tensor: Tensor) -> Tensor:
+def refuse(tensor):
     """Gather nothing: nobody should ask for it."""
     raise AssertionError("there is nothing to agree on")
 
 
-def densities(
-    compressor: SDAGC, gradients: Any, steps: int, wanted: float, numel: int = 20_000, alpha: float | None = None
-) -> list[float]:
+def densities(compressor, gradients, steps, wanted, numel=20_000, alpha=None):
     """Accumulate a layer's gradients with error feedback on one worker; return what was sent at every step."""
     compressor.begin(ModelLayout(("layer",), (numel,), 0, 1, DEVICE))
     if alpha is not None:
@@ -87,7 +82,7 @@ def densities(
     return sent
 
 
-def laplace(step: int, numel: int) -> Tensor:
+def laplace(step, numel):
     """Return independent elements of a heavy-tailed distribution; from step 150 on they are ten times as large."""
     generator = torch.Generator().manual_seed(step)
     uniform = torch.rand(numel, generator=generator) - 0.5
@@ -95,14 +90,14 @@ def laplace(step: int, numel: int) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [0.01, 1.0, 100.0])
-def test_the_loop_holds_the_density_from_a_start_that_is_far_off_and_through_a_change_of_scale(factor: float) -> None:
+def test_the_loop_holds_the_density_from_a_start_that_is_far_off_and_through_a_change_of_scale(factor):
     wanted = 0.01
     sent = densities(SDAGC(), laplace, 300, wanted, alpha=factor * math.log(1 / wanted) / math.sqrt(2))
     for settled in (sent[50:100], sent[100:150], sent[200:250], sent[250:300]):
         assert sum(settled) / 50 == pytest.approx(wanted, rel=0.15)
 
 
-def test_a_fixed_multiple_of_the_residuals_deviation_runs_away() -> None:
+def test_a_fixed_multiple_of_the_residuals_deviation_runs_away():
     """Why the multiple follows the density: with a fixed one less and less is sent."""
     residual, sent = torch.zeros(100_000), []
     for step in range(140):
@@ -115,6 +110,6 @@ def test_a_fixed_multiple_of_the_residuals_deviation_runs_away() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"alpha": 0.0}, {"capacity": 0.5}, {"momentum": -0.1}], ids=str)
-def test_bad_settings_are_refused(arguments: dict[str, Any]) -> None:
+def test_bad_settings_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         SDAGC(**arguments)

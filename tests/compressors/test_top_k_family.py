@@ -1,26 +1,22 @@
 """LAGS and DGC against slow references, and what they refuse."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.compressors import DGC, LAGS
-from lightning_sparse.testing.pool import Pool
-from tests.compressors.virtual import Tensors, assert_same_as_virtual
+from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import backpropagate, sparse_ddp
 
 DENSITY = 0.05
 
 
-def largest(tensor: Tensor, density: float) -> Tensor:
+def largest(tensor, density):
     """Return the positions of the largest magnitudes, by sorting all of them."""
     return tensor.abs().argsort(descending=True)[: max(1, round(density * tensor.numel()))]
 
 
-def mean_of(rows: list[Tensor]) -> Tensor:
+def mean_of(rows):
     """Return the mean, each divided before it is added, in order of rank."""
     total = torch.zeros_like(rows[0])
     for row in rows:
@@ -31,12 +27,12 @@ def mean_of(rows: list[Tensor]) -> Tensor:
 class VirtualLAGS:
     """Algorithm 1 of the paper for N workers."""
 
-    def __init__(self, densities: dict[str, float], in_update_units: bool) -> None:
+    def __init__(self, densities, in_update_units):
         self.densities = densities
         self.in_update_units = in_update_units
-        self.residuals: dict[tuple[int, str], Tensor] = {}
+        self.residuals = {}
 
-    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+    def __call__(self, gradients, rate):
         unit = rate if self.in_update_units else 1.0
         means = {}
         for name in gradients[0]:
@@ -54,13 +50,13 @@ class VirtualLAGS:
 
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_lags_equals_its_reference(pools: dict[int, Pool], ranks: int, schedule: str) -> None:
+def test_lags_equals_its_reference(pools, ranks, schedule):
     densities = {"first.weight": 0.01, "second.bias": 1.0}
     settings = {"compressor": LAGS(densities), "density": DENSITY, "schedule": schedule}
     assert_same_as_virtual(pools[ranks], settings, VirtualLAGS(densities, in_update_units=False))
 
 
-def test_lags_in_units_of_the_update_equals_its_reference_across_a_change_of_the_rate(pair: Pool) -> None:
+def test_lags_in_units_of_the_update_equals_its_reference_across_a_change_of_the_rate(pair):
     settings = {"compressor": LAGS(error_feedback="update"), "density": DENSITY}
     assert_same_as_virtual(pair, settings, VirtualLAGS({}, in_update_units=True), relative=1e-4)
 
@@ -68,16 +64,16 @@ def test_lags_in_units_of_the_update_equals_its_reference_across_a_change_of_the
 class VirtualDGC:
     """Momentum correction, factor masking and local clipping for N workers."""
 
-    def __init__(self, momentum: float, nesterov: bool, masks: bool, clip_norm: float) -> None:
+    def __init__(self, momentum, nesterov, masks, clip_norm):
         self.momentum, self.nesterov, self.masks, self.clip_norm = momentum, nesterov, masks, clip_norm
-        self.velocities: dict[tuple[int, str], Tensor] = {}
-        self.momenta: dict[tuple[int, str], Tensor] = {}
+        self.velocities = {}
+        self.momenta = {}
 
-    def __call__(self, gradients: list[Tensors], rate: float) -> Tensors:
+    def __call__(self, gradients, rate):
         sent = [self.worker(rank, gradient, len(gradients)) for rank, gradient in enumerate(gradients)]
         return {name: mean_of([rows[name] for rows in sent]) for name in gradients[0]}
 
-    def worker(self, rank: int, gradient: Tensors, ranks: int) -> Tensors:
+    def worker(self, rank, gradient, ranks):
         norm = torch.cat(list(gradient.values())).norm()
         factor = min(1.0, float(self.clip_norm / ranks**0.5 / norm))
         rows = {}
@@ -105,19 +101,19 @@ class VirtualDGC:
     ("nesterov", "masks", "clip_norm"),
     [(False, True, 1e9), (False, False, 0.05), (True, True, 0.05), (True, False, 1e9)],
 )
-def test_dgc_equals_its_reference(pools: dict[int, Pool], nesterov: bool, masks: bool, clip_norm: float) -> None:
+def test_dgc_equals_its_reference(pools, nesterov, masks, clip_norm):
     compressor = DGC(masks_momentum=masks, clip_norm=None if clip_norm == 1e9 else clip_norm)
     settings = {"compressor": compressor, "density": DENSITY, "warmup_epochs": 0}
     reference = VirtualDGC(0.9, nesterov, masks, clip_norm)
     assert_same_as_virtual(pools[3], settings, reference, momentum=0.9, nesterov=nesterov, relative=1e-4)
 
 
-def test_local_clipping_bounds_what_each_rank_accumulates(pair: Pool) -> None:
+def test_local_clipping_bounds_what_each_rank_accumulates(pair):
     norms = pair.run(accumulated_norm, 0.05)
     assert all(norm == pytest.approx(0.05 / 2**0.5, rel=1e-5) for norm in norms)
 
 
-def accumulated_norm(rank: int, clip_norm: float) -> float:
+def accumulated_norm(rank, clip_norm):
     """Exchange one large gradient without sending much; return the norm of what is kept and sent."""
     model = torch.nn.Linear(100, 100)
     with sparse_ddp(model, compressor=DGC(clip_norm=clip_norm), density=1e-9, warmup_epochs=0) as (ddp, engine):
@@ -139,12 +135,12 @@ def accumulated_norm(rank: int, clip_norm: float) -> float:
         (DGC, {"clip_norm": 0.0}),
     ],
 )
-def test_bad_settings_are_refused(build: Any, arguments: dict[str, Any]) -> None:
+def test_bad_settings_are_refused(build, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         build(**arguments)
 
 
-def refused_layer(rank: int) -> str:
+def refused_layer(rank):
     try:
         with sparse_ddp(torch.nn.Linear(3, 3), compressor=LAGS({"wieght": 0.1})):
             return "was not refused"
@@ -152,6 +148,6 @@ def refused_layer(rank: int) -> str:
         return str(error)
 
 
-def test_a_density_for_a_layer_that_does_not_exist_is_refused(pair: Pool) -> None:
+def test_a_density_for_a_layer_that_does_not_exist_is_refused(pair):
     for message in pair.run(refused_layer):
         assert message == "densities='wieght' is unknown; choose one of: weight, bias (did you mean 'weight'?)"

@@ -1,13 +1,11 @@
 """Compare the engine in real processes with an algorithm written down slowly for N virtual workers."""
 
 from collections.abc import Callable
-from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparse.engine.memory.residual import Hyperparameters
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp
 
@@ -18,22 +16,20 @@ Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradient
 class Net(nn.Module):
     """A small network without ties between elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(64, 48)
         self.second = nn.Linear(48, 20)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return (self.second(torch.tanh(self.first(inputs))) - inputs[:, :20]).square().mean()
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step):
     return 0.1 if step < 12 else 0.01
 
 
-def train_engine(
-    rank: int, settings: dict[str, Any], steps: int, momentum: float, nesterov: bool
-) -> list[tuple[Tensors, Tensors]]:
+def train_engine(rank, settings, steps, momentum, nesterov):
     """Train in this process; return, for every step, what was applied and the parameters after it."""
     torch.manual_seed(0)
     history = []
@@ -47,7 +43,7 @@ def train_engine(
     return history
 
 
-def train_virtually(algorithm: Algorithm, ranks: int, steps: int) -> list[tuple[Tensors, Tensors]]:
+def train_virtually(algorithm, ranks, steps):
     """Train with N virtual workers in this process, on the device under test: elsewhere gradients have other bits."""
     torch.manual_seed(0)
     net = Net().to(DEVICE)
@@ -62,7 +58,7 @@ def train_virtually(algorithm: Algorithm, ranks: int, steps: int) -> list[tuple[
     return history
 
 
-def _apply(net: nn.Module, means: Tensors, rate: float) -> tuple[Tensors, Tensors]:
+def _apply(net, means, rate):
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             parameter -= rate * means[name].view_as(parameter)
@@ -70,15 +66,7 @@ def _apply(net: nn.Module, means: Tensors, rate: float) -> tuple[Tensors, Tensor
     return applied, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
-def assert_same_as_virtual(
-    pool: Pool,
-    settings: dict[str, Any],
-    algorithm: Algorithm,
-    steps: int = 20,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    relative: Optional[float] = None,
-) -> None:
+def assert_same_as_virtual(pool, settings, algorithm, steps=20, momentum=0.0, nesterov=False, relative=None):
     """Train both ways, and compare what was applied, and the parameters, after every step."""
     expected = moved(train_virtually(algorithm, pool.ranks, steps), "cpu")
     tolerance = {} if relative is None else {"rtol": relative, "atol": 1e-6}

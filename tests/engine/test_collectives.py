@@ -6,14 +6,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_sparse.engine.collectives import Collectives, ExchangeError, _all_gather_into, waited_in_vain
 from lightning_sparse.schedule.cost.network import DIRECT_BYTES
-from lightning_sparse.testing.pool import Pool
 
 
-def gathered(rank: int, nbytes: int, dtype: torch.dtype, has_out: bool) -> tuple[Tensor, Tensor, int]:
+def gathered(rank, nbytes, dtype, has_out):
     """Gather different bytes from every rank; return them, what torch gathers, and how often torch's ring was used."""
     collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
     torch.manual_seed(rank)
@@ -36,15 +34,13 @@ def gathered(rank: int, nbytes: int, dtype: torch.dtype, has_out: bool) -> tuple
     ("ranks", "nbytes", "rings"),
     [(2, 8, 1), (3, 0, 1), (3, 8, 0), (4, DIRECT_BYTES // 4, 0), (4, DIRECT_BYTES // 4 + 4, 1)],
 )
-def test_an_all_gather_gives_what_torch_gives(
-    pools: dict[int, Pool], dtype: torch.dtype, ranks: int, nbytes: int, rings: int
-) -> None:
+def test_an_all_gather_gives_what_torch_gives(pools, dtype, ranks, nbytes, rings):
     for received, expected, used in pools[ranks].run(gathered, nbytes, dtype, nbytes != 8):
         assert torch.equal(received, expected)
         assert used == rings
 
 
-def added_up(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+def added_up(rank, shape, dtype):
     """Add up different numbers of every rank; return the sum, what it should be, and how often torch's was used."""
     collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
     theirs = [
@@ -67,9 +63,7 @@ def added_up(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Ten
     ("ranks", "shape", "rings"),
     [(2, (5,), 1), (3, (0,), 1), (3, (5,), 0), (4, (3, 7), 0), (4, (), 0), (3, (DIRECT_BYTES // 2 + 1,), 1)],
 )
-def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(
-    pools: dict[int, Pool], dtype: torch.dtype, ranks: int, shape: tuple[int, ...], rings: int
-) -> None:
+def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, dtype, ranks, shape, rings):
     sums = pools[ranks].run(added_up, shape, dtype)
     for received, expected, used in sums:
         assert torch.equal(received, sums[0][0])
@@ -77,7 +71,7 @@ def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(
         assert used == rings
 
 
-def added_up_sparse(rank: int) -> Tensor:
+def added_up_sparse(rank):
     collectives = Collectives(list(range(dist.get_world_size())), torch.device("cpu"))
     try:
         mine = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (4,), check_invariants=True)
@@ -86,7 +80,7 @@ def added_up_sparse(rank: int) -> Tensor:
         collectives.close()
 
 
-def test_a_sparse_layout_is_added_up_too(pools: dict[int, Pool]) -> None:
+def test_a_sparse_layout_is_added_up_too(pools):
     assert [each.tolist() for each in pools[3].run(added_up_sparse)] == [[1.0, 2.0, 3.0, 0.0]] * 3
 
 
@@ -115,7 +109,7 @@ OF_THIS_RANK = [
 ]
 
 
-def meanings(rank: int, errors: list[Exception]) -> list[str]:
+def meanings(rank, errors):
     """Raise errors; return what each of them means, by name of its type and its message."""
     found = []
     for error in errors:
@@ -127,7 +121,7 @@ def meanings(rank: int, errors: list[Exception]) -> list[str]:
     return found
 
 
-def test_what_other_ranks_cause_is_told_from_what_is_this_ranks_own(pair: Pool) -> None:
+def test_what_other_ranks_cause_is_told_from_what_is_this_ranks_own(pair):
     for meant in pair.run(meanings, OF_OTHERS)[0]:
         assert re.search(
             r"ExchangeError: rank 0 of 2 waited in vain in meanings: another rank has died, .* said: ", meant
@@ -135,6 +129,6 @@ def test_what_other_ranks_cause_is_told_from_what_is_this_ranks_own(pair: Pool) 
     assert set(pair.run(meanings, OF_THIS_RANK)[1]) == {"NoneType: None"}
 
 
-def test_what_is_told_already_is_not_told_twice() -> None:
+def test_what_is_told_already_is_not_told_twice():
     told = ExchangeError("rank 0 of 2 waited in vain")
     assert waited_in_vain(told) is told

@@ -1,42 +1,39 @@
 """Replicas that drift apart by design are one model again whenever somebody looks."""
 
-from typing import Any, Optional
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer
 
 
 class Watched(Small):
     """A model with a buffer that differs between ranks, and notes of its state at every moment that matters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network.insert(1, nn.BatchNorm1d(64))
-        self.notes: dict[str, list[Tensor]] = {"batch": [], "validation": []}
+        self.notes = {"batch": [], "validation": []}
 
-    def state(self) -> Tensor:
+    def state(self):
         """Return all parameters and floating-point buffers as one vector."""
         tensors = [*self.parameters(), *(buffer for buffer in self.buffers() if buffer.is_floating_point())]
         return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.notes["batch"].append(self.state())
 
-    def on_validation_epoch_start(self) -> None:
+    def on_validation_epoch_start(self):
         self.notes["validation"].append(self.state())
 
 
-def fit_watched(rank: int, every: Optional[int], path: str) -> tuple[dict[str, list[Tensor]], dict[str, float], Any]:
+def fit_watched(rank, every, path):
     """Fit two epochs of 16 steps with a checkpoint in between; return notes, statistics and the checkpoint."""
     model = Watched()
 
-    def save(*_: Any) -> None:
+    def save(*_):
         model.notes["saved"] = [model.state()]
 
     model.on_save_checkpoint = save
@@ -49,7 +46,7 @@ def fit_watched(rank: int, every: Optional[int], path: str) -> tuple[dict[str, l
 
 
 @pytest.mark.parametrize("every", [5, None])
-def test_what_is_measured_and_saved_is_one_model(pair: Pool, tmp_path: Any, every: Optional[int]) -> None:
+def test_what_is_measured_and_saved_is_one_model(pair, tmp_path, every):
     (first, stats, saved), (second, _, _) = pair.run(fit_watched, every, str(tmp_path / "drift.ckpt"))
     for moment in ("validation", "end"):
         assert len(first[moment]) > 0
@@ -61,7 +58,7 @@ def test_what_is_measured_and_saved_is_one_model(pair: Pool, tmp_path: Any, ever
     torch.testing.assert_close(total, first["end"][0].sum().double(), rtol=1e-4, atol=1e-4)
 
 
-def steps_with_average(every: Optional[int]) -> list[int]:
+def steps_with_average(every):
     """Count steps from the last average on; one before validation, too, starts the count anew."""
     steps, since = [], 0
     for step in range(32):
@@ -74,20 +71,20 @@ def steps_with_average(every: Optional[int]) -> list[int]:
     return steps
 
 
-def fit_bytes(rank: int, every: Optional[int]) -> tuple[float, float]:
+def fit_bytes(rank, every):
     """Fit 15 steps, the last of which may end in an average; return the bytes of that step and of all."""
     trainer = make_trainer(rank, SparseDDPStrategy(A2SGD(param_sync_every=every)), limit_val_batches=0, max_steps=15)
     stats = {}
 
     class Kept(Small):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             stats.update(self.trainer.strategy.compression_stats())
 
     trainer.fit(Kept())
     return stats["wire_bytes"], stats["total_wire_bytes"]
 
 
-def test_an_average_is_counted_in_the_bytes_of_its_step(pair: Pool) -> None:
+def test_an_average_is_counted_in_the_bytes_of_its_step(pair):
     elements = 32 * 64 + 64 + 64 * 32 + 32
     average = 4 * elements + 4
     assert pair.run(fit_bytes, 4) == [(8.0, 15 * 8.0 + 3 * average)] * 2
@@ -97,13 +94,13 @@ def test_an_average_is_counted_in_the_bytes_of_its_step(pair: Pool) -> None:
 class Changed(Watched):
     """A model that a callback's like gives other weights on each rank, after the last average of an epoch."""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         assert self.notes["batch"]
         with torch.no_grad():
             self.network[0].bias.fill_(float(self.global_rank))
 
 
-def fit_changed(rank: int, batches: int) -> Tensor:
+def fit_changed(rank, batches):
     """Fit one epoch, which ends in an average; return the state at the end."""
     strategy = SparseDDPStrategy(A2SGD(param_sync_every=batches))
     model = Changed()
@@ -112,6 +109,6 @@ def fit_changed(rank: int, batches: int) -> Tensor:
     return model.state()
 
 
-def test_weights_that_a_callback_has_written_are_made_one_too(pair: Pool) -> None:
+def test_weights_that_a_callback_has_written_are_made_one_too(pair):
     first, second = pair.run(fit_changed, 4)
     assert torch.equal(first, second)

@@ -1,10 +1,7 @@
 """Adam's arithmetic: piece by piece, or at the few places where something arrived, it is the formula's."""
 
-from typing import Optional
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, apply_updates, denominator, to_gradients
 from tests.helpers.devices import DEVICE
@@ -13,16 +10,16 @@ SCALARS = AdamScalars(beta2=0.95, weight=0.4, eps=1e-8)
 NUMELS = [5, 100_003]  # more than a piece
 
 
-def normal(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(numel, seed, dtype=torch.float32):
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(DEVICE)
 
 
-def places(numel: int) -> Tensor:
+def places(numel):
     """Where two ranks sent something; some places twice."""
     return torch.stack([torch.arange(0, numel, 97), torch.arange(0, numel, 97).roll(1)]).sort(dim=1).values.to(DEVICE)
 
 
-def arrived(numel: int) -> Tensor:
+def arrived(numel):
     gradient = torch.zeros(numel, device=DEVICE)
     chosen = places(numel)[0]
     gradient[chosen] = normal(len(chosen), 3)
@@ -31,7 +28,7 @@ def arrived(numel: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("numel", NUMELS)
-def test_updates_are_the_formulas(numel: int, dtype: torch.dtype) -> None:
+def test_updates_are_the_formulas(numel, dtype):
     gradient, waiting, second = (normal(numel, seed, dtype) for seed in range(3))
     second.square_()
     root = (second / 0.4 + 4 * 0.05 * gradient.square() / 3).sqrt()
@@ -41,7 +38,7 @@ def test_updates_are_the_formulas(numel: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("numel", NUMELS)
-def test_few_places_are_as_good_as_all(numel: int) -> None:
+def test_few_places_are_as_good_as_all(numel):
     second = normal(numel, 1).square_()
     found, expected = arrived(numel), arrived(numel)
     to_gradients([found], [places(numel)], [second], [SCALARS])
@@ -53,12 +50,12 @@ def test_few_places_are_as_good_as_all(numel: int) -> None:
 @pytest.mark.parametrize("is_changed", [False, True], ids=["as it arrived", "written elsewhere since"])
 @pytest.mark.parametrize("shrinkage", [1.0, 0.99])
 @pytest.mark.parametrize("numel", NUMELS)
-def test_a_step_applies_all_of_a_gradient(numel: int, shrinkage: float, is_changed: bool) -> None:
+def test_a_step_applies_all_of_a_gradient(numel, shrinkage, is_changed):
     second, gradient = normal(numel, 1).square_(), arrived(numel)
     if is_changed:
         gradient[1] = 1e-3  # where nothing arrived
     unchanged = gradient.clone()
-    found: dict[Optional[str], Tensor] = {}
+    found = {}
     for where, indices in (("few", places(numel)), ("all", None)):
         found[where] = normal(numel, 0)
         apply_updates([found[where]], [gradient], [indices], [second], [SCALARS], 0.1, shrinkage)

@@ -1,8 +1,5 @@
 """Elements are added in the order of ranks, and indices are exact, and as narrow as they say."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +9,7 @@ from tests.helpers.devices import devices
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads():
     """Let torch use several threads, as a user's ranks do."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -22,9 +19,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("count", [1, 3, 1_000, 1_024, 1_025, 10_000, 100_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(
-    threads: None, count: int, dtype: torch.dtype
-) -> None:
+def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(threads, count, dtype):
     ranks = 4
     numel = count + count // 4 + 1  # so that most places are taken by all ranks
     generator = torch.Generator().manual_seed(count)
@@ -41,16 +36,16 @@ def test_what_ranks_sent_of_one_element_is_added_in_the_order_of_ranks(
 class Calls(TorchDispatchMode):
     """Count the operations of a device that are called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.count += 1
         return operation(*args, **(kwargs or {}))
 
 
-def test_a_device_is_called_as_often_for_many_ranks_as_for_few() -> None:
+def test_a_device_is_called_as_often_for_many_ranks_as_for_few():
     counts = []
     for ranks in (4, 64):
         values, indices = (
@@ -67,7 +62,7 @@ def test_a_device_is_called_as_often_for_many_ranks_as_for_few() -> None:
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: f"blocks of {1 << codec.block_bits}")
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 65_535, 65_536, 65_537, 1_000_003])
 @pytest.mark.parametrize("density", [1e-9, 0.001, 0.1, 1.0])
-def test_positions_survive(codec, numel: int, density: float, device: str) -> None:
+def test_positions_survive(codec, numel, density, device):
     count = max(1, round(density * numel))
     ranks = [
         torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values.to(device)
@@ -80,7 +75,7 @@ def test_positions_survive(codec, numel: int, density: float, device: str) -> No
 
 
 @devices
-def test_the_borders_of_blocks_survive(device: str) -> None:
+def test_the_borders_of_blocks_survive(device):
     borders = [0, 255, 256, 32_767, 32_768, 65_535, 65_536, 131_071, 131_072, 199_999]
     indices = torch.tensor(borders, device=device)
     for codec in _CODECS:
@@ -90,7 +85,7 @@ def test_the_borders_of_blocks_survive(device: str) -> None:
 @pytest.mark.parametrize(
     ("density", "bytes_each"), [(0.0001, 2.7), (0.001, 2.07), (0.01, 1.8), (0.1, 1.1), (1.0, 1.01)]
 )
-def test_the_chosen_codec_is_narrow(density: float, bytes_each: float) -> None:
+def test_the_chosen_codec_is_narrow(density, bytes_each):
     numel = 10_000_000
     count = round(density * numel)
     assert index_codec(numel, count).nbytes(numel, count) / count <= bytes_each

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.functional.fingerprint import fingerprint
 from tests.helpers.devices import devices
@@ -10,7 +9,7 @@ from tests.helpers.devices import devices
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 
 
-def slow_fingerprint(tensor: Tensor) -> int:
+def slow_fingerprint(tensor):
     """Do the same with Python's integers."""
     kinds = {4: torch.int32, 8: torch.int64}
     total = 0
@@ -21,13 +20,13 @@ def slow_fingerprint(tensor: Tensor) -> int:
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_the_sum_that_it_says(device: str, dtype: torch.dtype) -> None:
+def test_it_is_the_sum_that_it_says(device, dtype):
     tensor = torch.randn(37, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
     assert fingerprint(tensor.to(device)).item() == slow_fingerprint(tensor)
 
 
 @devices
-def test_pieces_of_a_large_tensor_have_places_of_their_own(device: str) -> None:
+def test_pieces_of_a_large_tensor_have_places_of_their_own(device):
     tensor = torch.randn((1 << 20) + 3, generator=torch.Generator().manual_seed(0))
     exchanged = tensor.clone()
     exchanged[[0, 1 << 20]] = tensor[[1 << 20, 0]]
@@ -37,7 +36,7 @@ def test_pieces_of_a_large_tensor_have_places_of_their_own(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_element_changes_it_in_every_type(device: str, dtype: torch.dtype) -> None:
+def test_one_element_changes_it_in_every_type(device, dtype):
     tensor = torch.zeros(100, dtype=dtype, device=device)
     changed = tensor.clone()
     changed[73] = 1
@@ -45,7 +44,7 @@ def test_one_element_changes_it_in_every_type(device: str, dtype: torch.dtype) -
     assert fingerprint(tensor) != fingerprint(changed)
 
 
-def test_it_tells_zeros_of_different_sign_apart_and_takes_what_is_empty_or_not_contiguous() -> None:
+def test_it_tells_zeros_of_different_sign_apart_and_takes_what_is_empty_or_not_contiguous():
     assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
     assert fingerprint(torch.tensor([])) == 0
     matrix = torch.arange(6.0).view(2, 3)

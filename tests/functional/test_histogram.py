@@ -13,7 +13,7 @@ from tests.helpers.devices import devices, moved
 @devices
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("count", [1, 10, 500, 49_999, 50_000])
-def test_the_quantile_is_that_of_the_sorted_magnitudes(count: int, scale: float, device: str) -> None:
+def test_the_quantile_is_that_of_the_sorted_magnitudes(count, scale, device):
     tensor = (scale * torch.randn(50_000, generator=torch.Generator().manual_seed(0))).to(device)
     threshold = magnitude_quantile(magnitude_histogram(tensor).double(), count)
     exact = tensor.abs().topk(count).values.min().item()
@@ -21,7 +21,7 @@ def test_the_quantile_is_that_of_the_sorted_magnitudes(count: int, scale: float,
 
 
 @devices
-def test_the_quantile_selects_about_the_number_asked_for(device: str) -> None:
+def test_the_quantile_selects_about_the_number_asked_for(device):
     tensor = torch.randn(2_000_000, generator=torch.Generator().manual_seed(0)).to(device)
     for count in (200, 2000, 20_000, 200_000):
         threshold = magnitude_quantile(magnitude_histogram(tensor).double(), count)
@@ -29,7 +29,7 @@ def test_the_quantile_selects_about_the_number_asked_for(device: str) -> None:
 
 
 @devices
-def test_histograms_add_up(device: str) -> None:
+def test_histograms_add_up(device):
     tensor = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)).to(device)
     pieces = tensor.split([1, 2_999_998, 1])
     assert torch.equal(sum(map(magnitude_histogram, pieces)), magnitude_histogram(tensor))
@@ -37,7 +37,7 @@ def test_histograms_add_up(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_zero_extremes_and_too_few_elements(dtype: torch.dtype, device: str) -> None:
+def test_zero_extremes_and_too_few_elements(dtype, device):
     limit = torch.finfo(dtype).max
     histogram = magnitude_histogram(torch.tensor([0.0, 0.0, 1.0, -limit], dtype=dtype, device=device)).double()
     assert 0 < magnitude_quantile(histogram, 1) < math.inf
@@ -49,7 +49,7 @@ def test_zero_extremes_and_too_few_elements(dtype: torch.dtype, device: str) -> 
 @devices
 @pytest.mark.parametrize("numel", [1, 7, 8, 300_001])
 @pytest.mark.parametrize("floor", [0.0, 1.5, 100.0, torch.tensor(1.5)])
-def test_what_reaches_a_floor(numel: int, floor: "float | torch.Tensor", device: str) -> None:
+def test_what_reaches_a_floor(numel, floor, device):
     tensor, floor = moved((torch.randn(numel, generator=torch.Generator().manual_seed(1)), floor), device)
     assert torch.equal(indices_reaching(tensor, floor), (tensor.abs() >= floor).nonzero().squeeze(1))
     tensor[-1] = math.nan
@@ -58,7 +58,7 @@ def test_what_reaches_a_floor(numel: int, floor: "float | torch.Tensor", device:
 
 @devices
 @pytest.mark.parametrize("numels", [[7], [0, 0], [0, 9000, 0, 5, 1], [300_001, 64]])
-def test_what_reaches_a_floor_in_many_is_what_reaches_it_in_each(numels: list[int], device: str) -> None:
+def test_what_reaches_a_floor_in_many_is_what_reaches_it_in_each(numels, device):
     generator = torch.Generator().manual_seed(1)
     tensors = moved([torch.randn(numel, generator=generator) for numel in numels], device)
     found = indices_reaching_each(tensors, 1.5)

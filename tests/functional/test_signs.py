@@ -14,7 +14,7 @@ SIZES = [1, 997, (1 << 18) + 3]
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", SIZES)
-def test_totals_are_exact_sums(numel: int, dtype: torch.dtype, device: str) -> None:
+def test_totals_are_exact_sums(numel, dtype, device):
     tensor = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(numel))
     tensor[::5] = 0.0
     numbers = tensor.tolist()
@@ -26,13 +26,13 @@ def test_totals_are_exact_sums(numel: int, dtype: torch.dtype, device: str) -> N
 
 @devices
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_shows_in_the_totals(poison: float, device: str) -> None:
+def test_what_is_not_finite_shows_in_the_totals(poison, device):
     assert not sign_totals(torch.tensor([1.0, poison, -1.0], device=device)).isfinite().all()
 
 
 @devices
 @pytest.mark.parametrize("numel", SIZES)
-def test_each_sign_gets_its_shift_and_zeros_none(numel: int, device: str) -> None:
+def test_each_sign_gets_its_shift_and_zeros_none(numel, device):
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
     tensor[::5] = 0.0
     before = tensor.clone()
@@ -43,7 +43,7 @@ def test_each_sign_gets_its_shift_and_zeros_none(numel: int, device: str) -> Non
 
 
 @devices
-def test_a_shift_that_is_not_finite_spares_nothing(device: str) -> None:
+def test_a_shift_that_is_not_finite_spares_nothing(device):
     nan, one = torch.tensor(float("nan"), device=device), torch.tensor(1.0, device=device)
     for shifts in ((nan, one), (one, nan)):
         assert not shift_by_sign(torch.tensor([1.0, -1.0, 0.0], device=device), *shifts).isfinite().any()

@@ -1,33 +1,30 @@
 """The fast selection against torch.topk, where it is easy and where it misleads."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.functional.topk import batched_top_k_indices, top_k_indices
 from tests.helpers.devices import devices
 
 
-def normal(numel: int) -> Tensor:
+def normal(numel):
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
 
 
-def spike(numel: int) -> Tensor:
+def spike(numel):
     tensor = torch.zeros(numel)
     tensor[numel // 3] = -1e30
     return tensor
 
 
-def few_rows(numel: int) -> Tensor:
+def few_rows(numel):
     """Return the gradient of an embedding: everything in few rows."""
     tensor = torch.zeros(numel)
     tensor[numel // 7 : numel // 7 + max(1, numel // 50)] = normal(max(1, numel // 50))
     return tensor
 
 
-INPUTS: dict[str, Callable[[int], Tensor]] = {
+INPUTS = {
     "normal": normal,
     "constant": lambda numel: torch.full((numel,), -0.25),
     "zero": torch.zeros,
@@ -44,24 +41,17 @@ INPUTS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def assert_are_positions(indices: Tensor, count: int) -> None:
+def assert_are_positions(indices, count):
     """Ask for so many positions, in order, each once."""
     assert indices.shape == (count,)
     assert indices.dtype == torch.int64
     assert (indices.diff() > 0).all()
 
 
-def assert_is_top_k(tensor: Tensor, indices: Tensor, count: int) -> None:
-    """Compare with torch.topk what was selected, and how the positions are given."""
-    assert_are_positions(indices, count)
-    expected = torch.topk(tensor.abs(), count).values
-    assert torch.equal(tensor[indices].abs().sort(descending=True).values, expected)
-
-
 @devices
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 1000, 32_769, 100_003, 1_000_003])
 @pytest.mark.parametrize("kind", INPUTS)
-def test_selects_what_torch_topk_selects(kind: str, numel: int, device: str) -> None:
+def test_selects_what_torch_topk_selects(kind, numel, device):
     tensor = INPUTS[kind](numel).to(device)
     before = tensor.clone()
     largest = torch.topk(tensor.abs(), numel).values
@@ -76,7 +66,7 @@ def test_selects_what_torch_topk_selects(kind: str, numel: int, device: str) -> 
 @devices
 @pytest.mark.parametrize("density", [0.0003, 0.01, 0.2])
 @pytest.mark.parametrize("numel", [100, 40_000, 300_000])
-def test_a_nan_and_an_infinity_are_larger_than_any_number(numel: int, density: float, device: str) -> None:
+def test_a_nan_and_an_infinity_are_larger_than_any_number(numel, density, device):
     tensor = normal(numel).to(device)
     tensor[numel // 2], tensor[-1], tensor[0] = float("nan"), float("-inf"), float("nan")
     count = max(3, round(density * numel))
@@ -87,14 +77,14 @@ def test_a_nan_and_an_infinity_are_larger_than_any_number(numel: int, density: f
 
 @devices
 @pytest.mark.parametrize("density", [0.0003, 0.03])
-def test_all_nan_still_selects_the_count(density: float, device: str) -> None:
+def test_all_nan_still_selects_the_count(density, device):
     indices = top_k_indices(torch.full((200_000,), float("nan"), device=device), round(density * 200_000))
     assert indices.unique().numel() == round(density * 200_000)
 
 
 @devices
 @pytest.mark.parametrize("numel", [10, 5000, 70_000, 2_200_000])
-def test_a_batch_selects_as_each_alone_does(numel: int, device: str) -> None:
+def test_a_batch_selects_as_each_alone_does(numel, device):
     tensors = [normal(numel).to(device) * scale for scale in (1.0, -2.0, 0.0)]
     count = max(1, numel // 1000)
     for tensor, indices in zip(tensors, batched_top_k_indices(tensors, count)):
@@ -103,7 +93,7 @@ def test_a_batch_selects_as_each_alone_does(numel: int, device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("numel", [100, 400_000])
-def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int, device: str) -> None:
+def test_is_deterministic_and_leaves_the_global_generator_alone(numel, device):
     modules = [torch] if device == "cpu" else [torch, torch.cuda]
     states = [module.get_rng_state() for module in modules]
     tensor = normal(numel).round().to(device)
@@ -112,14 +102,14 @@ def test_is_deterministic_and_leaves_the_global_generator_alone(numel: int, devi
 
 
 @pytest.mark.parametrize("count", [0, -1, 11])
-def test_an_impossible_count_is_refused(count: int) -> None:
+def test_an_impossible_count_is_refused(count):
     with pytest.raises(ValueError, match=rf"count={count} must lie between 1 and the number of elements, 10"):
         top_k_indices(torch.ones(10), count)
 
 
 @devices
 @pytest.mark.parametrize("numel", [70_000, 300_001])
-def test_neighbours_do_not_decide_between_equal_magnitudes(numel: int, device: str) -> None:
+def test_neighbours_do_not_decide_between_equal_magnitudes(numel, device):
     kinds = [normal(numel).round(), few_rows(numel).round(), normal(numel), torch.full((numel,), 2.0)]
     tensors = [tensor.to(device) for tensor in kinds]
     count = numel // 1000

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,14 +26,14 @@ COMMAND = str(Path(lightning_sparse.__file__).with_name("__main__.py"))
 MODEL = "--model=pytorch_lightning.demos.boring_classes.BoringModel"
 
 
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+def run_pytest(folder, *arguments):
     """Run pytest in a folder of the user's; return how it ended, and all it said."""
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def refusal(capsys, *words):
     """Return the lines that the command line says of words that it refuses."""
     with pytest.raises(SystemExit) as stop:
         main([*words])
@@ -83,20 +82,13 @@ class Ended(NamedTuple):
 class Interpreter:
     """A process that has imported what Lightning needs, but not Lightning; each script runs in a fork of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         words = [sys.executable, "-c", _SERVER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
+        self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)
 
-    def run(
-        self,
-        path: Path,
-        *arguments: str,
-        environment: Optional[Mapping[str, str]] = None,
-        folder: Optional[Path] = None,
-        ranks: int = 1,
-    ) -> Ended:
+    def run(self, path, *arguments, environment=None, folder=None, ranks=1):
         """Run a script in its folder, as one process or as the ranks of a job, as torchrun would start them.
 
         Of several ranks return the largest code, and what all have said, one after the other. The environment is no
@@ -119,21 +111,19 @@ class Interpreter:
                     Path(file).touch()
                 asked.append({"environment": {"PYTHONPATH": "", **environment, **of_rank}, **files})
             request = {"words": [str(path), *arguments], "folder": str(folder or path.parent), "ranks": asked}
-            assert self._server.stdin is not None
-            assert self._server.stdout is not None
             print(json.dumps(request), file=self._server.stdin, flush=True)
             codes = json.loads(self._server.stdout.readline())
             out, err = ("".join(Path(each[name]).read_text() for each in asked) for name in ("out", "err"))
             return Ended(max(codes, key=abs), out, err)
 
-    def stop(self) -> None:
+    def stop(self):
         """End it, and what still runs of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.communicate()
 
 
-def train_as_on_page(interpreter: Interpreter, page: str, folder: Path) -> Ended:
+def train_as_on_page(interpreter, page, folder):
     """Run the first Python block of a page of docs/ on two ranks in a folder; its loss must halve at least."""
     text = (_ROOT / "docs" / page).read_text()
     (folder / "train.py").write_text(text.partition("```python\n")[2].partition("```")[0])
@@ -144,7 +134,7 @@ def train_as_on_page(interpreter: Interpreter, page: str, folder: Path) -> Ended
     return ended
 
 
-def begin(rank: int, script: str, arguments: tuple[str, ...], folder: str) -> str:
+def begin(rank, script, arguments, folder):
     """Run a script as one of the processes that a launcher has started; return all it said."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
     said = io.StringIO()
@@ -156,7 +146,7 @@ def begin(rank: int, script: str, arguments: tuple[str, ...], folder: str) -> st
             mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
             warnings.catch_warnings(),
         ):
-            stack.enter_context(context)  # type: ignore[arg-type]
+            stack.enter_context(context)
         stack.callback(os.chdir, os.getcwd())
         os.chdir(folder)
         warnings.simplefilter("default")

@@ -1,7 +1,5 @@
 """A network and its data that can be trained behind any door."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,28 +10,28 @@ Tensors = dict[str, Tensor]
 class Net(nn.Module):
     """A network with BatchNorm, which returns its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
 
-    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+    def forward(self, rows):
         """Return a loss as Hugging Face's Trainer wants it."""
         return {"loss": (self.network(rows) - rows).square().mean()}
 
 
-def rows_of(rank: int, step: int) -> Tensor:
+def rows_of(rank, step):
     """Return what a rank is trained on in a step."""
     return torch.randn(ROWS, 32, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def optimizer_of(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+def optimizer_of(net):
     """Return AdamW and a learning rate that falls step by step."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
 
-def tensors_of(net: nn.Module) -> Tensors:
+def tensors_of(net):
     """Copy parameters and buffers, but the count of BatchNorm."""
     tensors = [*net.named_parameters(), *net.named_buffers()]
     return {name: each.detach().cpu().clone() for name, each in tensors if each.is_floating_point()}

@@ -4,7 +4,6 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -64,12 +63,12 @@ SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}
 class Struck(Numbered):
     """A model that saves after one of its batches, arms a fault after another, and may then save once more."""
 
-    def __init__(self, path: str, arm: Callable[[], None], saves_again: bool) -> None:
+    def __init__(self, path, arm, saves_again):
         super().__init__(SAVED, path)
         self.saves_again = saves_again
         self.arm = arm
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if max(self.history) == ARMED:
             self.arm()  # strikes within the batches that follow
@@ -77,7 +76,7 @@ class Struck(Numbered):
             self.trainer.save_checkpoint(self.path)
 
 
-def strike(how: str) -> None:
+def strike(how):
     """Do to this process what is to happen to it."""
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -86,14 +85,14 @@ def strike(how: str) -> None:
     os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
 
 
-def strategy_of(point: Point) -> SparseDDPStrategy:
+def strategy_of(point):
     """Build the strategy that a fault strikes."""
     compressor, schedule = point.settings
     return SparseDDPStrategy(compressor, 0.05, schedule, timeout=timedelta(seconds=TIMEOUT))
 
 
 @contextmanager
-def impatient() -> Iterator[None]:
+def impatient():
     """Plan after a few steps, and decide after a few more; the same on every rank."""
     with ExitStack() as stack:
         for module, values in (
@@ -105,18 +104,18 @@ def impatient() -> Iterator[None]:
         yield
 
 
-def fit_struck(rank: int, point: Point, victim: int, how: str, path: str) -> tuple[str, str, float]:
+def fit_struck(rank, point, victim, how, path):
     """Fit until the fault ends it; return kind and message of what was raised, and how long that took once armed."""
     armed_at = [0.0]
 
-    def arm() -> None:
+    def arm():
         armed_at[0] = time.monotonic()
         if rank != victim:
             return
         owner = importlib.import_module(point.owner) if isinstance(point.owner, str) else point.owner
         original, calls = getattr(owner, point.name), [0]
 
-        def struck(*args: Any, **kwargs: Any) -> Any:
+        def struck(*args, **kwargs):
             calls[0] += 1
             if calls[0] > point.calls:
                 strike(how)
@@ -135,21 +134,21 @@ def fit_struck(rank: int, point: Point, victim: int, how: str, path: str) -> tup
     return "nothing", "", 0.0
 
 
-def fit_whole(rank: int, compressor: str) -> dict[int, Any]:
+def fit_whole(rank, compressor):
     """Fit without a fault; return the weights after each batch."""
     model = Numbered()
     fit_numbered(rank, SparseDDPStrategy(compressor, 0.05), model)
     return model.history
 
 
-def start_again(rank: int, point: Point, path: str, never_stopped: dict[int, Any]) -> tuple[list[int], list[str]]:
+def start_again(rank, point, path, never_stopped):
     """Go on from the checkpoint; return the batches gone through, and where they differ from a fit without a fault."""
     model = Numbered()
     fit_numbered(rank, strategy_of(point), model, path)
     return sorted(model.history), differences({seen: never_stopped[seen] for seen in model.history}, model.history)
 
 
-def processes() -> Iterator[tuple[int, str, int, int]]:
+def processes():
     """Yield number, state, parent and session of every process; of those that have ended as ``Z``."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

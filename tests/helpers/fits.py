@@ -2,9 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from pytorch_lightning import Callback, LightningModule
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_exactly
 from tests.helpers.trainers import weights
 
@@ -41,11 +39,11 @@ class Fitted(NamedTuple):
 class Watch(Callback):
     """Copy weights and statistics after every batch."""
 
-    def __init__(self) -> None:
-        self.batches: list[Tensors] = []
-        self.stats: list[dict[str, float]] = []
+    def __init__(self):
+        self.batches = []
+        self.stats = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *batch):
         self.batches.append(weights(pl_module))
         if isinstance(trainer.strategy, SparseDDPStrategy):
             self.stats.append(trainer.strategy.compression_stats())
@@ -54,23 +52,23 @@ class Watch(Callback):
 class NotingLogger(DummyLogger):
     """A logger that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.told: list[dict[str, float]] = []
+        self.told = []
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         self.__dict__.update(state)  # whatever a DummyLogger is asked for does nothing
 
-    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log_metrics(self, metrics, *args, **kwargs):
         self.told.append(dict(metrics))
 
 
 @contextmanager
-def listening() -> Iterator[list[str]]:
+def listening():
     """Return a list that fills with what is logged."""
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_sparse")]
     for logger in loggers:
         logger.addHandler(handler)
@@ -81,7 +79,7 @@ def listening() -> Iterator[list[str]]:
             logger.removeHandler(handler)
 
 
-def strategy_of(settings: Settings) -> Any:
+def strategy_of(settings):
     """Build a strategy, with a compressor of its own."""
     if settings is None or isinstance(settings, str):
         return DDPStrategy() if settings is None else settings
@@ -89,14 +87,14 @@ def strategy_of(settings: Settings) -> Any:
     return DDPStrategy(**arguments.pop("ddp")) if "ddp" in arguments else SparseDDPStrategy(**arguments)
 
 
-def fit(rank: int, module: Module, settings: Settings, source: Optional[str], arguments: Mapping[str, Any]) -> Fitted:
+def fit(rank, module, settings, source, arguments):
     """Fit, two epochs of six batches if nothing else is said."""
     model, watch = module(), Watch()
     start = weights(model)
     more = {"limit_val_batches": 0, **arguments, "callbacks": [*arguments.get("callbacks", ()), watch]}
     with listening() as lines:
         trainer = fit_numbered(rank, strategy_of(settings), model, source, **more)
-    strategy: Any = trainer.strategy
+    strategy = trainer.strategy
     is_ours = isinstance(strategy, SparseDDPStrategy)
     return Fitted(
         watch.batches,
@@ -111,15 +109,12 @@ def fit(rank: int, module: Module, settings: Settings, source: Optional[str], ar
     )
 
 
-def fits(
-    pool: Pool, module: Module, settings: Settings = None, source: Optional[str] = None, **arguments: Any
-) -> list[Fitted]:
+def fits(pool, module, settings=None, source=None, **arguments):
     """Fit on every rank; ``arguments`` are the Trainer's."""
-    answers: list[Fitted] = pool.run(fit, module, settings, source, arguments)
-    return answers
+    return pool.run(fit, module, settings, source, arguments)
 
 
-def one_model(answers: Sequence[Fitted]) -> Fitted:
+def one_model(answers):
     """Return what came of a fit, which is the same after every batch on all ranks."""
     first, *others = answers
     for other in others:
@@ -128,7 +123,7 @@ def one_model(answers: Sequence[Fitted]) -> Fitted:
     return first
 
 
-def refuse(rank: int, module: Module, settings: Settings, source: Optional[str], arguments: Mapping[str, Any]) -> str:
+def refuse(rank, module, settings, source, arguments):
     """Fit what must be refused; return kind and message of the error."""
     try:
         fit(rank, module, settings, source, arguments)
@@ -137,29 +132,17 @@ def refuse(rank: int, module: Module, settings: Settings, source: Optional[str],
     return "was not refused"
 
 
-def refusals(
-    pool: Pool, module: Module, settings: Settings, source: Optional[str] = None, **arguments: Any
-) -> list[str]:
+def refusals(pool, module, settings, source=None, **arguments):
     """Return, by rank, with which error a fit is refused."""
-    answers: list[str] = pool.run(refuse, module, settings, source, arguments)
-    return answers
+    return pool.run(refuse, module, settings, source, arguments)
 
 
-def resume(
-    rank: int, module: Callable[..., Numbered], settings: Settings, path: str, save_after: int, arguments: Any
-) -> tuple[list[int], list[str]]:
+def resume(rank, module, settings, path, save_after, arguments):
     """Save in the midst of a fit, and go on from there."""
     return resume_exactly(rank, lambda: strategy_of(settings), path, save_after, arguments, module)
 
 
-def assert_goes_on(
-    pool: Pool,
-    folder: Path,
-    settings: Settings,
-    module: Callable[..., Numbered] = Numbered,
-    save_after: int = 8,
-    **arguments: Any,
-) -> None:
+def assert_goes_on(pool, folder, settings, module=Numbered, save_after=8, **arguments):
     """Ask for the same bits from a fit that was saved after a batch and resumed as from one that never stopped."""
     last, arguments = 6 * arguments.get("max_epochs", 2), {"limit_val_batches": 0, **arguments}
     for seen, found in pool.run(resume, module, settings, str(folder / "mid.ckpt"), save_after, arguments):

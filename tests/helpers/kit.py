@@ -1,7 +1,6 @@
 """The conformance kit, run on a module of the user's in processes that start at once, and forget it."""
 
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,10 +9,9 @@ from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.testing import plugin
-from lightning_sparse.testing.pool import Pool
 
 
-def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str) -> int:
+def run_kit(forked, folder, subject, *arguments):
     """Hold the compressor of a module in a folder to the laws; return how pytest ended."""
     command = ["-p", "lightning_sparse.testing.plugin", "--compressor", subject, *arguments, "-p", "no:cacheprovider"]
     lender = mock.Mock(first=forked.__getitem__)
@@ -34,7 +32,7 @@ def run_kit(forked: dict[int, Pool], folder: Path, subject: str, *arguments: str
             sys.modules.pop(subject.partition(":")[0], None)
 
 
-def stop(pools: dict[int, Pool]) -> None:
+def stop(pools):
     """End the processes."""
     for pool in pools.values():
         pool.stop()

@@ -1,23 +1,18 @@
 """The phases of a wire format of several ranks, in one process and in step."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
-
-from lightning_sparse.engine.wire.base import Arrival, Payload, Phases
 
 
-def run_phases(phases: Sequence[Phases]) -> tuple[list[Arrival], list[list[Payload]]]:
+def run_phases(phases):
     """Do what collectives do; return what arrived on each rank, and what all ranks handed in, by phase."""
-    received: Sequence[Tensor | None] = [None] * len(phases)
-    handed_in: list[list[Payload]] = []
+    received = [None] * len(phases)
+    handed_in = []
     while True:
-        payloads: list[Payload] = []
-        arrivals: list[Arrival] = []
+        payloads = []
+        arrivals = []
         for phase, tensor in zip(phases, received):
             try:
-                payload = phase.send(tensor)  # type: ignore[arg-type]  # a generator starts with None
+                payload = phase.send(tensor)  # a generator starts with None
             except StopIteration as stop:
                 arrivals.append(stop.value)
             else:

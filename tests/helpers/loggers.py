@@ -1,18 +1,17 @@
 """What loggers have written, read back."""
 
 import csv
-from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
-def rows_of(directory: Path, tag: str) -> list[dict[str, str]]:
+def rows_of(directory, tag):
     """Return the rows of a ``CSVLogger`` that have a value of a tag."""
     with (directory / "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if row[tag]]
 
 
-def events_of(directory: Path) -> EventAccumulator:
+def events_of(directory):
     """Return all that was written for TensorBoard."""
     events = EventAccumulator(
         str(directory), size_guidance=dict.fromkeys(["images", "tensors", "histograms", "scalars"], 0)

@@ -10,42 +10,41 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/benc
 )
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     """Return the code of a page."""
-    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return found
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def spans(page: Path) -> list[str]:
+def spans(page):
     """Return what a page writes as code within a line."""
     return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return what links into a page may end with."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def section(page: Path, heading: str) -> str:
+def section(page, heading):
     """Return what follows a heading, up to the next of the second level."""
     _, _, after = page.read_text().partition(f"\n{heading}\n")
     return after.partition("\n## ")[0]
 
 
-def rows(page: Path, heading: str) -> list[list[str]]:
+def rows(page, heading):
     """Return the cells, row by row, of the table that follows a heading."""
     table = re.search(r"(?:^\|.*\n)+", section(page, heading), re.MULTILINE)
     assert table is not None, f"{page} has no table after {heading!r}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
 
 
-def shown_commands(command: str) -> list[str]:
+def shown_commands(command):
     """Return the words that follow a command of this package, wherever a page has it on a line of its own."""
     text = "".join(page.read_text() for page in PAGES)
     return sorted(set(re.findall(rf"^lightning-sparse {command} (.*)$", text, re.MULTILINE)))

@@ -2,10 +2,8 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse.strategy import backend_choice
@@ -17,12 +15,12 @@ _ALL_ELSE = 5e-3  # seconds of a step, whoever exchanges
 Cost = Callable[[int], float]  # step -> seconds
 
 
-def nothing(step: int) -> float:
+def nothing(step):
     """Cost nothing."""
     return 0.0
 
 
-def much(step: int) -> float:
+def much(step):
     """Cost more than all else in a step."""
     return 30e-3
 
@@ -30,18 +28,18 @@ def much(step: int) -> float:
 class Priced(Small):
     """A model with a price on each step that is left to DDP, and one on each of the engine's, for a clock to tell."""
 
-    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
+    def __init__(self, plain_cost, engine_cost):
         super().__init__()
         self.plain_cost, self.engine_cost = plain_cost, engine_cost
-        self.were_plain: list[bool] = []
-        self.wrappers: list[weakref.ref[Any]] = []
-        self.waiting: list[float] = []
+        self.were_plain = []
+        self.wrappers = []
+        self.waiting = []
         self.seconds = 0.0
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(Rows(800), batch_size=4)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         strategy = self.trainer.strategy
         self.were_plain.append(strategy.is_plain)
         if strategy.model not in [wrapper() for wrapper in self.wrappers]:
@@ -52,9 +50,9 @@ class Priced(Small):
         self.waiting.append(sum(float(residual.abs().sum()) for residual in residuals))
         return super().training_step(batch, batch_index)
 
-    def fit(self, trainer: Any, **arguments: Any) -> None:
+    def fit(self, trainer, **arguments):
         with mock.patch.object(backend_choice, "perf_counter", self.clock):
             trainer.fit(self, **arguments)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.seconds

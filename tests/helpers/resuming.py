@@ -2,18 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Optional
-from unittest import mock
 
 import torch
-from pytorch_lightning import Trainer
-from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.strategy.checkpoints import checkpointer
 from lightning_sparse.testing.equality import differences
 from tests.helpers.trainers import Small, make_trainer, weights
 
@@ -30,37 +22,35 @@ class Numbered(Small):
     It may save after a number of batches, and its learning rate changes by a factor after every step.
     """
 
-    def __init__(self, save_after: Optional[int] = None, path: str = "", learning_rate_factor: float = 0.9) -> None:
+    def __init__(self, save_after=None, path="", learning_rate_factor=0.9):
         super().__init__()
         self.save_after = save_after
         self.path = path
         self.learning_rate_factor = learning_rate_factor
-        self.history: dict[int, dict[str, Tensor]] = {}
+        self.history = {}
 
-    def rows(self, batch_index: int) -> Tensor:
+    def rows(self, batch_index):
         """Return what this rank, and nobody else, trains on now."""
         seed = 10_000 * self.global_rank + 100 * self.current_epoch + batch_index
         return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         return (self.network(rows) - rows).square().mean()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         seen = self.trainer.current_epoch * BATCHES + batch_idx + 1
         if seen == self.save_after:
             self.trainer.save_checkpoint(self.path)
         self.history[seen] = weights(self)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def fit_numbered(
-    rank: int, strategy: Any, model: Numbered, ckpt_path: Optional[str] = None, **arguments: Any
-) -> Trainer:
+def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
     """Fit two epochs of a few batches, from a checkpoint if given."""
     trainer = make_trainer(rank, strategy, **{"max_epochs": 2, "limit_train_batches": BATCHES, **arguments})
     for message in _EXPECTED_WARNINGS:
@@ -69,30 +59,13 @@ def fit_numbered(
     return trainer
 
 
-def kept_at_end(trainer: Trainer) -> dict[str, Any]:
+def kept_at_end(trainer):
     """Return what this rank had kept when training ended."""
-    assert isinstance(trainer.strategy, SparseDDPStrategy)
     kept = trainer.strategy._loop.final_state
-    assert kept is not None
     return {part: state for part, state in kept.items() if part != "plan"}  # which holds times
 
 
-@contextmanager
-def heard() -> Any:
-    """Return a list that fills with the lines that the strategy says."""
-    lines: list[str] = []
-    with mock.patch.object(checkpointer, "rank_zero_info", lines.append):
-        yield lines
-
-
-def resume_exactly(
-    rank: int,
-    build: Callable[[], Any],
-    path: str,
-    save_after: int,
-    arguments: dict[str, Any],
-    module: type[Numbered] = Numbered,
-) -> tuple[list[int], list[str]]:
+def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):
     """Fit with a save in between, and go on from it in a new Trainer.
 
     Returns:
@@ -109,7 +82,7 @@ def resume_exactly(
     return sorted(second.history), found
 
 
-def files_in(folder: Path) -> list[str]:
+def files_in(folder):
     """Return the names of all files below a folder, those of saves without their random part."""
     return sorted(
         re.sub(r"[0-9a-f]{32}[/.]", "", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()

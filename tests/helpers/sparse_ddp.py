@@ -25,7 +25,7 @@ from lightning_sparse.testing.wrapping import (
 )
 
 
-def declaring(promise: Promise) -> list[str]:
+def declaring(promise):
     """Return the names of the compressors that declare a property, and so are held to the law that follows from it."""
     return [name for name in COMPRESSOR_NAMES if promise(subject_of(name))]
 

@@ -3,7 +3,6 @@
 import os
 import warnings
 from functools import cache
-from typing import Any, Optional
 from unittest import mock
 
 import torch
@@ -42,12 +41,12 @@ class SharedGPU(CUDAAccelerator):
 
     @staticmethod
     @override
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices):
         """Return the index of the first GPU once for each of ``devices`` ranks."""
         return [0] * devices
 
 
-def accelerator() -> "str | CUDAAccelerator":
+def accelerator():
     """Return what a Trainer needs to use the device under test."""
     return "cpu" if DEVICE.type == "cpu" else SharedGPU()
 
@@ -55,41 +54,41 @@ def accelerator() -> "str | CUDAAccelerator":
 class Rows(Dataset[Tensor]):
     """Deterministic random rows."""
 
-    def __init__(self, count: int, width: int = 32) -> None:
+    def __init__(self, count, width=32):
         self.rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         return self.rows[index]
 
 
 class Small(LightningModule):
     """A small network with a loss worth minimising."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = (self.network(batch) - batch).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         self.log("val_loss", (self.network(batch) - batch).square().mean(), sync_dist=True)
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(Rows(128), batch_size=4)
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self):
         return DataLoader(Rows(16), batch_size=4)
 
     test_dataloader = val_dataloader
@@ -98,12 +97,12 @@ class Small(LightningModule):
 class WithSGD(Small):
     """A model whose SGD is told how to run."""
 
-    def __init__(self, one_cycle: bool = False, **arguments: Any) -> None:
+    def __init__(self, one_cycle=False, **arguments):
         super().__init__()
         self.one_cycle = one_cycle
         self.arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), **self.arguments)
         if not self.one_cycle:
             return optimizer
@@ -114,11 +113,11 @@ class WithSGD(Small):
 class WithAdam(Small):
     """A model trained by Adam."""
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
 
-def make_trainer(rank: int, strategy: Any, node_ranks: Optional[int] = None, **arguments: Any) -> Trainer:
+def make_trainer(rank, strategy, node_ranks=None, **arguments):
     """Build a Trainer that uses the pool's processes as its ranks, so many on a node, and is quiet."""
     devices = dist.get_world_size() if node_ranks is None else node_ranks
     os.environ.update(LOCAL_RANK=str(rank % devices), NODE_RANK=str(rank // devices))
@@ -137,13 +136,13 @@ def make_trainer(rank: int, strategy: Any, node_ranks: Optional[int] = None, **a
         return Trainer(strategy=strategy, **{**quiet, **defaults, **arguments})
 
 
-def run_fit(rank: int, strategy: Any, model: Optional[LightningModule] = None, **arguments: Any) -> Trainer:
+def run_fit(rank, strategy, model=None, **arguments):
     """Fit a model, a small one if none is given; return the Trainer."""
     trainer = make_trainer(rank, strategy, **arguments)
     trainer.fit(Small() if model is None else model)
     return trainer
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
+def weights(module):
     """Copy the parameters, to carry them out of the process."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -2,13 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
@@ -19,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy, SparseFabricStrategy, sparsify
 from lightning_sparse.testing.equality import assert_same, differences
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import ROWS, Net, Tensors, optimizer_of, rows_of, tensors_of
+from tests.helpers.doors import ROWS, Net, optimizer_of, rows_of, tensors_of
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
 
 STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, those before the save, and of a gradient
-ROUNDS: dict[str, dict[str, Any]] = {
+ROUNDS = {
     "lags": {"compressor": "lags", "density": 0.1, "wire": "bfloat16", "local_steps": 5},
     "diloco": {"compressor": "dense", "local_steps": LocalSteps(5, 0.7, 0.9, nesterov=True)},
     "late": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(5, residual_decay=0.9, overlap_steps=3)},
@@ -37,33 +33,33 @@ ROUNDS: dict[str, dict[str, Any]] = {
 class Module(Numbered):
     """The network behind the Trainer."""
 
-    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+    def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.network = Net()
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return self.network(rows_of(self.global_rank, batch_index).to(self.device))["loss"]
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         self.network(rows_of(0, batch_index).to(self.device))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer, schedule = optimizer_of(self.network)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def through_the_trainer(rank: int, settings: dict[str, Any], folder: Path, resumes: bool) -> Tensors:
+def through_the_trainer(rank, settings, folder, resumes):
     """Train with validations, save after some steps, or go on from there."""
     path = str(folder / "trainer.ckpt")
     module = Module() if resumes else Module(SAVED, path)
-    more: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
+    more = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
     more |= {"val_check_interval": 4, "limit_val_batches": 1}
     fit_numbered(rank, SparseDDPStrategy(**settings), module, path if resumes else None, **more)
     return tensors_of(module.network)
 
 
 @contextmanager
-def expecting() -> Iterator[None]:
+def expecting():
     """Ignore what Lightning warns of in tests."""
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
@@ -71,7 +67,7 @@ def expecting() -> Iterator[None]:
         yield
 
 
-def through_fabric(rank: int, settings: dict[str, Any], folder: Path, resumes: bool) -> Tensors:
+def through_fabric(rank, settings, folder, resumes):
     """The same with Fabric."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     path = folder / "fabric.ckpt"
@@ -102,9 +98,7 @@ def through_fabric(rank: int, settings: dict[str, Any], folder: Path, resumes: b
     return tensors_of(net)
 
 
-def through_a_plain_loop(
-    rank: int, settings: dict[str, Any], folder: Path, resumes: bool, handle_first: bool = True
-) -> Tensors:
+def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True):
     """The same with ``sparsify``."""
     net = Net().to(DEVICE)
     ddp = DistributedDataParallel(net)
@@ -142,28 +136,28 @@ def through_a_plain_loop(
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Rows in the order in which Accelerate deals them out: a batch for each rank, then the next ones."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return STEPS * dist.get_world_size() * ROWS
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         number, row = divmod(index, ROWS)
         step, rank = divmod(number, dist.get_world_size())
         return {"rows": rows_of(rank, step)[row]}
 
 
-def through_hugging_face(rank: int, settings: dict[str, Any], folder: Path, resumes: bool, **arguments: Any) -> Tensors:
+def through_hugging_face(rank, settings, folder, resumes, **arguments):
     """The same with Hugging Face's Trainer."""
     ranks = str(dist.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        transformers: Any = import_module("transformers")
-        ours: Any = import_module("lightning_sparse.loop.hugging_face")
+        transformers = import_module("transformers")
+        ours = import_module("lightning_sparse.loop.hugging_face")
         import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
-        class InOrder(transformers.Trainer):  # type: ignore[misc]
-            def _get_train_sampler(self, *args: Any) -> Any:
+        class InOrder(transformers.Trainer):
+            def _get_train_sampler(self, *args):
                 return torch.utils.data.SequentialSampler(Rows())
 
         net = Net()
@@ -189,17 +183,17 @@ def through_hugging_face(rank: int, settings: dict[str, Any], folder: Path, resu
     return tensors_of(net)
 
 
-def best_of_hugging_face(rank: int, folder: Path) -> tuple[Tensors, Tensors]:
+def best_of_hugging_face(rank, folder):
     """Let the Trainer load the model of its first evaluation at the end; return what there is, and what was saved."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     ends = through_hugging_face(rank, ROUNDS["lags"], folder, False, save_steps=4, **best)
     net = Net()
-    saved: Any = import_module("safetensors.torch")
+    saved = import_module("safetensors.torch")
     net.load_state_dict(saved.load_file(folder / "hugging-face" / "checkpoint-4" / "model.safetensors"))
     return ends, tensors_of(net)
 
 
-DOORS: dict[str, Callable[..., Tensors]] = {
+DOORS = {
     "Fabric": through_fabric,
     "a plain loop": through_a_plain_loop,
     "Hugging Face": through_hugging_face,
@@ -207,7 +201,7 @@ DOORS: dict[str, Callable[..., Tensors]] = {
 
 
 @pytest.mark.parametrize("kind", list(ROUNDS))
-def test_a_round_is_the_same_to_the_bit_behind_each_door(pair: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_round_is_the_same_to_the_bit_behind_each_door(pair, tmp_path, kind):
     settings = ROUNDS[kind]
     expected, other = pair.run(through_the_trainer, settings, tmp_path, False)
     assert_same(other, expected)
@@ -223,6 +217,6 @@ def test_a_round_is_the_same_to_the_bit_behind_each_door(pair: Pool, tmp_path: P
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or find_spec("transformers") is None, reason="as above")
-def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair: Pool, tmp_path: Path) -> None:
+def test_the_best_model_is_there_at_the_end_of_hugging_faces_trainer(pair, tmp_path):
     for ends, saved in pair.run(best_of_hugging_face, tmp_path):
         assert_same(ends, saved)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,7 +26,7 @@ pytestmark = [
 ]
 
 
-def train(rank: int, example: str, folder: Path, density: Optional[float], resumes: bool) -> tuple[float, Tensors]:
+def train(rank, example, folder, density, resumes):
     """Train as an example does, in this process as one of those that a launcher has started."""
     ranks = str(dist.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
@@ -40,7 +38,7 @@ def train(rank: int, example: str, folder: Path, density: Optional[float], resum
         module = importlib.import_module(example)
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(reset_partial_state=True)
-        arguments: dict[str, Any] = {}
+        arguments = {}
         if example == "train_hugging_face":
             arguments = {"use_cpu": True, "max_steps": 8, "save_steps": 5, "logging_steps": 100, "disable_tqdm": True}
             arguments["resume_from"] = folder / "checkpoint-5" if resumes else None
@@ -51,7 +49,7 @@ def train(rank: int, example: str, folder: Path, density: Optional[float], resum
 
 
 @each_example
-def test_density_one_ends_where_ddp_does(pair: Pool, tmp_path: Path, example: str) -> None:
+def test_density_one_ends_where_ddp_does(pair, tmp_path, example):
     ddp = pair.run(train, example, tmp_path / "ddp", None, False)
     for (loss, ours), (ddp_loss, theirs) in zip(pair.run(train, example, tmp_path / "ours", 1.0, False), ddp):
         assert loss == pytest.approx(ddp_loss, rel=1e-4)
@@ -60,7 +58,7 @@ def test_density_one_ends_where_ddp_does(pair: Pool, tmp_path: Path, example: st
 
 
 @each_example
-def test_resumed_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, example: str) -> None:
+def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
     (_, whole), (_, other) = pair.run(train, example, tmp_path, 0.05, False)
     assert_same(whole, other)
     kept = torch.load(next(tmp_path.rglob("kept-1.pt")), weights_only=True)["engine"]["memory"]

@@ -3,48 +3,42 @@
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, Sparsifier, bucket_cap_mb, sparsify
+from lightning_sparse import AdamCorrection, bucket_cap_mb, sparsify
 from lightning_sparse.compressors import DGC, TopK
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import Branches, assert_mass_is_conserved
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of, watch_gradients
 from tests.helpers.adversaries import Adversaries
-from tests.helpers.commands import Interpreter, train_as_on_page
+from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 
 Tensors = dict[str, Tensor]
 DENSE = 2
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
 each_optimizer = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
-def wrapped(model: Optional[nn.Module] = None, **arguments: Any) -> DistributedDataParallel:
+def wrapped(model=None, **arguments):
     torch.manual_seed(0)
     model = (Edges() if model is None else model).to(DEVICE)
     return DistributedDataParallel(model, **{"bucket_cap_mb": bucket_cap_mb(model), **arguments})
 
 
 @contextmanager
-def sparsified(
-    kind: str, ddp: Optional[DistributedDataParallel] = None, **settings: Any
-) -> Iterator[tuple[DistributedDataParallel, torch.optim.Optimizer, Sparsifier]]:
+def sparsified(kind, ddp=None, **settings):
     """Yield a wrapped model, its optimizer and the handle."""
     ddp = wrapped() if ddp is None else ddp
     optimizer = OPTIMIZERS[kind](ddp.parameters())
@@ -54,14 +48,7 @@ def sparsified(
         yield ddp, optimizer, handle
 
 
-def train(
-    rank: int,
-    ddp: DistributedDataParallel,
-    optimizers: Sequence[torch.optim.Optimizer],
-    steps: range,
-    micro_batches: int = 1,
-    clip: Callable[[], Any] = lambda: None,
-) -> None:
+def train(rank, ddp, optimizers, steps, micro_batches=1, clip=lambda: None):
     """Train as a plain loop does, with accumulation and clipping."""
     for step in steps:
         for micro in range(micro_batches):
@@ -73,9 +60,7 @@ def train(
             optimizer.zero_grad()
 
 
-def train_both(
-    rank: int, kind: str, micro_batches: int, settings: dict[str, Any], arguments: dict[str, Any]
-) -> tuple[Tensors, Tensors]:
+def train_both(rank, kind, micro_batches, settings, arguments):
     with sparsified(kind, wrapped(**arguments), density=1.0, **settings) as (ddp, optimizer, _):
         train(rank, ddp, [optimizer], range(5), micro_batches)
     twin = wrapped()
@@ -83,14 +68,14 @@ def train_both(
     return parameters_of(ddp), parameters_of(twin)
 
 
-def assert_close(ours: Tensors, theirs: Tensors) -> None:
+def assert_close(ours, theirs):
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
 
 
 @each_optimizer
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_density_one_equals_ddp(pair: Pool, optimizer: str, micro_batches: int) -> None:
+def test_density_one_equals_ddp(pair, optimizer, micro_batches):
     for ours, twin in pair.run(train_both, optimizer, micro_batches, {}, {}):
         assert_close(ours, twin)
 
@@ -106,14 +91,12 @@ def test_density_one_equals_ddp(pair: Pool, optimizer: str, micro_batches: int) 
     ],
     ids=str,
 )
-def test_however_ddp_was_built_density_one_equals_it(
-    pair: Pool, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_however_ddp_was_built_density_one_equals_it(pair, settings, arguments):
     for ours, twin in pair.run(train_both, "SGD", 1, settings, arguments):
         assert_close(ours, twin)
 
 
-def train_sparse(rank: int, kind: str, settings: dict[str, Any]) -> tuple[Tensors, dict[str, float]]:
+def train_sparse(rank, kind, settings):
     """Train with accumulation and clipping; return parameters and statistics."""
     with sparsified(kind, **settings) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(6), 2, lambda: handle.clip(norm=1.0, value=0.5))
@@ -122,8 +105,8 @@ def train_sparse(rank: int, kind: str, settings: dict[str, Any]) -> tuple[Tensor
 
 @each_optimizer
 @pytest.mark.parametrize("compressor", ["lags", "exdyna", "omgs", "dgc", "qsgd"])
-def test_replicas_are_identical(pools: dict[int, Pool], optimizer: str, compressor: str) -> None:
-    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
+def test_replicas_are_identical(pools, optimizer, compressor):
+    settings = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
     if compressor == "qsgd":
         settings |= {"density": None, "wire": "float32", "optimizer_correction": "auto"}
     answers = pools[3].run(train_sparse, optimizer, settings)
@@ -133,13 +116,13 @@ def test_replicas_are_identical(pools: dict[int, Pool], optimizer: str, compress
         assert (stats["total_steps"], 0 <= stats["exposed_share"] <= 1) == (6, True)
 
 
-def balance(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:
+def balance(rank, settings):
     """Train, and write down for every step what came in, what was applied and what waits before and after."""
     book = []
     with sparsified("SGD", **settings) as (ddp, optimizer, handle):
         gradients = watch_gradients(ddp.module)
 
-        def waiting() -> Tensors:
+        def waiting():
             kept = handle.state_dict()["engine"]["memory"]["residual"]
             return {
                 name: kept[name].view_as(gradient).clone() if name in kept else torch.zeros_like(gradient)
@@ -158,21 +141,21 @@ def balance(rank: int, settings: dict[str, Any]) -> list[dict[str, Tensors]]:
 
 
 @pytest.mark.parametrize("compressor", ["lags", "exdyna"])
-def test_mass_is_conserved(pair: Pool, compressor: str) -> None:
+def test_mass_is_conserved(pair, compressor):
     assert_mass_is_conserved(pair.run(balance, {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}))
 
 
-def stored(state: dict[str, Any]) -> Any:
+def stored(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def train_in_two(rank: int, kind: str, settings: dict[str, Any], first: int) -> list[tuple[Any, Any]]:
+def train_in_two(rank, kind, settings, first):
     """Train in one go, and with all built anew from the midst; return what is there at the end."""
     ends = []
-    saved: dict[str, Any] = {}
+    saved = {}
     for steps in (range(8), range(first, 8)):
         with sparsified(kind, **copy.deepcopy(settings)) as (ddp, optimizer, handle):
             if saved:
@@ -204,14 +187,12 @@ def train_in_two(rank: int, kind: str, settings: dict[str, Any], first: int) -> 
     ],
     ids=["lags", "lags with AdamW", "dgc", "exdyna with AdamW", "qsgd"],
 )
-def test_resumed_it_goes_on_to_the_bit(pair: Pool, optimizer: str, settings: dict[str, Any], first: int) -> None:
+def test_resumed_it_goes_on_to_the_bit(pair, optimizer, settings, first):
     for whole, resumed in pair.run(train_in_two, optimizer, settings, first):
         assert_same(resumed, whole)
 
 
-def train_scaled(
-    rank: int, kind: str, is_scaled: bool, overflow_at: Optional[int] = None
-) -> list[tuple[Tensors, Any, float]]:
+def train_scaled(rank, kind, is_scaled, overflow_at=None):
     """Train with a gradient scaler that grows; note parameters, what is kept, and the scale around each step."""
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=is_scaled, init_scale=2.0**10, growth_interval=2)
     notes = []
@@ -229,7 +210,7 @@ def train_scaled(
 
 
 @each_optimizer
-def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair: Pool, optimizer: str) -> None:
+def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair, optimizer):
     for notes in pair.run(train_scaled, optimizer, True, 4):
         for step, (before, after) in enumerate(pairwise(notes)):
             assert (after[2] < before[2]) == (step == 4)
@@ -240,13 +221,13 @@ def test_an_overflow_is_skipped_and_leaves_what_is_kept(pair: Pool, optimizer: s
 
 
 @each_optimizer
-def test_a_changing_loss_scale_changes_nothing(pair: Pool, optimizer: str) -> None:
+def test_a_changing_loss_scale_changes_nothing(pair, optimizer):
     for scaled, plain in zip(*(pair.run(train_scaled, optimizer, is_scaled) for is_scaled in (True, False))):
         assert scaled[-1][2] > scaled[0][2]
         assert_same(scaled[-1][0], plain[-1][0])
 
 
-def train_clipped(rank: int, kind: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
+def train_clipped(rank, kind, steps):
     """Return parameters after training with clipping here, without, and of a twin that is clipped as ever."""
     ends = []
     for norm in (0.1, None):
@@ -260,13 +241,13 @@ def train_clipped(rank: int, kind: str, steps: int) -> tuple[Tensors, Tensors, T
 
 
 @pytest.mark.parametrize(("optimizer", "steps"), [("SGD", 5), ("AdamW", DENSE)])
-def test_what_is_sent_whole_is_clipped_as_ever(pair: Pool, optimizer: str, steps: int) -> None:
+def test_what_is_sent_whole_is_clipped_as_ever(pair, optimizer, steps):
     for ours, unclipped, twin in pair.run(train_clipped, optimizer, steps):
         assert_close(ours, twin)
         assert optimizer == "AdamW" or not torch.equal(ours["matrix"], unclipped["matrix"])
 
 
-def clipped_updates(rank: int, norm: Optional[float]) -> float:
+def clipped_updates(rank, norm):
     """Return how far a parameter moves in steps of AdamW that are made before selection."""
     with sparsified("AdamW", density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(DENSE + 1))
@@ -276,12 +257,12 @@ def clipped_updates(rank: int, norm: Optional[float]) -> float:
         return float((parameters_of(ddp)["matrix"] - before).norm())
 
 
-def test_updates_are_made_of_clipped_gradients(pair: Pool) -> None:
+def test_updates_are_made_of_clipped_gradients(pair):
     for clipped, whole in zip(*(pair.run(clipped_updates, norm) for norm in (1e-3, None))):
         assert 0 < clipped < 0.9 * whole
 
 
-def train_with_two(rank: int, density: float) -> tuple[Tensors, Tensors]:
+def train_with_two(rank, density):
     """Train parts of a model with an optimizer each, that step by turns; and a twin with plain DDP."""
     ends = []
     for is_sparse in (True, False):
@@ -296,7 +277,7 @@ def train_with_two(rank: int, density: float) -> tuple[Tensors, Tensors]:
     return ends[0], ends[1]
 
 
-def test_two_optimizers_train_one_model(pair: Pool) -> None:
+def test_two_optimizers_train_one_model(pair):
     for ours, twin in pair.run(train_with_two, 1.0):
         assert_close(ours, twin)
     (one, dense), (other, _) = pair.run(train_with_two, 0.05)
@@ -304,7 +285,7 @@ def test_two_optimizers_train_one_model(pair: Pool) -> None:
     assert not torch.equal(one["matrix"], dense["matrix"])
 
 
-def train_partly(rank: int) -> tuple[Tensors, bool, dict[str, bool]]:
+def train_partly(rank):
     """Train with parameters that not all ranks use; return them, and which have moved since all were used."""
     ddp = wrapped(Branches(), find_unused_parameters=True)
     with sparsified("SGD", ddp, density=0.5) as (_, optimizer, _):
@@ -319,7 +300,7 @@ def train_partly(rank: int) -> tuple[Tensors, bool, dict[str, bool]]:
         return parameters_of(ddp), has_gradient, moved
 
 
-def test_parameters_may_go_unused(pair: Pool) -> None:
+def test_parameters_may_go_unused(pair):
     answers = pair.run(train_partly)
     for parameters, has_gradient, moved in answers:
         assert_same(parameters, answers[0][0])
@@ -328,9 +309,7 @@ def test_parameters_may_go_unused(pair: Pool) -> None:
         assert moved["sometimes"]
 
 
-def train_adversaries(
-    rank: int, kind: str, compressor: Any, density: Optional[float], arguments: dict[str, Any]
-) -> Tensors:
+def train_adversaries(rank, kind, compressor, density, arguments):
     """Go backward twice before two optimizers step, the first three times without an exchange; drop a step."""
     torch.manual_seed(0)
     ddp = wrapped(Adversaries(), **arguments)
@@ -359,16 +338,14 @@ def train_adversaries(
     ],
     ids=["unused", "momentum", "AdamW"],
 )
-def test_several_exchanges_for_one_step_are_one_step(
-    pair: Pool, kind: str, compressor: Any, arguments: dict[str, Any]
-) -> None:
+def test_several_exchanges_for_one_step_are_one_step(pair, kind, compressor, arguments):
     ours, others = pair.run(train_adversaries, kind, compressor, 1.0, arguments)
     assert_same(ours, others)
     assert_close(ours, pair.run(train_adversaries, kind, compressor, None, arguments)[0])
     assert_same(*pair.run(train_adversaries, kind, compressor, 0.05, arguments))
 
 
-def train_over_epochs(rank: int) -> tuple[str, list[float]]:
+def train_over_epochs(rank):
     """Return what is said where epochs are not told, and the densities where they are."""
     untold = sparsified("SGD", density=0.01, warmup_epochs=2)
     with untold as (ddp, *_), pytest.raises(RuntimeError, match="set_epoch") as refusal:
@@ -382,7 +359,7 @@ def train_over_epochs(rank: int) -> tuple[str, list[float]]:
     return str(refusal.value), densities
 
 
-def test_the_density_falls_over_epochs_that_are_told(pair: Pool) -> None:
+def test_the_density_falls_over_epochs_that_are_told(pair):
     for message, densities in pair.run(train_over_epochs):
         assert "warmup_epochs=2" in message
         assert densities[0] > densities[1] > densities[2] == densities[3]
@@ -391,11 +368,11 @@ def test_the_density_falls_over_epochs_that_are_told(pair: Pool) -> None:
 class Broken(TopK):
     """A compressor that fails."""
 
-    def select(self, *group: Any) -> Any:
+    def select(self, *group):
         raise OSError("cannot select")
 
 
-def fail(rank: int) -> tuple[bool, str, str, dict[str, float]]:
+def fail(rank):
     broken = sparsified("SGD", compressor=Broken(), density=0.05)
     with broken as (ddp, _, handle), pytest.raises(OSError, match="cannot select"):
         ddp(batch(rank, 0)).backward()
@@ -409,7 +386,7 @@ def fail(rank: int) -> tuple[bool, str, str, dict[str, float]]:
     return True, str(refusal.value), str(late.value), handle.stats()
 
 
-def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_closed(pair: Pool) -> None:
+def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_closed(pair):
     for has_raised, refusal, late, stats in pair.run(fail):
         assert has_raised
         assert "closed" in refusal
@@ -417,7 +394,7 @@ def test_an_error_of_the_exchange_is_raised_by_backward_and_so_is_going_on_when_
         assert stats["wire_bytes"] > 0
 
 
-def train_alone(rank: int) -> tuple[Tensors, Tensors, Any]:
+def train_alone(rank):
     with sparsified("SGD", compressor=DGC(), density=0.05) as (ddp, optimizer, handle):
         train(rank, ddp, [optimizer], range(3), 2, lambda: handle.clip(norm=1.0))
         handle.load_state_dict(handle.state_dict())
@@ -429,16 +406,16 @@ def train_alone(rank: int) -> tuple[Tensors, Tensors, Any]:
     return parameters_of(ddp), parameters_of(twin), facts
 
 
-def test_on_one_process_it_does_nothing(pools: dict[int, Pool]) -> None:
+def test_on_one_process_it_does_nothing(pools):
     ((ours, twin, facts),) = pools[1].run(train_alone)
     assert_same(ours, twin)
     assert facts == ({}, {})
 
 
-def refusal_of(rank: int, arguments: dict[str, Any]) -> str:
+def refusal_of(rank, arguments):
     """Return the error that arguments are refused with."""
     ddp = wrapped()
-    given: dict[str, Any] = {"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments}
+    given = {"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments}
     with pytest.raises((ValueError, TypeError)) as refusal:
         sparsify(**given)
     return f"{type(refusal.value).__name__}: {refusal.value}"
@@ -468,18 +445,18 @@ def refusal_of(rank: int, arguments: dict[str, Any]) -> str:
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
 )
-def test_what_is_refused(pools: dict[int, Pool], ranks: int, arguments: dict[str, Any], message: str) -> None:
+def test_what_is_refused(pools, ranks, arguments, message):
     for refusal in pools[ranks].run(refusal_of, arguments):
         assert refusal.startswith(message)
 
 
-def refused_states(rank: int) -> None:
+def refused_states(rank):
     """Give a handle states of others, and the model a second handle."""
     with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
         state = handle.state_dict()
         handle.load_state_dict(state)
         layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], "torch.float32"]}
-        changes: dict[str, dict[str, Any]] = {
+        changes = {
             "ranks 4, and here it is 2": {"ranks": 4},
             f"rank {1 - rank}, and here it is {rank}": {"rank": 1 - rank},
             "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
@@ -496,14 +473,14 @@ def refused_states(rank: int) -> None:
         handle.load_state_dict(state)
 
 
-def test_states_of_others_are_refused(pair: Pool) -> None:
+def test_states_of_others_are_refused(pair):
     pair.run(refused_states)
 
 
-def lines_said(rank: int) -> tuple[list[str], str]:
-    lines: list[str] = []
+def lines_said(rank):
+    lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("lightning_sparse.loop")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -517,7 +494,7 @@ def lines_said(rank: int) -> tuple[list[str], str]:
     return lines, warned[0].filename if warned else ""
 
 
-def test_rank_0_says_what_is_sent_and_warns_of_optimizers_that_learn_from_it(pair: Pool) -> None:
+def test_rank_0_says_what_is_sent_and_warns_of_optimizers_that_learn_from_it(pair):
     (lines, file), others = pair.run(lines_said)
     assert [name in line for name, line in zip(("LAGS", "AdamW"), lines)] == [True, True]
     assert (file, others) == (__file__, ([], ""))
@@ -543,12 +520,12 @@ dist.destroy_process_group()
 """
 
 
-def test_it_imports_no_lightning(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_it_imports_no_lightning(interpreter, tmp_path):
     (tmp_path / "script.py").write_text(WITHOUT_LIGHTNING)
     result = interpreter.run(tmp_path / "script.py")
     assert result.returncode == 0, result.stderr
 
 
-def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}

@@ -9,20 +9,16 @@ Shi et al., "Communication-efficient distributed deep learning with merged gradi
 4. It looks one tensor ahead: it never accepts a merge that pays only together with the next one.
 """
 
-from collections.abc import Sequence
-
 from lightning_sparse.schedule.merge.exact import groups_between
-from lightning_sparse.schedule.merge.simulator import Cost, Problem, checked_problem
+from lightning_sparse.schedule.merge.simulator import checked_problem
 
 
-def greedy_groups(
-    sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
-) -> list[list[int]]:
+def greedy_groups(sizes, backward_seconds, select_cost, exchange_cost):
     """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_groups`."""
     return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
 
 
-def greedy_stops(problem: Problem) -> list[int]:
+def greedy_stops(problem):
     """Return where groups stop that are merged as in the released code; selecting stops backward, as in its problem."""
     if problem.tensors <= 2:
         return [problem.tensors]
@@ -39,13 +35,13 @@ def greedy_stops(problem: Problem) -> list[int]:
     return [*stops, problem.tensors]
 
 
-def _extra_wait(problem: Problem, start: int, stop: int, queued: float) -> float:
+def _extra_wait(problem, start, stop, queued):
     """Return how much later the group's message leaves if the next tensor joins, beyond what it would have queued."""
     selects_more = problem.select_seconds(start, stop + 1) - problem.select_seconds(start, stop)
     alone = problem.select_seconds(stop, stop + 1)
     return problem.ready[stop + 1] - problem.ready[stop] + selects_more - alone - queued
 
 
-def _saved(problem: Problem, start: int, stop: int) -> float:
+def _saved(problem, start, stop):
     apart = problem.exchange_seconds(start, stop) + problem.exchange_seconds(stop, stop + 1)
     return apart - problem.exchange_seconds(start, stop + 1)

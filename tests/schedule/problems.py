@@ -26,7 +26,7 @@ TOP_K = 2.18896957e-10  # seconds per n log2 n on an Nvidia P102-100; same file,
 DENSITY = 0.001
 
 
-def published(workers: int) -> Problem:
+def published(workers):
     """ResNet-50 as the authors of OMGS-SGD ran it: one all-gather for the values and one for the indices of a group.
 
     ``resnet50_backprop.csv`` holds the tensors of ResNet-50 in the order of backpropagation, and its 0.12 seconds of
@@ -43,7 +43,7 @@ def published(workers: int) -> Problem:
     )
 
 
-def random_problem(seed: int, tensors: int) -> Problem:
+def random_problem(seed, tensors):
     """Backward, selection and exchange within a factor of some tens of each other; costs of every shape."""
     rng = random.Random(seed)
     sizes = [rng.choice((0, 1, int(10 ** rng.uniform(2, 6.7)))) for _ in range(tensors)]
@@ -57,11 +57,11 @@ def random_problem(seed: int, tensors: int) -> Problem:
     return Problem(sizes, seconds, select_cost, exchange_cost)
 
 
-def _cost(rng: random.Random, elements: int, seconds: float, parts: int) -> Cost:
+def _cost(rng, elements, seconds, parts):
     """Make a cost that takes about so many seconds for so many elements, and a share of that for starting."""
     startup = rng.choice((0.0, 0.3, 1.0)) * seconds / parts
     edge = rng.uniform(0.01, 1) * elements
-    shapes: list[Cost] = [
+    shapes = [
         lambda size: startup + seconds * size / elements,
         lambda size: startup + seconds * size * math.log2(size + 1) / elements / math.log2(elements + 1),
         lambda size: startup + seconds * (size / elements) ** 2,

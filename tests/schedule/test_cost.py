@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from statistics import median
 
 import pytest
@@ -18,9 +17,7 @@ LOG = CostModel(startup=2e-5, per_unit_log=2e-10)
 MODELS = {"line": LINE, "concave": CONCAVE, "convex": CONVEX, "log": LOG}
 
 
-def timings(
-    model: Callable[[float], float], noise: float = 0.0, outliers: float = 0.0, seed: int = 0, repeats: int = 5
-) -> list[tuple[float, float]]:
+def timings(model, noise=0.0, outliers=0.0, seed=0, repeats=5):
     """Time as a busy machine would: some noise on everything, and some timings far too long or far too short."""
     rng = random.Random(seed)
     samples = []
@@ -30,33 +27,33 @@ def timings(
     return samples
 
 
-def shapes_for(name: str) -> tuple[str, ...]:
+def shapes_for(name):
     return SELECTION_SHAPES if name == "log" else EXCHANGE_SHAPES
 
 
-def worst_error(found: CostModel, truth: CostModel) -> float:
+def worst_error(found, truth):
     return max(abs(found(size) / truth(size) - 1) for size in ASKED)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recovers_a_model_from_clean_timings(name: str) -> None:
+def test_recovers_a_model_from_clean_timings(name):
     found = fit(timings(MODELS[name], repeats=1), shapes_for(name))
     assert found == pytest.approx(MODELS[name], rel=1e-6, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recovers_a_model_from_timings_with_noise_and_outliers(name: str) -> None:
+def test_recovers_a_model_from_timings_with_noise_and_outliers(name):
     fits = [fit(timings(MODELS[name], noise=0.1, outliers=0.1, seed=seed), shapes_for(name)) for seed in range(15)]
     assert median(worst_error(found, MODELS[name]) for found in fits) < 0.12
 
 
-def test_outliers_change_little_without_repetitions_too() -> None:
+def test_outliers_change_little_without_repetitions_too():
     fits = [fit(timings(LINE, noise=0.05, outliers=0.1, seed=seed, repeats=1), ("line",)) for seed in range(15)]
     assert median(worst_error(found, LINE) for found in fits) < 0.1
     assert max(worst_error(found, LINE) for found in fits) < 0.4
 
 
-def test_no_model_falls_with_the_size_or_below_zero() -> None:
+def test_no_model_falls_with_the_size_or_below_zero():
     rng = random.Random(0)
     for _ in range(25):
         samples = [(float(rng.choice(SIZES)), rng.expovariate(1)) for _ in range(40)]
@@ -67,13 +64,13 @@ def test_no_model_falls_with_the_size_or_below_zero() -> None:
             assert seconds[0] >= 0
 
 
-def test_the_bend_is_taken_only_where_the_timings_ask_for_it() -> None:
+def test_the_bend_is_taken_only_where_the_timings_ask_for_it():
     bends = [fit(timings(LINE, noise=0.05, seed=seed)).bend for seed in range(20)]
     assert bends.count(math.inf) >= 15
     assert all(fit(timings(CONCAVE, noise=0.05, seed=seed)).bend < math.inf for seed in range(20))
 
 
-def test_thousands_of_sizes_are_pooled() -> None:
+def test_thousands_of_sizes_are_pooled():
     rng = random.Random(2)
     sizes = [10 ** rng.uniform(2, 8) for _ in range(4000)]
     found = fit([(size, CONCAVE(size) * rng.lognormvariate(0, 0.1)) for size in sizes])
@@ -92,12 +89,12 @@ def test_thousands_of_sizes_are_pooled() -> None:
         ([(1, 0.0), (2, 0.0), (3, 0.0)], "samples took 0 seconds each: time larger sizes"),
     ],
 )
-def test_nonsense_is_refused(samples: list[tuple[float, float]], message: str) -> None:
+def test_nonsense_is_refused(samples, message):
     with pytest.raises(ValueError, match=message):
         fit(samples)
 
 
-def test_shapes_that_cannot_be_are_refused() -> None:
+def test_shapes_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="shape='curve' is unknown; choose one of: line, bent, log"):
         fit(timings(LINE), ("curve",))
     with pytest.raises(ValueError, match="need more than 4 distinct sizes: add 'line'"):

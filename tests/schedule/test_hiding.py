@@ -11,7 +11,7 @@ from lightning_sparse.schedule.merge.simulator import simulate
 from lightning_sparse.schedule.step_profile import Profile
 
 
-def made_up(seed: int, has_dense: bool) -> tuple[Profile, list[int]]:
+def made_up(seed, has_dense):
     """Return a problem and its best plan."""
     chance = random.Random(seed)
     tensors = chance.randint(1, 12)
@@ -31,7 +31,7 @@ def made_up(seed: int, has_dense: bool) -> tuple[Profile, list[int]]:
 
 
 @pytest.mark.parametrize("has_dense", [False, True])
-def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_dense: bool) -> None:
+def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_dense):
     raised = whole = 0
     for seed in range(300):
         profile, stops = made_up(seed, has_dense)
@@ -59,7 +59,7 @@ def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_den
     assert not has_dense or whole > 20
 
 
-def test_nothing_that_is_sent_for_nothing_makes_the_step_longer() -> None:
+def test_nothing_that_is_sent_for_nothing_makes_the_step_longer():
     for seed in range(300):
         profile, stops = made_up(seed, has_dense=True)
         free = 0.0

@@ -1,7 +1,6 @@
 """What a network costs, and how it is written."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 
@@ -11,12 +10,12 @@ from lightning_sparse.schedule.cost.network import DIRECT_BYTES, Network, parse_
 @pytest.mark.parametrize(
     ("text", "bandwidth"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("64kbit", 64_000), ("25gbit", 25e9)]
 )
-def test_bandwidths_are_read(text: str, bandwidth: float) -> None:
+def test_bandwidths_are_read(text, bandwidth):
     assert parse_bandwidth(text) == bandwidth
 
 
 @pytest.mark.parametrize(("text", "latency"), [("100us", 1e-4), ("1ms", 1e-3), ("0.5ms", 5e-4), ("2s", 2.0), ("0", 0)])
-def test_latencies_are_read(text: str, latency: float) -> None:
+def test_latencies_are_read(text, latency):
     assert parse_latency(text) == pytest.approx(latency)
 
 
@@ -27,7 +26,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("parse", "text"), [(parse, text) for parse, texts in REFUSED.items() for text in texts])
-def test_other_texts_are_refused(parse: Callable[[str], float], text: str) -> None:
+def test_other_texts_are_refused(parse, text):
     with pytest.raises(ValueError, match=parse.__name__.removeprefix("parse_")):
         parse(text)
 
@@ -41,11 +40,11 @@ def test_other_texts_are_refused(parse: Callable[[str], float], text: str) -> No
         ("all_to_all", 2 * 100e-6 + 0.75 * 8e-3),
     ],
 )
-def test_collectives_cost_what_rings_cost(collective: str, seconds: float) -> None:
+def test_collectives_cost_what_rings_cost(collective, seconds):
     assert Network(1e9, 100e-6, 4).seconds(collective, 1_000_000) == pytest.approx(seconds)
 
 
-def test_what_is_short_goes_to_all_workers_at_once() -> None:
+def test_what_is_short_goes_to_all_workers_at_once():
     network = Network(1e9, 1.0, 4)
     assert network.seconds("all_gather", DIRECT_BYTES / 4) == pytest.approx(2, abs=0.1)
     assert network.seconds("all_gather", DIRECT_BYTES / 4 + 1) == pytest.approx(6, abs=0.1)
@@ -63,6 +62,6 @@ def test_what_is_short_goes_to_all_workers_at_once() -> None:
         (Network(1e9, 0.0, 2.5), r"workers=2.5 must be a whole number"),
     ],
 )
-def test_networks_that_make_no_sense_are_refused(network: Network, message: str) -> None:
+def test_networks_that_make_no_sense_are_refused(network, message):
     with pytest.raises(ValueError, match=message):
         network.checked()

@@ -1,8 +1,5 @@
 """Plans survive being written to a file."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +11,7 @@ SELECT = CostModel(startup=2e-5, per_unit_log=2e-10)
 EXCHANGE = CostModel(startup=4e-4, per_unit=2.5e-8, bend=1e6, per_unit_beyond=8e-9)
 
 
-def planned(dense: bool = False, has_profile: bool = True) -> Plan:
+def planned(dense=False, has_profile=True):
     """Return a plan of three parameters in two groups."""
     whole = CostModel(1e-3, 1e-8) if dense else None
     profile = Profile((0, 10, 30, 60), (0, 1, 3, 6), (0.0, 0.1, 0.2, 0.3), SELECT, EXCHANGE, 0.01, whole)
@@ -29,12 +26,12 @@ def planned(dense: bool = False, has_profile: bool = True) -> Plan:
     )
 
 
-def through_a_file(state: dict[str, Any], folder: Path) -> Any:
+def through_a_file(state, folder):
     """Write and read, without running what a pickle asks for."""
     torch.save(state, folder / "plan.pt")
     return torch.load(folder / "plan.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("plan", [planned(), planned(dense=True), planned(has_profile=False)])
-def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
     assert Plan.of(through_a_file(plan.state_dict(), tmp_path)) == plan

@@ -2,20 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 
 from lightning_sparse.schedule import plan_groups
-from lightning_sparse.schedule.merge.simulator import Prediction, predict
+from lightning_sparse.schedule.merge.simulator import predict
 from tests.schedule.greedy import greedy_groups
 from tests.schedule.problems import Problem, published, random_problem
 
 SELECTIONS = ("worker", "backward")
 
 
-def every_grouping(tensors: int) -> Iterator[list[list[int]]]:
+def every_grouping(tensors):
     """Cut 0 .. tensors - 1 in all groupings."""
     for cuts in itertools.product((False, True), repeat=tensors - 1):
         groups = [[0]]
@@ -26,7 +24,7 @@ def every_grouping(tensors: int) -> Iterator[list[list[int]]]:
         yield groups
 
 
-def slow_total(groups: Sequence[Sequence[int]], problem: Problem, selection: str) -> float:
+def slow_total(groups, problem, selection):
     """Say when the last message has arrived, event by event, as the paper's recurrences have it."""
     backward = channel = 0.0
     for group in groups:
@@ -42,7 +40,7 @@ def slow_total(groups: Sequence[Sequence[int]], problem: Problem, selection: str
     return channel
 
 
-def planned_total(problem: Problem, selection: str) -> float:
+def planned_total(problem, selection):
     """Plan, and say what that leads to."""
     groups = plan_groups(*problem, selection=selection)
     assert [position for group in groups for position in group] == list(range(len(problem.sizes)))
@@ -51,7 +49,7 @@ def planned_total(problem: Problem, selection: str) -> float:
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("tensors", range(1, 13))
-def test_equals_brute_force(tensors: int, selection: str) -> None:
+def test_equals_brute_force(tensors, selection):
     for seed in range(60 if tensors < 10 else 12):
         problem = random_problem(1000 * tensors + seed, tensors)
         best = min(slow_total(groups, problem, selection) for groups in every_grouping(tensors))
@@ -69,12 +67,12 @@ def test_equals_brute_force(tensors: int, selection: str) -> None:
         ("worker", 16, 0.248392),
     ],
 )
-def test_finds_the_optimum_of_the_published_problem(selection: str, workers: int, total: float) -> None:
+def test_finds_the_optimum_of_the_published_problem(selection, workers, total):
     assert planned_total(published(workers), selection) == pytest.approx(total, abs=5e-7)
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_is_never_worse_than_what_anybody_would_try(selection: str) -> None:
+def test_is_never_worse_than_what_anybody_would_try(selection):
     for seed in range(300):
         problem = random_problem(seed, 4 + int(196 * (seed / 299) ** 4))
         count = len(problem.sizes)
@@ -83,7 +81,7 @@ def test_is_never_worse_than_what_anybody_would_try(selection: str) -> None:
         assert planned_total(problem, selection) <= min(others) * (1 + 1e-9)
 
 
-def test_a_slower_network_or_more_startup_never_helps() -> None:
+def test_a_slower_network_or_more_startup_never_helps():
     for selection in SELECTIONS:
         for seed in range(20):
             problem = random_problem(seed, 20)
@@ -92,7 +90,7 @@ def test_a_slower_network_or_more_startup_never_helps() -> None:
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_edges(selection: str) -> None:
+def test_edges(selection):
     free = Problem([0, 0, 0], [0.0, 0.0, 0.0], lambda size: 0.0, lambda size: 0.0)
     assert planned_total(free, selection) == 0
     assert plan_groups([7], [0.1], lambda size: 1.0, lambda size: 1.0, selection) == [[0]]
@@ -101,7 +99,7 @@ def test_edges(selection: str) -> None:
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_prediction_tells_the_story_that_the_total_ends(selection: str) -> None:
+def test_prediction_tells_the_story_that_the_total_ends(selection):
     for seed in range(30):
         problem = random_problem(seed, 15)
         for groups in (plan_groups(*problem), greedy_groups(*problem), [list(range(15))]):
@@ -110,7 +108,7 @@ def test_prediction_tells_the_story_that_the_total_ends(selection: str) -> None:
             assert_is_possible(prediction, groups, problem, selection)
 
 
-def assert_is_possible(prediction: Prediction, groups: list[list[int]], problem: Problem, selection: str) -> None:
+def assert_is_possible(prediction, groups, problem, selection):
     """One thing at a time on the channel, nothing before its cause, nothing idle that could run."""
     free = stopped = 0.0
     for times, group in zip(prediction.groups, groups):
@@ -130,7 +128,7 @@ def assert_is_possible(prediction: Prediction, groups: list[list[int]], problem:
     assert prediction.exposed_seconds == pytest.approx(prediction.total - prediction.backward_end)
 
 
-def test_the_greedy_rule_decides_as_published_and_is_not_optimal() -> None:
+def test_the_greedy_rule_decides_as_published_and_is_not_optimal():
     # Totals and group counts of the released code on this problem; the optima are in another test.
     for workers, total, count in ((4, 0.2623, 2), (8, 0.2902, 1), (16, 0.3353, 1)):
         problem = published(workers)
@@ -140,7 +138,7 @@ def test_the_greedy_rule_decides_as_published_and_is_not_optimal() -> None:
         assert slow_total(groups, problem, "backward") > 1.1 * planned_total(problem, "backward")
 
 
-def test_the_greedy_rule_always_merges_the_first_two() -> None:
+def test_the_greedy_rule_always_merges_the_first_two():
     # A message for free: layer by layer ends at 21, and waiting for the second tensor with the first ends at 30.
     problem = Problem([10, 10], [1.0, 19.0], lambda size: 0.0, lambda size: size / 10 if size == 10 else size / 2)
     assert greedy_groups(*problem) == [[0, 1]]
@@ -148,7 +146,7 @@ def test_the_greedy_rule_always_merges_the_first_two() -> None:
     assert planned_total(problem, "backward") == 21
 
 
-def test_the_greedy_rule_counts_on_a_queue_that_there_is_none_of() -> None:
+def test_the_greedy_rule_counts_on_a_queue_that_there_is_none_of():
     # The second tensor would queue for 3 seconds behind the first; but the two travel together, and the third, which
     # takes 5 seconds to come, only keeps them waiting.
     problem = Problem([10, 10, 10], [1.0, 1.0, 5.0], lambda size: 0.0, lambda size: 3.0 + size / 10)
@@ -176,18 +174,18 @@ def test_the_greedy_rule_counts_on_a_queue_that_there_is_none_of() -> None:
         ({"exchange_cost": lambda size: math.inf}, r"exchange_cost\(\d+\)=inf must be finite seconds"),
     ],
 )
-def test_bad_input_is_refused_by_name(plan: Any, changes: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused_by_name(plan, changes, message):
     problem = Problem([10, 10], [1.0, 1.0], lambda size: 0.1, lambda size: 0.1)._replace(**changes)
     with pytest.raises(ValueError, match=message):
         plan(*problem)
 
 
-def test_bad_costs_are_refused_when_selecting_stops_backward() -> None:
+def test_bad_costs_are_refused_when_selecting_stops_backward():
     with pytest.raises(ValueError, match=r"select_cost\(\d+\)=nan must be finite seconds"):
         plan_groups([1, 2], [1.0, 1.0], lambda size: math.nan, lambda size: 0.1, selection="backward")
 
 
-def test_unknown_selection_and_groups_that_are_none_are_refused() -> None:
+def test_unknown_selection_and_groups_that_are_none_are_refused():
     problem = Problem([10, 10], [1.0, 1.0], lambda size: 0.1, lambda size: 0.1)
     with pytest.raises(ValueError, match=r"selection='wroker' is unknown.*did you mean 'worker'"):
         plan_groups(*problem, selection="wroker")

@@ -1,48 +1,45 @@
 """``sparse_auto``: whichever is faster, in real processes whose steps take, by their clock, what the tests decide."""
 
 from itertools import groupby
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.pricing import SETTLED, Cost, Priced, much, nothing
+from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.trainers import make_trainer, weights
 
 pytestmark = pytest.mark.clock
 
 
-def a_little(step: int) -> float:
+def a_little(step):
     """Cost something."""
     return 10e-3
 
 
-def much_later(step: int) -> float:
+def much_later(step):
     """Cost nothing, and much after the first choice."""
     return much(step) if step >= SETTLED else 0.0
 
 
-def fit_priced(rank: int, costs: tuple[Cost, Cost], steps: int, module: Any = Priced) -> Any:
+def fit_priced(rank, costs, steps, module=Priced):
     """Fit; return parameters, which steps were plain, what waited, the wrappers that live, and statistics."""
     model = module(*costs)
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
-    living: list[int] = []
-    model.on_train_end = lambda: living.append(sum(wrapper() is not None for wrapper in model.wrappers))  # type: ignore
+    living = []
+    model.on_train_end = lambda: living.append(sum(wrapper() is not None for wrapper in model.wrappers))
     model.fit(trainer)
     return weights(model), model.were_plain, model.waiting, (len(model.wrappers), living), strategy.compression_stats()
 
 
-def assert_one_model(answers: list[Any]) -> None:
+def assert_one_model(answers):
     (first, plain, *_), (second, other_plain, *_) = answers
     assert plain == other_plain
     assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
 
 
-def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
+def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair):
     answers = pair.run(fit_priced, (nothing, much), SETTLED)
     assert_one_model(answers)
     for _, were_plain, waiting, (wrappers, living), stats in answers:
@@ -56,7 +53,7 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair: Pool) -> None:
         assert stats["density"] == stats["compression_ratio"] == 1.0
 
 
-def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
+def test_a_slow_network_is_not_left_to_ddp(pair):
     answers = pair.run(fit_priced, (much, nothing), SETTLED)
     assert_one_model(answers)
     for _, were_plain, waiting, _, _ in answers:
@@ -65,7 +62,7 @@ def test_a_slow_network_is_not_left_to_ddp(pair: Pool) -> None:
         assert waiting[-1] > 0
 
 
-def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) -> None:
+def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair):
     answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130)
     assert_one_model(answers)
     for _, were_plain, *_ in answers:
@@ -78,18 +75,18 @@ def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair: Pool) 
 class WorseOnceLookedAt:
     """Cost so little more, after the first choice, that a look changes nothing; and much, right after that look."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.last = 0
         self.is_worse = False
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step):
         """See from the steps that are missing that somebody has looked."""
         self.is_worse |= step > SETTLED and step > self.last + 1
         self.last = step
         return much(step) if self.is_worse else 3e-3 * (step >= SETTLED)
 
 
-def test_a_change_right_after_a_look_in_vain_is_noticed(pair: Pool) -> None:
+def test_a_change_right_after_a_look_in_vain_is_noticed(pair):
     answers = pair.run(fit_priced, (WorseOnceLookedAt(), a_little), SETTLED + 200)
     assert_one_model(answers)
     for _, were_plain, *_ in answers:
@@ -101,21 +98,21 @@ def test_a_change_right_after_a_look_in_vain_is_noticed(pair: Pool) -> None:
 class FrozenLater(Priced):
     """A part of the model is frozen for a while, after the choice has been made."""
 
-    def __init__(self, plain_cost: Cost, engine_cost: Cost) -> None:
+    def __init__(self, plain_cost, engine_cost):
         super().__init__(plain_cost, engine_cost)
-        self.before: list[Tensor] = []
+        self.before = []
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         is_frozen = SETTLED - 40 <= self.global_step < SETTLED - 20
         if is_frozen or self.before:
             self.before.append(self.network[0].weight.detach().clone())
         self.network[0].requires_grad_(not is_frozen)
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self):
         assert all(torch.equal(weight, self.before[0]) for weight in self.before[:21])
         assert not torch.equal(self.before[21], self.before[0])
 
 
 @pytest.mark.parametrize("costs", [(nothing, much), (much, nothing)], ids=["left to DDP", "compressed"])
-def test_what_is_frozen_stands_still_whoever_exchanges(pair: Pool, costs: tuple[Cost, Cost]) -> None:
+def test_what_is_frozen_stands_still_whoever_exchanges(pair, costs):
     assert_one_model(pair.run(fit_priced, costs, SETTLED, FrozenLater))

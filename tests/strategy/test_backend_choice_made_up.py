@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,36 +19,34 @@ Cost = Callable[[int], float]
 class MadeUpEngine:
     """As much of an engine as the choice asks for; a plan takes it some steps."""
 
-    def __init__(self, density: float, exposed: float) -> None:
+    def __init__(self, density, exposed):
         self.planner = self.densities = self
         self.sends_all = False
-        self.plan: Any = None
+        self.plan = None
         self._density, self._exposed = density, exposed
         self._steps = 0
 
-    def start_anew(self) -> None:
+    def start_anew(self):
         """Make another plan."""
         self._steps = 0
 
-    def make_step(self) -> None:
+    def make_step(self):
         self._steps += 1
         if self._steps == _PLANNING_STEPS:
             self.plan = SimpleNamespace()
 
-    def mean_over_ranks(self, number: float) -> float:
+    def mean_over_ranks(self, number):
         return number
 
-    def compression_stats(self) -> dict[str, float]:
+    def compression_stats(self):
         return {"density": self._density, "exposed_seconds": self._exposed}
 
 
-def live(
-    theirs: Cost, ours: Cost, steps: int, density: float = 0.01, exposed: float = 0.0
-) -> tuple[list[bool], list[str]]:
+def live(theirs, ours, steps, density=0.01, exposed=0.0):
     """Live through steps that take so many seconds; return which were plain, and what was said."""
     engine, said, were_plain = MadeUpEngine(density, exposed), list[str](), list[bool]()
     with mock.patch.object(backend_choice, "perf_counter", return_value=0.0) as clock:
-        choice = BackendChoice(engine, torch.device("cpu"), said.append)  # type: ignore[arg-type]
+        choice = BackendChoice(engine, torch.device("cpu"), said.append)
         for step in range(steps):
             were_plain.append(choice.wants_plain)
             clock.return_value += (theirs if choice.wants_plain else ours)(step)
@@ -59,13 +56,13 @@ def live(
     return were_plain, said
 
 
-def noisy(seconds: float, noise: float, seed: int) -> Cost:
+def noisy(seconds, noise, seed):
     """Take so many seconds, give or take."""
     draw = random.Random(seed)
     return lambda step: seconds * max(0.1, 1 + draw.gauss(0.0, noise))
 
 
-def test_it_says_what_it_does_and_what_came_of_it() -> None:
+def test_it_says_what_it_does_and_what_came_of_it():
     were_plain, (begins, chosen) = live(lambda step: 0.1, lambda step: 0.04, 200, exposed=0.015)
     assert begins.startswith("times 6 steps with compression and 6 of plain DDP, in 2 to 6 turns")
     assert chosen == (
@@ -85,13 +82,13 @@ def test_it_says_what_it_does_and_what_came_of_it() -> None:
         (0.12, 0.01, "as compression saves nothing."),
     ],
 )
-def test_what_is_not_worth_the_delay_is_left_to_ddp(ours: float, density: float, why: str) -> None:
+def test_what_is_not_worth_the_delay_is_left_to_ddp(ours, density, why):
     were_plain, said = live(lambda step: 0.1, lambda step: ours, 300, density)
     assert all(were_plain[-100:])
     assert said[-1].endswith(f"as measured; chosen: plain DDP, {why}")
 
 
-def test_turns_are_repeated_while_they_do_not_tell() -> None:
+def test_turns_are_repeated_while_they_do_not_tell():
     lives = [live(noisy(0.1, 0.3, seed), noisy(0.08, 0.3, 100 + seed), 300)[0] for seed in range(20)]
     turns = [sum(was_plain for was_plain, _ in groupby(were_plain[:-100])) for were_plain in lives]
     assert sum(turns) > 4 * len(turns)
@@ -101,7 +98,7 @@ def test_turns_are_repeated_while_they_do_not_tell() -> None:
     assert sum(were_plain[-1] for were_plain in lives) <= 2
 
 
-def test_a_network_that_gets_slow_is_left_within_49_steps() -> None:
+def test_a_network_that_gets_slow_is_left_within_49_steps():
     taken = []
     for change in range(400, 420):  # windows of 20 steps begin anywhere
         were_plain, said = live(lambda step, change=change: 0.1 if step < change else 1.0, lambda step: 0.12, 700)

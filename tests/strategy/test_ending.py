@@ -2,13 +2,11 @@
 
 import re
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import fits, listening
 from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.trainers import Small, WithAdam, make_trainer
@@ -21,24 +19,24 @@ SIXTEEN = {"limit_train_batches": 16}
 class Stopping(Small):
     """A model that notes statistics at the end, and may end its training after five batches, or fail then."""
 
-    def __init__(self, how: str = "") -> None:
+    def __init__(self, how=""):
         super().__init__()
         self.how = how
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx == 4 and self.how == "fails":
             raise KeyError("five")
         self.trainer.should_stop = batch_idx == 4 and self.how == "stops"
 
-    def on_train_end(self) -> None:
-        self.notes = self.trainer.strategy.compression_stats()  # type: ignore[union-attr]
+    def on_train_end(self):
+        self.notes = self.trainer.strategy.compression_stats()
 
 
 class StoppingAdam(Stopping, WithAdam):
     """The same with Adam."""
 
 
-def closing_of(lines: list[str]) -> str:
+def closing_of(lines):
     """Return the one line of the end, which is the last."""
     (line,) = [line for line in lines if "steps sent" in line]
     assert line is lines[-1]
@@ -46,7 +44,7 @@ def closing_of(lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("module", [Stopping, StoppingAdam])
-def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair: Pool, module: Any) -> None:
+def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair, module):
     settings = {"compressor": "topk", "density": 0.01, "schedule": "single"}
     answers = fits(pair, module, settings, limit_val_batches=1, **SIXTEEN)
     for stats, seen in ((each.total, each.notes) for each in answers):
@@ -64,14 +62,14 @@ def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair: Po
     assert told[4] == pytest.approx(100 * stats["exposed_share"], abs=0.06)
 
 
-def fit_failing(rank: int) -> list[str]:
+def fit_failing(rank):
     """Fit what fails; return what was said."""
     with listening() as lines, pytest.raises(KeyError):
         make_trainer(rank, SparseDDPStrategy(density=0.01)).fit(Stopping("fails"))
     return lines
 
 
-def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair: Pool) -> None:
+def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     first, other = fits(pair, partial(Stopping, "stops"), {"density": 0.01})
     assert "5 steps sent" in closing_of(first.said)
     assert first.total["total_steps"] == other.total["total_steps"] == 5
@@ -80,14 +78,14 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair: Pool
     assert not any("steps sent" in line for line in lines)
 
 
-def test_one_process_has_sent_nothing_to_tell_of(pools: dict[int, Pool]) -> None:
+def test_one_process_has_sent_nothing_to_tell_of(pools):
     (alone,) = fits(pools[1], Small, {"density": 0.01})
     assert "one process" in alone.said[-1]
     assert alone.total == {}
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair: Pool, accumulated: int) -> None:
+def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair, accumulated):
     arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated, **SIXTEEN}
     local, none = (
         fits(pair, Small, {"compressor": "dense", "local_steps": LocalSteps(4, synchronous_steps=each)}, **arguments)
@@ -105,12 +103,12 @@ def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair: Pool, ac
     assert "exposed" not in closing_of(none[0].said)
 
 
-def test_a_second_fit_counts_from_its_own_start(pair: Pool) -> None:
+def test_a_second_fit_counts_from_its_own_start(pair):
     for first, second in pair.run(fit_twice):
         assert first == second == 5
 
 
-def fit_twice(rank: int) -> list[float]:
+def fit_twice(rank):
     """Fit twice with one strategy; return the steps that each tells of."""
     strategy = SparseDDPStrategy(density=0.01)
     trainer = make_trainer(rank, strategy, limit_val_batches=0, limit_train_batches=5)
@@ -122,12 +120,12 @@ def fit_twice(rank: int) -> list[float]:
     return steps
 
 
-def fit_auto(rank: int, steps: int) -> tuple[list[str], list[bool], dict[str, float]]:
+def fit_auto(rank, steps):
     """Fit a model that DDP trains faster; return what is said, which steps were plain, and statistics."""
     strategy = SparseDDPStrategy("lags", 0.05, schedule="auto")
     model = Priced(nothing, much)
     trainer = make_trainer(rank, strategy, max_epochs=-1, max_steps=steps, limit_val_batches=0)
-    lines: list[str] = []
+    lines = []
     with mock.patch("lightning_sparse.strategy.trainer.rank_zero_info", lines.append):
         model.fit(trainer)
     return lines, model.were_plain, strategy.compression_stats()
@@ -135,7 +133,7 @@ def fit_auto(rank: int, steps: int) -> tuple[list[str], list[bool], dict[str, fl
 
 @pytest.mark.clock
 @pytest.mark.parametrize(("steps", "verdict"), [(SETTLED, "chosen: plain DDP, as"), (40, "training ended before")])
-def test_the_choice_of_auto_is_told_and_its_steps_of_ddp_are_counted(pair: Pool, steps: int, verdict: str) -> None:
+def test_the_choice_of_auto_is_told_and_its_steps_of_ddp_are_counted(pair, steps, verdict):
     for lines, were_plain, stats in pair.run(fit_auto, steps):
         assert verdict in closing_of(lines)
         assert stats["total_steps"] == steps

@@ -3,11 +3,9 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
@@ -21,25 +19,24 @@ from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, Spar
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, batch, watch_gradients
 from tests.helpers.adversaries import Adversaries
-from tests.helpers.commands import Interpreter, train_as_on_page
+from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
 
 Tensors = dict[str, Tensor]
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
 
 
 @contextmanager
-def launched(rank: int, strategy: Any, precision: Optional[str] = None) -> Iterator[Fabric]:
+def launched(rank, strategy, precision=None):
     """Yield a Fabric whose ranks are the pool's processes."""
-    arguments: dict[str, Any] = {}
+    arguments = {}
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -57,13 +54,13 @@ def launched(rank: int, strategy: Any, precision: Optional[str] = None) -> Itera
             fabric.strategy.close()
 
 
-def sparse(kind: str = "SGD", **settings: Any) -> SparseFabricStrategy:
+def sparse(kind="SGD", **settings):
     """Build a strategy without a warm-up, which tests have no time for."""
     correction = CORRECTION if kind == "AdamW" and settings.get("compressor") != "qsgd" else "auto"
     return SparseFabricStrategy(**{"warmup_epochs": 0, "optimizer_correction": correction, **settings})
 
 
-def set_up(fabric: Fabric, kind: str, is_joint: bool = True) -> tuple[nn.Module, Any]:
+def set_up(fabric, kind, is_joint=True):
     """Set up a model, which is the same on every rank, and its optimizer: together, or one after the other."""
     torch.manual_seed(0)
     model = Edges()
@@ -73,7 +70,7 @@ def set_up(fabric: Fabric, kind: str, is_joint: bool = True) -> tuple[nn.Module,
     return wrapped, fabric.setup_optimizers(OPTIMIZERS[kind](wrapped.parameters()))
 
 
-def train(fabric: Fabric, model: nn.Module, optimizer: Any, steps: range, clip: dict[str, float]) -> None:
+def train(fabric, model, optimizer, steps, clip):
     """Train with accumulation over two batches, and clipping."""
     for step in steps:
         for micro in range(2):
@@ -85,7 +82,7 @@ def train(fabric: Fabric, model: nn.Module, optimizer: Any, steps: range, clip: 
         optimizer.zero_grad()
 
 
-def train_both(rank: int, kind: str, precision: str, is_joint: bool, clip: dict[str, float]) -> list[Tensors]:
+def train_both(rank, kind, precision, is_joint, clip):
     """Train at density 1, and with Lightning's own strategy."""
     ends = []
     for strategy in (sparse(density=1.0), "ddp"):
@@ -106,15 +103,13 @@ def train_both(rank: int, kind: str, precision: str, is_joint: bool, clip: dict[
         ("SGD", "scaled", True, {"max_norm": 0.1}),
     ],
 )
-def test_density_one_equals_ddp(
-    pair: Pool, optimizer: str, precision: str, is_joint: bool, clip: dict[str, float]
-) -> None:
+def test_density_one_equals_ddp(pair, optimizer, precision, is_joint, clip):
     for ours, twin in pair.run(train_both, optimizer, precision, is_joint, clip):
         for name in twin:
             torch.testing.assert_close(ours[name], twin[name], rtol=1e-5, atol=1e-6)
 
 
-def train_adversaries(rank: int, kind: str, strategy: Any) -> Tensors:
+def train_adversaries(rank, kind, strategy):
     """Accumulate over two batches, with a backward for each network, before both optimizers step."""
     with launched(rank, strategy() if callable(strategy) else strategy) as fabric:
         torch.manual_seed(0)
@@ -134,7 +129,7 @@ def train_adversaries(rank: int, kind: str, strategy: Any) -> Tensors:
 
 
 @pytest.mark.parametrize(("kind", "compressor"), [("SGD", "dgc"), ("AdamW", "lags")])
-def test_two_optimizers_accumulate_as_with_ddp(pair: Pool, kind: str, compressor: str) -> None:
+def test_two_optimizers_accumulate_as_with_ddp(pair, kind, compressor):
     expected, _ = pair.run(train_adversaries, kind, "ddp")
     ours, others = pair.run(train_adversaries, kind, partial(sparse, kind, compressor=compressor, density=1.0))
     assert_same(ours, others)
@@ -143,7 +138,7 @@ def test_two_optimizers_accumulate_as_with_ddp(pair: Pool, kind: str, compressor
     assert_same(*pair.run(train_adversaries, kind, partial(sparse, kind, compressor=compressor, density=0.05)))
 
 
-def train_two_models(rank: int, kind: str, settings: dict[str, Any]) -> tuple[list[Tensors], list[dict[str, float]]]:
+def train_two_models(rank, kind, settings):
     """Train two models in turn, with clipping; return what they became and their statistics."""
     with launched(rank, sparse(kind, **settings)) as fabric:
         pairs = [set_up(fabric, kind, is_joint) for is_joint in (True, False)]
@@ -170,10 +165,8 @@ ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction":
         ("AdamW", "lags", {**ROUNDS, "local_steps": 2}),
     ],
 )
-def test_replicas_of_several_models_are_identical(
-    pair: Pool, optimizer: str, compressor: str, more: dict[str, Any]
-) -> None:
-    settings: dict[str, Any] = {"compressor": compressor, "density": 0.05, "wire": "bfloat16", **more}
+def test_replicas_of_several_models_are_identical(pair, optimizer, compressor, more):
+    settings = {"compressor": compressor, "density": 0.05, "wire": "bfloat16", **more}
     if compressor == "qsgd":
         settings |= {"density": None, "wire": "float32"}
     (ones, stats), (others, _) = pair.run(train_two_models, optimizer, settings)
@@ -183,7 +176,7 @@ def test_replicas_of_several_models_are_identical(
     assert compressor == "qsgd" or stats[0]["density"] < 0.2
 
 
-def balance(rank: int) -> list[dict[str, Tensors]]:
+def balance(rank):
     """Train, and write down for every step what came in, what was applied and what waits before and after."""
     book = []
     with launched(rank, "sparse_lags") as fabric:
@@ -203,17 +196,17 @@ def balance(rank: int) -> list[dict[str, Tensors]]:
     return book
 
 
-def test_mass_is_conserved(pair: Pool) -> None:
+def test_mass_is_conserved(pair):
     assert_mass_is_conserved(pair.run(balance))
 
 
-def train_in_two(rank: int, kind: str, settings: dict[str, Any], path: str) -> list[Tensors]:
+def train_in_two(rank, kind, settings, path):
     """Train in one go, and with all built anew from the midst; return what there is at the end."""
     ends = []
     for start in (0, 3):
         with launched(rank, sparse(kind, **copy.deepcopy(settings))) as fabric:
             pairs = {f"{number}": set_up(fabric, kind, is_joint=number == 0) for number in range(2)}
-            state: dict[str, Any] = {key + "model": model for key, (model, _) in pairs.items()}
+            state = {key + "model": model for key, (model, _) in pairs.items()}
             state |= {key + "optimizer": optimizer for key, (_, optimizer) in pairs.items()}
             fabric.strategy.set_epoch(0)
             if start:
@@ -238,14 +231,14 @@ def train_in_two(rank: int, kind: str, settings: dict[str, Any], path: str) -> l
     ],
     ids=["lags", "exdyna with AdamW", "dgc", "local steps"],
 )
-def test_loaded_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, optimizer: str, settings: dict[str, Any]) -> None:
+def test_loaded_it_goes_on_to_the_bit(pair, tmp_path, optimizer, settings):
     path = tmp_path / "half.ckpt"
     for whole, resumed in pair.run(train_in_two, optimizer, settings, str(path)):
         assert_same(resumed, whole)
     assert {each.name for each in tmp_path.iterdir()} == {"half.ckpt", "half.ckpt.sparse"}
 
 
-def save_or_load(rank: int, path: str, is_saved: bool) -> Tensors:
+def save_or_load(rank, path, is_saved):
     """Train a little and save, or load; return what waits."""
     with launched(rank, sparse(density=0.05)) as fabric:
         model, optimizer = set_up(fabric, "SGD")
@@ -259,7 +252,7 @@ def save_or_load(rank: int, path: str, is_saved: bool) -> Tensors:
         return copy.deepcopy(kept["engine"]["memory"]["residual"]) if kept else {}
 
 
-def test_other_numbers_of_ranks_go_on_with_the_mean(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_go_on_with_the_mean(pools, tmp_path):
     path = str(tmp_path / "three.ckpt")
     saved = pools[3].run(save_or_load, path, True)
     assert not Path(path + ".weights.sparse").exists()
@@ -270,7 +263,7 @@ def test_other_numbers_of_ranks_go_on_with_the_mean(pools: dict[int, Pool], tmp_
     assert pools[1].run(save_or_load, path, False) == [{}]
 
 
-def overflow(rank: int) -> tuple[bool, bool, Tensors]:
+def overflow(rank):
     """Train with scaled losses, one of which is not finite on one rank; tell what moved."""
     with launched(rank, sparse("AdamW", density=0.05), precision="scaled") as fabric:
         model, optimizer = set_up(fabric, "AdamW")
@@ -284,18 +277,18 @@ def overflow(rank: int) -> tuple[bool, bool, Tensors]:
         return moved[4], moved[5], weights(model.module)
 
 
-def test_an_overflow_is_skipped(pair: Pool) -> None:
+def test_an_overflow_is_skipped(pair):
     (in_step, later, ones), (_, _, others) = pair.run(overflow)
     assert not in_step
     assert later
     assert_same(ones, others)
 
 
-def misuse(rank: int) -> list[str]:
+def misuse(rank):
     """Return what is said of mistakes."""
     said = []
 
-    def refused(mistake: Callable[[], Any]) -> None:
+    def refused(mistake):
         with pytest.raises((RuntimeError, ValueError)) as refusal:
             mistake()
         said.append(str(refusal.value))
@@ -315,7 +308,7 @@ def misuse(rank: int) -> list[str]:
     return said
 
 
-def test_mistakes_are_refused_with_their_cure(pair: Pool) -> None:
+def test_mistakes_are_refused_with_their_cure(pair):
     for said in pair.run(misuse):
         expected = (
             "no optimizer of it has been set up: use fabric.setup(model, optimizer)",
@@ -347,12 +340,12 @@ def test_mistakes_are_refused_with_their_cure(pair: Pool) -> None:
     ],
     ids=str,
 )
-def test_arguments_are_checked_at_once(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_arguments_are_checked_at_once(arguments, kind, message):
     with pytest.raises(kind, match=message):
         SparseFabricStrategy(**arguments)
 
 
-def test_every_name_of_the_trainer_is_known() -> None:
+def test_every_name_of_the_trainer_is_known():
     for system in systems():
         for name, arguments in system.variants().items():
             entry = STRATEGY_REGISTRY[name]
@@ -364,12 +357,12 @@ def test_every_name_of_the_trainer_is_known() -> None:
         Fabric(strategy="sparse_auto", accelerator="cpu")
 
 
-def test_the_strategy_of_the_trainer_is_another() -> None:
+def test_the_strategy_of_the_trainer_is_another():
     with pytest.raises(ValueError, match="SparseDDPStrategy for pytorch_lightning"):
         Fabric(strategy=SparseDDPStrategy(), accelerator="cpu")
 
 
-def test_the_example_of_the_page_runs(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(interpreter, tmp_path):
     result = train_as_on_page(interpreter, "fabric.md", tmp_path)
     assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr
     assert (tmp_path / "half.ckpt.sparse").is_dir()

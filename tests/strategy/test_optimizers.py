@@ -3,15 +3,13 @@
 import re
 import warnings
 from functools import partial
-from typing import Any, Optional
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import fits, refusals
 from tests.helpers.trainers import Small, WithSGD, make_trainer
 
@@ -19,13 +17,13 @@ WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"one_cycle": True}, {"momentum": 0.0}], ids=str)
-def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair: Pool, arguments: dict[str, Any]) -> None:
+def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, arguments):
     ours, ddp = (fits(pair, partial(WithSGD, **arguments), settings) for settings in (WHOLE, None))
     for one, other in zip(ours, ddp):
         torch.testing.assert_close(one.batches, other.batches, rtol=1e-4, atol=1e-6)
 
 
-def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair: Pool) -> None:
+def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair):
     # In 192 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
     module, long = partial(WithSGD, weight_decay=0.01, lr=0.05), {"max_epochs": 12, "limit_train_batches": 16}
     ours, ddp = (fits(pair, module, settings, **long)[0].end for settings in (WHOLE, None))
@@ -39,15 +37,15 @@ class InPieces(WithSGD):
     It notes the sum of what was applied.
     """
 
-    def __init__(self, pieces: int, **arguments: Any) -> None:
+    def __init__(self, pieces, **arguments):
         super().__init__(**arguments)
         self.automatic_optimization = False
         self.pieces = pieces
-        self.notes: dict[str, Tensor] = {}
+        self.notes = {}
         self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers()
         optimizer.zero_grad(set_to_none=batch_index % 2 == 0)
         for piece in range(self.pieces):
             outputs = self.network(batch)
@@ -57,11 +55,11 @@ class InPieces(WithSGD):
                     loss = loss + (head(outputs.detach()) - batch).square().mean()
             self.manual_backward(loss)
         for name, parameter in self.named_parameters():
-            self.notes[name] = self.notes.get(name, 0) + parameter.grad.flatten()  # type: ignore[union-attr]
+            self.notes[name] = self.notes.get(name, 0) + parameter.grad.flatten()
         optimizer.step()
 
 
-def in_pieces(pair: Pool, compressor: Any, density: float, strategy: dict[str, Any], **arguments: Any) -> Any:
+def in_pieces(pair, compressor, density, strategy, **arguments):
     """Fit with one backward a step and with three."""
     settings = {"compressor": compressor, "density": density, "warmup_epochs": 0, "find_unused_parameters": True}
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
@@ -69,9 +67,7 @@ def in_pieces(pair: Pool, compressor: Any, density: float, strategy: dict[str, A
 
 @pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"weight_decay": 0.01}], ids=str)
 @pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": False}], ids=str)
-def test_several_backwards_in_one_step_are_one_step_of_momentum(
-    pair: Pool, arguments: dict[str, Any], strategy: dict[str, Any]
-) -> None:
+def test_several_backwards_in_one_step_are_one_step_of_momentum(pair, arguments, strategy):
     ones, severals = in_pieces(pair, DGC(), 1.0, strategy, **arguments)
     for one, several in zip(ones, severals):
         torch.testing.assert_close(several.batches, one.batches, rtol=1e-4, atol=1e-6)
@@ -82,9 +78,7 @@ def test_several_backwards_in_one_step_are_one_step_of_momentum(
     [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)],
     ids=["dgc", "topk", "omgs"],
 )
-def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(
-    pair: Pool, compressor: Any, momentum: float
-) -> None:
+def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(pair, compressor, momentum):
     # With a learning rate so small, gradients do not depend on what was selected before.
     one, several = (
         {name: sum(each.notes[name] + each.kept["memory"]["residual"][name] for each in of) for name in of[0].notes}
@@ -96,23 +90,23 @@ def test_the_model_is_owed_as_much_after_several_backwards_as_after_one(
 class Watched(WithSGD):
     """It saves in between, and notes the group of its optimizer when stepping, and at the end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         super().__init__(weight_decay=0.01, nesterov=True)
         self.path = path
-        self.notes: list[dict[str, Any]] = []
+        self.notes = []
 
-    def note(self, *arguments: Any) -> None:
+    def note(self, *arguments):
         group = self.trainer.optimizers[0].param_groups[0]
         self.notes.append({name: group[name] for name in ("momentum", "nesterov", "weight_decay")})
 
     on_before_optimizer_step = on_fit_end = note
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx == 3:
             self.trainer.save_checkpoint(self.path)
 
 
-def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair: Pool, tmp_path: Any) -> None:
+def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair, tmp_path):
     path = str(tmp_path / "momentum.ckpt")
     for each in fits(pair, partial(Watched, path), {"compressor": DGC()}):
         *during, final = each.notes
@@ -125,18 +119,18 @@ def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair: Pool, tmp_p
 class WithOptimizer(Small):
     """A model trained by any optimizer."""
 
-    def __init__(self, kind: type, **arguments: Any) -> None:
+    def __init__(self, kind, **arguments):
         super().__init__()
         self.kind, self.arguments = kind, arguments
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return self.kind(self.parameters(), **self.arguments)
 
 
 class MuonOfMatrices(torch.optim.Muon):
     """Muon that leaves biases as they are, and refuses nothing."""
 
-    def __init__(self, parameters: Any, **arguments: Any) -> None:
+    def __init__(self, parameters, **arguments):
         super().__init__([each for each in parameters if each.dim() == 2], **arguments)
 
 
@@ -153,12 +147,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("compressor", "model", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_an_optimizer_that_makes_no_sense_is_refused(pair: Pool, compressor: Any, model: Any, message: str) -> None:
+def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, message):
     for answer in refusals(pair, model, {"compressor": compressor}, max_steps=2):
         assert re.match(message, answer)
 
 
-def warned_of(rank: int, compressor: Any, density: Optional[float], model: Any) -> list[str]:
+def warned_of(rank, compressor, density, model):
     """Fit one batch; return what was warned of on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -186,8 +180,8 @@ WARNED = {
 
 @pytest.mark.parametrize(("compressor", "density", "kind", "is_warned"), WARNED.values(), ids=WARNED)
 def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_warned_of(
-    pair: Pool, compressor: str, density: Optional[float], kind: type, is_warned: bool
-) -> None:
+    pair, compressor, density, kind, is_warned
+):
     first, second = pair.run(warned_of, compressor, density, WithOptimizer(kind, lr=0.01))
     assert [kind.__name__ in line for line in first] == [True] * is_warned
     assert second == []  # once, not once a rank

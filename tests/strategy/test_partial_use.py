@@ -1,24 +1,20 @@
 """Parameters that are frozen, unfrozen, added late, shared or unused: nobody waits in vain, no replica goes astray."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import BackboneFinetuning
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.loop.optimizers import TrainedParameters
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import Fitted, NotingLogger, Settings, Tensors, assert_goes_on, fit, fits, one_model, refusals
+from tests.helpers.fits import NotingLogger, assert_goes_on, fit, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, COMPRESSOR_NAMES, DENSITY, EXACT_NAMES, KEEPING_NAMES
 
@@ -31,21 +27,21 @@ IN_PAIRS = {"accumulate_grad_batches": 2}
 class Parts(Numbered):
     """A model whose two layers have the names that finetuning callbacks want, with notes of what waits."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.network = nn.Sequential()
         self.backbone = nn.Linear(32, 64)
         self.head = nn.Linear(64, 32)
-        self.notes: list[Tensors] = []
+        self.notes = []
 
     @property
-    def batches_before(self) -> int:
+    def batches_before(self):
         return 6 * self.current_epoch + self.trainer.fit_loop.epoch_loop.batch_idx
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return (self.head(self.backbone(self.rows(batch_index)).relu()) - self.rows(batch_index)).square().mean()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         engine = getattr(self.trainer.strategy, "engine", None)
         kept = {} if engine is None else engine.memory.state_dict().get("residual", {})
@@ -55,40 +51,40 @@ class Parts(Numbered):
 class Freezing(Parts):
     """Its backbone is frozen for a while, by hand."""
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         self.backbone.requires_grad_(self.batches_before not in FROZEN)
 
 
 class Discarding(Parts):
     """What freezing should come to: every gradient is there, and those of the backbone are dropped for a while."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         if self.batches_before in FROZEN:
             self.backbone.zero_grad(set_to_none=True)
 
 
-def settings_of(compressor: str, **others: Any) -> dict[str, Any]:
+def settings_of(compressor, **others):
     """Return a strategy's arguments."""
     return {"compressor": compressor, "density": DENSITY[compressor], "warmup_epochs": 0, **others}
 
 
-def whole(compressor: str, **others: Any) -> dict[str, Any]:
+def whole(compressor, **others):
     """Return the arguments of one that sends everything."""
     return settings_of(compressor, **{"density": None if DENSITY[compressor] is None else 1.0, **others})
 
 
 @pytest.fixture(scope="module")
-def with_ddp(pools: dict[int, Pool]) -> Callable[..., Fitted]:
+def with_ddp(pools):
     """Return what gives, for a model, what plain DDP makes of it; each is fitted once."""
 
     @cache
-    def fitted(module: type[Parts], accumulated: int = 1) -> Fitted:
+    def fitted(module, accumulated=1):
         return fits(pools[2], module, accumulate_grad_batches=accumulated)[0]
 
     return fitted
 
 
-def assert_close(ours: Fitted, expected: Fitted) -> None:
+def assert_close(ours, expected):
     """Compare weights after every batch."""
     torch.testing.assert_close(ours.batches, expected.batches, rtol=1e-4, atol=1e-6)
 
@@ -104,9 +100,7 @@ def assert_close(ours: Fitted, expected: Fitted) -> None:
     ],
     ids=str,
 )
-def test_freezing_for_a_while_is_dropping_gradients_for_a_while(
-    pair: Pool, with_ddp: Any, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_freezing_for_a_while_is_dropping_gradients_for_a_while(pair, with_ddp, settings, arguments):
     ours = one_model(fits(pair, Freezing, settings, **arguments))
     # Some carry the momentum themselves, also where nothing is sent; clipping looks at what the reference drops.
     if settings["compressor"] not in ("dgc", "sdagc") and "gradient_clip_val" not in arguments:
@@ -114,7 +108,7 @@ def test_freezing_for_a_while_is_dropping_gradients_for_a_while(
 
 
 @pytest.mark.parametrize("compressor", AGREEING_NAMES)
-def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair: Pool, compressor: str) -> None:
+def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair, compressor):
     answers = fits(pair, Freezing, settings_of(compressor, wire="bfloat16"))  # so that all that can keep do
     history = [weights["backbone.weight"] for weights in one_model(answers).batches]
     for kept in (history, *([each["backbone.weight"] for each in answer.notes] for answer in answers)):
@@ -128,14 +122,14 @@ def test_what_waits_of_a_frozen_parameter_waits_until_it_is_trained_again(pair: 
 class Late(Parts):
     """Only the head is in the optimizer, until a callback adds the backbone."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
 
 class LateDiscarding(Late):
     """The backbone's gradients are dropped until then."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         if self.current_epoch == 0:
             self.backbone.zero_grad(set_to_none=True)
 
@@ -143,19 +137,17 @@ class LateDiscarding(Late):
 class NeverFreezing(BackboneFinetuning):
     """The same optimizer and learning rates, but no freezing."""
 
-    def freeze_before_training(self, pl_module: Any) -> None:
+    def freeze_before_training(self, pl_module):
         """Do nothing."""
 
 
-def fine_tuned(
-    pair: Pool, settings: Settings, module: type[Parts] = Late, kind: type[BackboneFinetuning] = BackboneFinetuning
-) -> list[Fitted]:
+def fine_tuned(pair, settings, module=Late, kind=BackboneFinetuning):
     """Fit with a callback that unfreezes in the second epoch."""
     return fits(pair, module, settings, callbacks=[kind(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)])
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_a_finetuning_callback_keeps_replicas_together(pair: Pool, compressor: str) -> None:
+def test_a_finetuning_callback_keeps_replicas_together(pair, compressor):
     answers = fine_tuned(pair, settings_of(compressor))
     first = one_model(answers) if compressor in AGREEING_NAMES else answers[0]
     history = [weights["backbone.weight"] for weights in first.batches]
@@ -163,7 +155,7 @@ def test_a_finetuning_callback_keeps_replicas_together(pair: Pool, compressor: s
     assert not torch.equal(history[6], history[5])
 
 
-def test_a_finetuning_callback_trains_what_dense_training_would(pair: Pool) -> None:
+def test_a_finetuning_callback_trains_what_dense_training_would(pair):
     expected, *_ = fine_tuned(pair, None, LateDiscarding, NeverFreezing)
     assert_close(one_model(fine_tuned(pair, whole("topk"))), expected)
     one, other = fine_tuned(pair, None)  # plain DDP lets replicas drift apart there
@@ -173,17 +165,17 @@ def test_a_finetuning_callback_trains_what_dense_training_would(pair: Pool) -> N
 class Growing(Parts):
     """A layer is added in the middle of training, with weights of this rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.more = nn.ModuleList()
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         if self.batches_before == 8:
             torch.manual_seed(self.global_rank)
             self.more.append(nn.Linear(32, 32).to(self.device))
             self.trainer.optimizers[0].add_param_group({"params": list(self.more.parameters()), "lr": 0.01})
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
         for layer in self.more:
             loss = loss + (layer(self.rows(batch_index)) - self.rows(batch_index)).square().mean()
@@ -191,14 +183,14 @@ class Growing(Parts):
 
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", LAGS(error_feedback="update")])
-def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair: Pool, compressor: Any) -> None:
+def test_a_layer_that_is_added_late_is_one_layer_on_all_ranks(pair, compressor):
     settings = {"compressor": compressor, "density": 0.05, "warmup_epochs": 0}
     history = one_model(fits(pair, Growing, settings)).batches
     assert not torch.equal(history[-1]["more.0.weight"], history[8]["more.0.weight"])
 
 
 @pytest.mark.parametrize("module", [Freezing, Growing])
-def test_callbacks_follow_what_is_trained(pair: Pool, module: type[Parts]) -> None:
+def test_callbacks_follow_what_is_trained(pair, module):
     callbacks = [AdaptiveDensity([ErrorBudget(budget=1.0)], every_n_steps=1), CompressionMonitor(by_parameter=True)]
     more = {"callbacks": callbacks, "logger": NotingLogger(), "log_every_n_steps": 1}
     one_model(fits(pair, module, settings_of("topk"), **more))
@@ -207,7 +199,7 @@ def test_callbacks_follow_what_is_trained(pair: Pool, module: type[Parts]) -> No
 class OneSided(Parts):
     """The ranks do not freeze the same."""
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         if batch_index == 2:
             (self.backbone, self.head)[self.global_rank].requires_grad_(False)
 
@@ -215,7 +207,7 @@ class OneSided(Parts):
 class OnOneRank(Parts):
     """Only rank 1 freezes."""
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         if batch_index == 2 and self.global_rank == 1:
             self.backbone.requires_grad_(False)
 
@@ -223,12 +215,12 @@ class OnOneRank(Parts):
 class Inside(Parts):
     """The backbone is frozen, or unfrozen, when its gradients are already waited for."""
 
-    def __init__(self, unfreezes: bool) -> None:
+    def __init__(self, unfreezes):
         super().__init__()
         self.unfreezes = unfreezes
         self.backbone.requires_grad_(not unfreezes)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         if batch_index == 2:
             self.backbone.requires_grad_(self.unfreezes)
         return super().training_step(batch, batch_index)
@@ -238,7 +230,7 @@ SOON = settings_of("topk", timeout=timedelta(seconds=3))
 BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
 
 
-def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
+def test_ranks_that_freeze_differently_say_so_at_once(pair):
     for message in refusals(pair, OneSided, SOON):
         assert message.startswith("RuntimeError: ranks are about to train different parameters")
         assert f"Rank 0: {BACKBONE}. Rank 1: frozen: 'head.weight', 'head.bias'" in message
@@ -253,50 +245,48 @@ def test_ranks_that_freeze_differently_say_so_at_once(pair: Pool) -> None:
     ],
     ids=["unfrozen", "frozen", "within a window"],
 )
-def test_a_change_inside_training_step_is_refused_with_a_cure(
-    pair: Pool, module: Any, arguments: dict[str, Any], where: str
-) -> None:
+def test_a_change_inside_training_step_is_refused_with_a_cure(pair, module, arguments, where):
     for message in refusals(pair, module, SOON, **arguments):
         assert message.startswith(f"RuntimeError: {where}")
 
 
-def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked: dict[int, Pool]) -> None:
+def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked):
     waiting, freezing = refusals(forked[2], OnOneRank, SOON)
     assert f"rank 1: {BACKBONE}; but not every other rank came to" in freezing
     assert "waited in vain" in waiting
     forked[2].stop()  # gloo's groups are out of step now
 
 
-def groups_asked_for(rank: int) -> list[Any]:
+def groups_asked_for(rank):
     """Freeze and unfreeze; return the backends of the process groups that were made."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         fit(rank, Freezing, settings_of("topk"), None, {})
     return [call.kwargs.get("backend") for call in made.call_args_list]
 
 
-def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair: Pool) -> None:
+def test_ranks_agree_on_what_is_trained_without_a_backend_of_another_kind(pair):
     assert pair.run(groups_asked_for) == [[None, None]] * 2  # for exchanges, and for news of signals
 
 
 class TakingTurns(Parts):
     """Two optimizers, each of which freezes what the other one trains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()[batch_index % 2]  # type: ignore[index]
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers()[batch_index % 2]
         with optimizer.toggle_model():
             self.manual_backward(super().training_step(batch, batch_index))
             optimizer.step()
             optimizer.zero_grad()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.backbone, self.head)]
 
 
-def test_optimizers_that_take_turns_train_as_with_ddp(pair: Pool) -> None:
+def test_optimizers_that_take_turns_train_as_with_ddp(pair):
     ours, theirs = (fits(pair, TakingTurns, settings) for settings in (whole("topk", **UNUSED), {"ddp": UNUSED}))
     assert_close(one_model(ours), theirs[0])
 
@@ -304,14 +294,14 @@ def test_optimizers_that_take_turns_train_as_with_ddp(pair: Pool) -> None:
 class Tied(Freezing):
     """Both layers have one weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
         self.head.weight = self.backbone.weight
 
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "exdyna", "sdagc"])
-def test_a_shared_parameter_is_frozen_and_trained_as_one(pair: Pool, compressor: str) -> None:
+def test_a_shared_parameter_is_frozen_and_trained_as_one(pair, compressor):
     history = [weights["backbone.weight"] for weights in one_model(fits(pair, Tied, settings_of(compressor))).batches]
     assert torch.equal(history[FROZEN.stop - 1], history[FROZEN.start - 1])
     assert not torch.equal(history[-1], history[FROZEN.start])
@@ -320,25 +310,25 @@ def test_a_shared_parameter_is_frozen_and_trained_as_one(pair: Pool, compressor:
 class Words(Parts):
     """An embedding with ``sparse_coo`` gradients that rank 1 does not always use, and that is frozen for a while."""
 
-    def __init__(self, is_frozen: bool = False) -> None:
+    def __init__(self, is_frozen=False):
         super().__init__()
         self.is_frozen = is_frozen
         self.words = nn.Embedding(20, 32, sparse=True)
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         self.words.requires_grad_(not self.is_frozen or self.batches_before not in FROZEN)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         looked_up = self.words((self.rows(batch_index).abs() * 100).long() % 20)
         return super().training_step(batch, batch_index) + looked_up.square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Return SGD without momentum and decay, which take no sparse gradients."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair: Pool, with_ddp: Any, compressor: str) -> None:
+def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair, with_ddp, compressor):
     answers = fits(pair, Words, settings_of(compressor))
     if compressor in AGREEING_NAMES:
         one_model(answers)
@@ -351,12 +341,12 @@ def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair: Pool, with_
 class Thawing(Parts):
     """The backbone is frozen when the model is built, and unfrozen from a batch on."""
 
-    def __init__(self, *arguments: Any, thaws_at: int) -> None:
+    def __init__(self, *arguments, thaws_at):
         super().__init__(*arguments)
         self.thaws_at = thaws_at
         self.backbone.requires_grad_(False)
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         self.backbone.requires_grad_(self.batches_before >= self.thaws_at)
 
 
@@ -364,18 +354,16 @@ class Thawing(Parts):
     ("compressor", "thaws_at"),
     [*zip(COMPRESSOR_NAMES, cycle([4, 10])), ("topk", 4), ("dgc", 10), ("exdyna", 4)],
 )
-def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(
-    pair: Pool, tmp_path: Path, compressor: str, thaws_at: int
-) -> None:
+def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(pair, tmp_path, compressor, thaws_at):
     assert_goes_on(pair, tmp_path, settings_of(compressor, schedule="layerwise"), partial(Thawing, thaws_at=thaws_at))
 
 
-def test_a_density_may_be_given_for_what_is_frozen_at_first(pair: Pool) -> None:
+def test_a_density_may_be_given_for_what_is_frozen_at_first(pair):
     compressor = LAGS(densities={"backbone.weight": 0.5})
     one_model(fits(pair, partial(Thawing, thaws_at=4), {"compressor": compressor, "density": 0.05}))
 
 
-def test_one_process_freezes_and_unfreezes_too(forked: dict[int, Pool]) -> None:
+def test_one_process_freezes_and_unfreezes_too(forked):
     history = [weights["backbone.weight"] for weights in fits(forked[1], Freezing, settings_of("topk"))[0].batches]
     assert torch.equal(history[7], history[3])
     assert not torch.equal(history[8], history[7])
@@ -384,20 +372,20 @@ def test_one_process_freezes_and_unfreezes_too(forked: dict[int, Pool]) -> None:
 class Unused(Parts):
     """One of its layers has no part in the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.beside = nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize("settings", ["sparse_topk", {"compressor": "lags"}], ids=["name", "arguments"])
-def test_the_advice_on_unused_parameters_stays_with_the_strategy(pair: Pool, settings: Settings) -> None:
+def test_the_advice_on_unused_parameters_stays_with_the_strategy(pair, settings):
     for said in refusals(pair, Unused, settings):
         assert said.endswith("SparseDDPStrategy(..., find_unused_parameters=True)")
         assert ("strategy='sparse_topk_find_unused_parameters_true'" in said) == isinstance(settings, str)
         assert "'ddp" not in said
 
 
-def test_a_parameter_that_is_replaced_is_another_one() -> None:
+def test_a_parameter_that_is_replaced_is_another_one():
     model = Parts()
     trained = TrainedParameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -4,7 +4,6 @@ import os
 import signal
 from contextlib import ExitStack
 from threading import Thread
-from typing import Any, Optional
 from unittest import mock
 
 import pytest
@@ -12,12 +11,10 @@ import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Small, make_trainer
 
 STEPS = 16
@@ -27,26 +24,24 @@ SENDING = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_sin
 class SignalAt(Callback):
     """Send this process SIGTERM in a training batch, or in validation."""
 
-    def __init__(self, step: Optional[int], in_validation: bool = False) -> None:
+    def __init__(self, step, in_validation=False):
         self.step = step
         self.in_validation = in_validation
 
     @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step and not self.in_validation:
             os.kill(os.getpid(), signal.SIGTERM)
 
     @override
-    def on_validation_batch_start(self, trainer: Any, *batch: Any) -> None:
+    def on_validation_batch_start(self, trainer, *batch):
         if trainer.global_step == self.step and self.in_validation:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit_signalled(
-    rank: int, signalled: tuple[int, ...], step: int, folder: str, in_validation: bool, arguments: dict[str, Any]
-) -> tuple[bool, int, bool, int, bool]:
+def fit_signalled(rank, signalled, step, folder, in_validation, arguments):
     """Fit; return whether SIGTERM ended it, after which step, what Lightning and a user's handler saw, and the rest."""
-    seen: list[int] = []
+    seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     users = signal.getsignal(signal.SIGTERM)
     watching = SignalAt(step if rank in signalled else None, in_validation)
@@ -71,27 +66,25 @@ def fit_signalled(
     ("arguments", "step", "stop"),
     [({}, 5, 7), ({"local_steps": 4}, 5, 8), ({"local_steps": LocalSteps(4, synchronous_steps=8)}, 5, 7)],
 )
-def test_all_ranks_end_and_save_after_the_same_step(
-    signalled: tuple[int, ...], arguments: dict[str, Any], step: int, stop: int, pools: dict[int, Pool], tmp_path: Any
-) -> None:
+def test_all_ranks_end_and_save_after_the_same_step(signalled, arguments, step, stop, pools, tmp_path):
     ends = pools[3].run(fit_signalled, signalled, step, str(tmp_path), False, arguments)
     assert ends == [(True, stop, True, 1, True)] * 3
     assert [path.name for path in tmp_path.glob("*.ckpt")] != []
 
 
-def test_a_signal_in_validation_is_answered_after_it(pair: Pool, tmp_path: Any) -> None:
+def test_a_signal_in_validation_is_answered_after_it(pair, tmp_path):
     assert pair.run(fit_signalled, (1,), 4, str(tmp_path), True, {}) == [(True, 5, True, 1, True)] * 2
 
 
-def test_a_signal_in_the_last_batch_is_lightnings_when_training_has_ended(pair: Pool, tmp_path: Any) -> None:
+def test_a_signal_in_the_last_batch_is_lightnings_when_training_has_ended(pair, tmp_path):
     assert pair.run(fit_signalled, (1,), STEPS - 1, str(tmp_path), False, {}) == [(False, STEPS, True, 1, True)] * 2
 
 
-def fit_in_a_thread(rank: int) -> tuple[bool, int]:
+def fit_in_a_thread(rank):
     """Fit, on rank 1 in another thread, until SIGTERM to rank 0; return whether its handler is back, and the step."""
     watching, ended = SignalAt(5 if rank == 0 else None), []
 
-    def fit() -> None:
+    def fit():
         try:
             trainer.fit(Small())
         except SIGTERMException:
@@ -108,11 +101,11 @@ def fit_in_a_thread(rank: int) -> tuple[bool, int]:
     return signal.getsignal(signal.SIGTERM) == before, ended[0]
 
 
-def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair: Pool) -> None:
+def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair):
     assert pair.run(fit_in_a_thread) == [(True, 7)] * 2
 
 
-def test_without_a_signal_nothing_happens(pair: Pool, tmp_path: Any) -> None:
+def test_without_a_signal_nothing_happens(pair, tmp_path):
     assert pair.run(fit_signalled, (), 0, str(tmp_path), False, {}) == [(False, STEPS, False, 0, True)] * 2
 
 
@@ -120,30 +113,30 @@ class Quiet(Small):
     """A model that logs nothing of all ranks."""
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return self.network(batch).square().mean()
 
 
 class Counting(Callback):
     """Count what is sent in each batch, from its end to the end of the next."""
 
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-        self.batches: list[list[str]] = []
+    def __init__(self):
+        self.sent = []
+        self.batches = []
 
     @override
-    def on_train_batch_end(self, *batch: Any) -> None:
+    def on_train_batch_end(self, *batch):
         self.batches.append(self.sent[:])
         self.sent.clear()
 
 
-def fit_counted(rank: int, arguments: dict[str, Any]) -> list[list[str]]:
+def fit_counted(rank, arguments):
     """Fit; return what was sent in each batch by any thread."""
     counting = Counting()
     trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1, **arguments), callbacks=[counting])
 
-    def counted(name: str, call: Any) -> Any:
-        def sending(*args: Any, **named: Any) -> Any:
+    def counted(name, call):
+        def sending(*args, **named):
             counting.sent.append(name)
             return call(*args, **named)
 
@@ -157,11 +150,11 @@ def fit_counted(rank: int, arguments: dict[str, Any]) -> list[list[str]]:
     return counting.batches
 
 
-def test_not_a_word_between_rounds(pair: Pool) -> None:
+def test_not_a_word_between_rounds(pair):
     for batches in pair.run(fit_counted, {"local_steps": 4}):
         assert [step for step, sent in enumerate(batches[1:], 2) if sent] == [4, 8, 12, 16]
 
 
-def test_nobody_waits_for_rank_0_in_every_batch(pair: Pool) -> None:
+def test_nobody_waits_for_rank_0_in_every_batch(pair):
     for batches in pair.run(fit_counted, {"schedule": "single"}):
         assert all(sorted(sent) == ["all_to_all_single", "exchange"] for sent in batches[1:])

@@ -10,7 +10,7 @@ import threading
 from contextlib import nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
@@ -20,7 +20,7 @@ from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import StrategyRegistry
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
@@ -30,9 +30,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.pool import Pool
 from tests.compatibility.modules import ByHand
-from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model, refusals, refuse
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
@@ -41,7 +39,7 @@ from tests.helpers.trainers import Small, WithAdam, accelerator, make_trainer
 
 
 @pytest.mark.parametrize("name", ["sparse_topk", "sparse_dense", "sparse_topk_find_unused_parameters_true"])
-def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
+def test_a_name_is_all_that_changes(pair, name):
     answers = fits(pair, Small, name)
     stats, dense = answers[0].total, 4 * sum(tensor.numel() for tensor in one_model(answers).end.values())
     assert stats.keys() == STATS
@@ -55,7 +53,7 @@ def test_a_name_is_all_that_changes(pair: Pool, name: str) -> None:
     [*zip(systems(), cycle(["layerwise", "merged", "single"]))],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_every_system_is_registered_trains_and_ends_as_one_model(pair: Pool, system: Any, schedule: str) -> None:
+def test_every_system_is_registered_trains_and_ends_as_one_model(pair, system, schedule):
     first, second = fits(pair, Small, {**system.arguments, "schedule": schedule}, limit_val_batches=1)
     assert_same(first.end, second.end)
     assert all(tensor.isfinite().all() for tensor in first.end.values())
@@ -69,27 +67,27 @@ def test_every_system_is_registered_trains_and_ends_as_one_model(pair: Pool, sys
 class SparseEmbedding(Small):
     """A model with an embedding whose gradient is ``sparse_coo``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 32, sparse=True)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         looked_up = self.embedding((batch[:, 0].abs() * 100).long() % 50)
         return (self.network(batch + looked_up) - batch).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class MixedTypes(Small):
     """A model with parameters of three types."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))
         self.halves = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         extra = self.doubles.sum() * batch.mean() + self.halves.float().square().sum() * batch[0, 0]
         return (self.network(batch) - batch).square().mean() + 1e-3 * extra
 
@@ -103,31 +101,31 @@ class MixedTypes(Small):
     ],
     ids=str,
 )
-def test_density_one_trains_as_ddp_does(pair: Pool, module: Any, arguments: dict[str, Any]) -> None:
+def test_density_one_trains_as_ddp_does(pair, module, arguments):
     ours, ddp = (one_model(fits(pair, module, each, **arguments)).end for each in ({"density": 1.0}, None))
     for name in ddp:
         torch.testing.assert_close(ours[name], ddp[name], rtol=1e-2 if name == "halves" else 1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
-def test_precisions_train_and_stay_identical(pair: Pool, precision: str) -> None:
+def test_precisions_train_and_stay_identical(pair, precision):
     one_model(fits(pair, Small, {"density": 0.05}, precision=precision))
 
 
 class Scale(Callback):
     """Have the model note the last scale."""
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         pl_module.notes = trainer.precision_plugin.scaler.get_scale()
 
 
 @pytest.mark.parametrize(
     ("compressor", "wire"), [*((name, "float16") for name in COMPRESSOR_NAMES), ("topk", "float32"), ("dgc", "float32")]
 )
-def test_a_changing_loss_scale_changes_nothing(pair: Pool, compressor: str, wire: str) -> None:
+def test_a_changing_loss_scale_changes_nothing(pair, compressor, wire):
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
     plugin = MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)
-    plugin.forward_context = nullcontext  # type: ignore[method-assign]  # the forward stays in fp32
+    plugin.forward_context = nullcontext  # the forward stays in fp32
     settings = {"compressor": compressor, "density": DENSITY[compressor], "wire": wire}
     unscaled, *_ = fits(pair, Small, settings)
     scaled, *_ = fits(pair, Small, settings, plugins=[plugin], callbacks=[Scale()])
@@ -135,12 +133,12 @@ def test_a_changing_loss_scale_changes_nothing(pair: Pool, compressor: str, wire
     assert_same(scaled.batches, unscaled.batches)
 
 
-def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, float]]:
+def count_bytes(rank, settings):
     """Return the bytes that left this rank in one step, and the statistics that tell of it."""
-    sent: list[float] = []
+    sent = []
     original = Collectives.run
 
-    def watched(self: Collectives, name: str, tensor: Tensor, *out: Optional[Tensor]) -> Tensor:
+    def watched(self, name, tensor, *out):
         # All of it goes to all others; or to each of them its part of it; or, around a ring, both.
         others = self.ranks - 1
         times = {"all_gather": others, "all_to_all": others / self.ranks, "all_reduce": 2 * others / self.ranks}
@@ -158,9 +156,7 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, f
     [("float32", 2, True), ("float32", 3, False), ("bfloat16", 2, False), ("bfloat16", 3, True)],
 )
 @pytest.mark.parametrize(("compressor", "density"), [("topk", 0.01), ("dense", None)])
-def test_byte_counts_are_true(
-    pools: dict[int, Pool], compressor: str, density: float, wire: str, ranks: int, finds_unused: bool
-) -> None:
+def test_byte_counts_are_true(pools, compressor, density, wire, ranks, finds_unused):
     settings = {"compressor": compressor, "density": density, "wire": wire, "find_unused_parameters": finds_unused}
     for sent, stats in pools[ranks].run(count_bytes, settings):
         assert 0 < sent == pytest.approx(stats["wire_bytes"])
@@ -172,7 +168,7 @@ def test_byte_counts_are_true(
             assert stats["wire_bytes"] / round(0.01 * 300 * 70) <= 4.1
 
 
-VALUES: list[dict[str, Any]] = [
+VALUES = [
     *({"density": density} for density in (0, 100, "0.1", True)),
     {"compressor": "dense", "density": 0.1},
     {"compressor": "topp"},
@@ -198,7 +194,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("arguments", VALUES, ids=lambda arguments: "-".join(arguments))
-def test_a_value_that_cannot_be_is_refused_by_its_name(arguments: dict[str, Any]) -> None:
+def test_a_value_that_cannot_be_is_refused_by_its_name(arguments):
     *_, name = arguments
     with pytest.raises(ValueError, match=f"{name}="):
         SparseDDPStrategy(**arguments)
@@ -207,18 +203,18 @@ def test_a_value_that_cannot_be_is_refused_by_its_name(arguments: dict[str, Any]
 @pytest.mark.parametrize(
     "arguments", [{"compressor": TopK}, {"schedule": 3}, {"timeout": 60}], ids=["compressor", "schedule", "timeout"]
 )
-def test_an_object_of_another_kind_is_refused_by_its_name(arguments: dict[str, Any]) -> None:
+def test_an_object_of_another_kind_is_refused_by_its_name(arguments):
     with pytest.raises(TypeError, match=next(iter(arguments))):
         SparseDDPStrategy(**arguments)
 
 
 @pytest.mark.parametrize(("name", "meant"), NAMES.items(), ids=NAMES)
-def test_an_argument_that_there_is_not_is_refused_with_what_was_meant(name: str, meant: str) -> None:
+def test_an_argument_that_there_is_not_is_refused_with_what_was_meant(name, meant):
     with pytest.raises(TypeError, match=f"{name}=1 .*{meant}"):
         SparseDDPStrategy(**{name: 1})
 
 
-def test_a_warm_up_takes_the_published_densities() -> None:
+def test_a_warm_up_takes_the_published_densities():
     settings = Settings("dgc", 0.001, "merged", "float32")
     densities = [settings.density_at(epoch) for epoch in range(6)]
     assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
@@ -227,11 +223,11 @@ def test_a_warm_up_takes_the_published_densities() -> None:
 class AnotherMachines(float):
     """A number whose powers end in another digit, as of another machine's mathematical library."""
 
-    def __pow__(self, exponent: Any, *modulo: Any) -> float:
+    def __pow__(self, exponent, *modulo):
         return math.nextafter(float(self) ** exponent, 2.0)
 
 
-def test_a_warm_up_has_the_same_densities_on_every_machine() -> None:
+def test_a_warm_up_has_the_same_densities_on_every_machine():
     settings, others = Settings("dgc", 0.0013, "merged", "float32"), Settings("dgc", 0.0013, "merged", "float32")
     others.density = AnotherMachines(0.0013)
     assert [settings.density_at(epoch) for epoch in range(6)] == [others.density_at(epoch) for epoch in range(6)]
@@ -239,7 +235,7 @@ def test_a_warm_up_has_the_same_densities_on_every_machine() -> None:
         assert falling_density(0.0013, settled) == falling_density(AnotherMachines(0.0013), settled)
 
 
-def test_the_density_falls_over_the_epochs_of_a_warm_up(pair: Pool) -> None:
+def test_the_density_falls_over_the_epochs_of_a_warm_up(pair):
     settings = {"compressor": "topk", "density": 0.01, "warmup_epochs": 2}
     for each in fits(pair, Small, settings, max_epochs=4, limit_train_batches=2):
         densities = [stats["density"] for stats in each.stats[1::2]]
@@ -249,12 +245,12 @@ def test_the_density_falls_over_the_epochs_of_a_warm_up(pair: Pool) -> None:
 class Complex(Small):
     """A model with a complex parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
-def refused_with(rank: int, optimize_ddp: Any) -> str:
+def refused_with(rank, optimize_ddp):
     """Fit with one of dynamo's reducers; return the error."""
     import torch._dynamo
 
@@ -262,14 +258,14 @@ def refused_with(rank: int, optimize_ddp: Any) -> str:
         return refuse(rank, Small, "sparse_topk", None, {})
 
 
-def test_what_cannot_be_compressed_is_refused(pair: Pool) -> None:
+def test_what_cannot_be_compressed_is_refused(pair):
     for message in refusals(pair, Complex, "sparse_topk"):
         assert re.match(r"TypeError: .*phase \(torch\.complex64", message)
     for message in pair.run(refused_with, "python_reducer"):
         assert re.match(r"RuntimeError: .*optimize_ddp", message)
 
 
-def test_the_gpu_of_a_mac_is_refused() -> None:
+def test_the_gpu_of_a_mac_is_refused():
     strategy = SparseDDPStrategy()
     strategy.cluster_environment, strategy.parallel_devices = LightningEnvironment(), [torch.device("mps")]
     with pytest.raises(ValueError, match="accelerator='mps'"):
@@ -280,7 +276,7 @@ class Mute(dist.ProcessGroup):
     """A backend that can do nothing."""
 
 
-def check_mute_backend(rank: int) -> str:
+def check_mute_backend(rank):
     """Ask for collectives from a backend that has none; which device it refuses does not matter."""
     if not hasattr(dist.Backend, "MUTE"):
         dist.Backend.register_backend("mute", lambda store, rank, size, timeout: Mute(rank, size), devices=["cpu"])
@@ -295,13 +291,13 @@ def check_mute_backend(rank: int) -> str:
     return "was not refused"
 
 
-def test_a_backend_without_the_collective_is_refused(forked: dict[int, Pool]) -> None:
+def test_a_backend_without_the_collective_is_refused(forked):
     for message in forked[2].run(check_mute_backend):
         assert message.startswith("process_group_backend='mute' cannot run all_to_all on cpu")
     forked[2].stop()
 
 
-def collectives_at_start(rank: int) -> int:
+def collectives_at_start(rank):
     """Set up an engine; return how often it connects all pairs of ranks."""
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all:
         with sparse_ddp(nn.Linear(4, 4), "topk"):
@@ -309,11 +305,11 @@ def collectives_at_start(rank: int) -> int:
         return all_to_all.call_count
 
 
-def test_all_pairs_of_ranks_are_not_connected_before_that_is_needed(pair: Pool) -> None:
+def test_all_pairs_of_ranks_are_not_connected_before_that_is_needed(pair):
     assert pair.run(collectives_at_start) == [0, 0]
 
 
-def test_one_process_trains_and_says_that_nothing_is_compressed(forked: dict[int, Pool]) -> None:
+def test_one_process_trains_and_says_that_nothing_is_compressed(forked):
     (ours,), (ddp,) = (fits(forked[1], Small, settings) for settings in ({"density": 0.01}, None))
     assert_same(ours.batches, ddp.batches)
     assert ours.total == {}
@@ -329,9 +325,7 @@ def test_one_process_trains_and_says_that_nothing_is_compressed(forked: dict[int
     ],
     ids=["name of a parameter", "momentum of Adam", "correction of SGD"],
 )
-def test_one_process_refuses_what_several_refuse(
-    forked: dict[int, Pool], settings: dict[str, Any], module: Any, named: str
-) -> None:
+def test_one_process_refuses_what_several_refuse(forked, settings, module, named):
     (alone,), (one, other) = (refusals(forked[ranks], module, settings) for ranks in (1, 2))
     assert re.match(f"ValueError.*{named}", alone)
     assert alone == one == other
@@ -347,21 +341,19 @@ def test_one_process_refuses_what_several_refuse(
     ],
     ids=["chosen", "dgc", "adam", "dense"],
 )
-def test_the_start_of_a_fit_says_what_is_sent(
-    forked: dict[int, Pool], settings: dict[str, Any], module: Any, said: str
-) -> None:
+def test_the_start_of_a_fit_says_what_is_sent(forked, settings, module, said):
     for ranks in (1, 2):
         first, *_ = fits(forked[ranks], module, settings, max_steps=1)
         (message,) = (line for line in first.said if "; correction: " in line)
         assert re.search(said, message)
 
 
-def thread_names() -> list[str]:
+def thread_names():
     """Return the names of our threads that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_sparse")]
 
 
-def fit_again_and_again(rank: int, fits: int) -> tuple[list[str], int, int, float]:
+def fit_again_and_again(rank, fits):
     """Fit, validate and test many times; return threads left and the growth of threads, files and memory.
 
     On the CPU, whose memory is what is measured.
@@ -386,12 +378,12 @@ def fit_again_and_again(rank: int, fits: int) -> tuple[list[str], int, int, floa
     return thread_names(), last[0] - settled[0], last[1] - settled[1], last[2] - settled[2]
 
 
-def resident_megabytes() -> float:
+def resident_megabytes():
     """Return the memory that this process occupies."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def test_many_fits_leak_nothing(pair: Pool) -> None:
+def test_many_fits_leak_nothing(pair):
     for threads, new_threads, new_files, new_megabytes in pair.run(fit_again_and_again, 60, timeout=200):
         assert threads == []
         assert new_threads <= 0
@@ -402,13 +394,13 @@ def test_many_fits_leak_nothing(pair: Pool) -> None:
 class Interrupted(Small):
     """A model whose user presses Ctrl-C in the third batch."""
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         if batch_index == 3:
             raise KeyboardInterrupt
         return super().training_step(batch, batch_index)
 
 
-def fit_interrupted(rank: int) -> tuple[list[str], bool]:
+def fit_interrupted(rank):
     """Interrupt a fit, and fit again."""
     trainer = make_trainer(rank, "sparse_topk")
     handler = signal.getsignal(signal.SIGINT)
@@ -422,20 +414,20 @@ def fit_interrupted(rank: int) -> tuple[list[str], bool]:
     return ["was not interrupted"], False
 
 
-def test_an_interrupted_fit_ends_the_worker(pair: Pool) -> None:
+def test_an_interrupted_fit_ends_the_worker(pair):
     assert pair.run(fit_interrupted) == [([], True)] * 2
 
 
 class Failing(Small):
     """A model that raises in the third batch."""
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         if batch_index == 3:
             raise ZeroDivisionError
         return super().training_step(batch, batch_index)
 
 
-def groups_given_back(rank: int, module: type[Small], backend: str) -> tuple[int, int, list[str]]:
+def groups_given_back(rank, module, backend):
     """Fit over what calls itself another backend; return process groups given back, statistics, and threads left."""
     strategy = SparseDDPStrategy()
     distributed = Mock(wraps=dist, get_backend=lambda _: backend)
@@ -447,9 +439,7 @@ def groups_given_back(rank: int, module: type[Small], backend: str) -> tuple[int
 @pytest.mark.parametrize(
     ("module", "backend", "groups"), [(Small, "nccl", 1), (Failing, "nccl", 0), (Failing, "gloo", 1)]
 )
-def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(
-    pair: Pool, module: type[Small], backend: str, groups: int
-) -> None:
+def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(pair, module, backend, groups):
     for given_back, statistics, threads in pair.run(groups_given_back, module, backend):
         assert given_back == groups
         assert statistics > 0
@@ -463,7 +453,7 @@ class Meeting(NamedTuple):
     static_graph: bool = False
     layers: tuple[nn.Module, ...] = ()
 
-    def modules(self) -> tuple[nn.Module, ...]:
+    def modules(self):
         return self.layers
 
 
@@ -484,14 +474,12 @@ class Meeting(NamedTuple):
     ],
     ids=str,
 )
-def test_what_meets_the_exchange_on_nccl_is_warned_of(
-    ddp: Any, backend: str, environment: dict[str, str], message: Optional[str]
-) -> None:
+def test_what_meets_the_exchange_on_nccl_is_warned_of(ddp, backend, environment, message):
     warning = warning_of_meeting(ddp, backend, environment)
     assert warning is None if message is None else re.search(message, warning or "")
 
 
-def test_statistics_are_empty_before_the_first_step() -> None:
+def test_statistics_are_empty_before_the_first_step():
     trainer = Trainer(strategy=SparseDDPStrategy(), accelerator=accelerator(), devices=1, logger=False)
     assert trainer.strategy.compression_stats() == {}
 
@@ -509,7 +497,7 @@ print(trainer.strategy.compression_stats()["density"], len(trainer.strategy.exch
 """
 
 
-def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter, tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     done = interpreter.run(tmp_path / "notebook.py")
     assert done.returncode == 0, done.stderr
@@ -523,9 +511,9 @@ class Copying(Callback):
 
     copies = 0
 
-    def copy_all(self, trainer: Trainer, *args: Any) -> None:
+    def copy_all(self, trainer, *args):
         self.trainer = trainer
-        copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+        copy.deepcopy(trainer.callbacks)
         self.copies += 1
         trainer.lightning_module.notes = self.copies
 
@@ -537,6 +525,6 @@ class Copying(Callback):
     [(WithAdam, {}), (Small, {"compressor": "lags", "schedule": "auto"}), (Small, {"local_steps": 2})],
     ids=["AdamW", "auto", "local steps"],
 )
-def test_callbacks_that_know_the_trainer_may_be_copied(pair: Pool, module: Any, arguments: dict[str, Any]) -> None:
+def test_callbacks_that_know_the_trainer_may_be_copied(pair, module, arguments):
     more = {"callbacks": [Copying()], "limit_train_batches": 4, "max_epochs": 1}
     assert [each.notes for each in fits(pair, module, {"density": 0.05, **arguments}, **more)] == [7, 7]

@@ -1,24 +1,20 @@
 """Several optimizers, several backwards for a step of each: a gradient is what has arrived and what is a rank's own."""
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import Fitted, assert_goes_on, fits, one_model, refusals
+from tests.helpers.fits import assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
 UNUSED = {"find_unused_parameters": True}
 OWN_BUCKETS = {**UNUSED, "gradient_as_bucket_view": False}
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=3)
-WITH: dict[str, dict[str, Any]] = {
+WITH = {
     "SGD": {"compressor": "topk"},
     "momentum": {"compressor": "dgc", "warmup_epochs": 0},
     "AdamW": {"compressor": "lags", "optimizer_correction": CORRECTION},
@@ -28,15 +24,15 @@ WITH: dict[str, dict[str, Any]] = {
 class Adversaries(Numbered):
     """Two networks that are trained against each other by two optimizers, which take turns."""
 
-    def __init__(self, *arguments: Any, kind: str = "SGD", every: tuple[int, int] = (3, 3)) -> None:
+    def __init__(self, *arguments, kind="SGD", every=(3, 3)):
         super().__init__(*arguments)
         self.automatic_optimization = False
         self.kind, self.every = kind, every
         self.critic = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_index):
         """Train each on the batch; in the last of its window it exchanges and steps."""
-        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+        for number, optimizer in enumerate(self.optimizers()):
             is_last = (batch_index + 1) % self.every[number] == 0
             with self.turn(optimizer, is_last):
                 self.manual_backward(self.losses(self.rows(batch_index))[number])
@@ -46,22 +42,22 @@ class Adversaries(Numbered):
         self.interfere(batch_index)
 
     @contextmanager
-    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+    def turn(self, optimizer, is_last):
         with optimizer.toggle_model(sync_grad=is_last):
             yield
 
-    def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, rows):
         made = self.network(rows)
         deceived = (made - rows).square().mean() + (self.critic(made) - 1).square().mean()
         return deceived, self.critic(made.detach()).square().mean() + (self.critic(rows) - 1).square().mean()
 
-    def interfere(self, batch_index: int) -> None:
+    def interfere(self, batch_index):
         """Do something between two batches."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [self.optimizer_of(part.parameters()) for part in (self.network, self.critic)]
 
-    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         if self.kind == "AdamW":
             return torch.optim.AdamW(parameters, lr=1e-3)
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.0 if self.kind == "SGD" else 0.9)
@@ -70,17 +66,17 @@ class Adversaries(Numbered):
 class Sharing(Adversaries):
     """A layer is trained by both; nothing is frozen, so that each backward of the last batch brings all of it."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         shared = list(self.network[0].parameters())
         parts = [*self.network[2].parameters(), *shared], [*self.critic.parameters(), *shared]
         return [self.optimizer_of(part) for part in parts]
 
     @contextmanager
-    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+    def turn(self, optimizer, is_last):
         with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
             yield
 
-    def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, rows):
         made = self.network(rows)
         one, other = (made - rows).square().mean(), (self.critic(made) - 1).square().mean()
         return one + other, one + 2 * other
@@ -96,15 +92,15 @@ class SharingWithTurns(Sharing):
 class Interfering(Adversaries):
     """After the second batch something is done to the gradients of the second optimizer, which steps after six."""
 
-    def __init__(self, *arguments: Any, how: str, **settings: Any) -> None:
+    def __init__(self, *arguments, how, **settings):
         super().__init__(*arguments, **{**settings, "every": (2, 6)})
         self.how = how
 
-    def interfere(self, batch_index: int) -> None:
+    def interfere(self, batch_index):
         if batch_index != 1:
             return
         if self.how in ("cleared", "set to zero"):
-            self.optimizers()[1].zero_grad(set_to_none=self.how == "cleared")  # type: ignore[index]
+            self.optimizers()[1].zero_grad(set_to_none=self.how == "cleared")
         elif self.how == "replaced":  # by some that no other rank has
             for parameter in self.critic.parameters():
                 parameter.grad = parameter.detach() * (self.global_rank + 1)
@@ -112,7 +108,7 @@ class Interfering(Adversaries):
             self.losses(self.rows(50))[1].backward(inputs=list(self.critic.parameters()))
 
 
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+MODELS = {
     "accumulating": (Adversaries, UNUSED),
     "one exchanges while the other's wait": (partial(Adversaries, every=(1, 3)), UNUSED),
     "at different times": (partial(Adversaries, every=(3, 2)), UNUSED),
@@ -134,11 +130,11 @@ WITH_OTHER_MOMENTA = ("shared", "never", "cleared", "zero", "replaced")
 
 
 @pytest.fixture(scope="module")
-def with_ddp(pools: dict[int, Pool]) -> Callable[..., Fitted]:
+def with_ddp(pools):
     """Return what gives what plain DDP makes of a model; each is fitted once."""
 
     @cache
-    def fitted(name: str, kind: str) -> Fitted:
+    def fitted(name, kind):
         module, settings = MODELS[name]
         return fits(pools[2], partial(module, kind=kind), {"ddp": settings})[0]
 
@@ -146,9 +142,7 @@ def with_ddp(pools: dict[int, Pool]) -> Callable[..., Fitted]:
 
 
 @pytest.mark.parametrize(("name", "kind", "more"), CELLS, ids=str)
-def test_replicas_are_identical_and_sent_whole_it_is_ddp(
-    pair: Pool, with_ddp: Any, name: str, kind: str, more: dict[str, Any]
-) -> None:
+def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, kind, more):
     module, settings = MODELS[name]
     settings = {**WITH[kind], **settings, **more}
     one_model(fits(pair, partial(module, kind=kind), {**settings, "density": 0.05}))
@@ -164,9 +158,7 @@ SPARSE = {"density": 0.05, "schedule": "layerwise"}
 @pytest.mark.parametrize("settings", [UNUSED, OWN_BUCKETS], ids=["views", "own buckets"])
 @pytest.mark.parametrize("kind", WITH)
 @pytest.mark.parametrize(("every", "save_after"), [((2, 6), 8), ((2, 6), 9), ((1, 3), 8)], ids=str)
-def test_resumed_within_the_steps_it_goes_on_to_the_bit(
-    pair: Pool, tmp_path: Path, every: tuple[int, int], kind: str, settings: dict[str, Any], save_after: int
-) -> None:
+def test_resumed_within_the_steps_it_goes_on_to_the_bit(pair, tmp_path, every, kind, settings, save_after):
     module = partial(Adversaries, kind=kind, every=every)
     assert_goes_on(pair, tmp_path, {**SPARSE, **WITH[kind], **settings}, module, save_after)
 
@@ -180,20 +172,20 @@ class Turning(Sharing):
         settings: of the model.
     """
 
-    def __init__(self, *arguments: Any, toggles: bool, **settings: Any) -> None:
+    def __init__(self, *arguments, toggles, **settings):
         super().__init__(*arguments, **settings)
         self.toggles = toggles
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_index):
         """Train one, or all one after the other."""
-        optimizers: Any = self.optimizers()
+        optimizers = self.optimizers()
         for number in (0, 1, 2) if self.toggles else (batch_index % 3,):
             with optimizers[number].toggle_model() if self.toggles else nullcontext():
                 optimizers[number].zero_grad()
                 self.manual_backward(sum(self.losses(self.rows(batch_index))))
                 optimizers[number].step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Return three."""
         parts = self.network[0], self.network[2], self.critic
         return [self.optimizer_of(part.parameters()) for part in parts]
@@ -208,7 +200,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("kind", LATE)
-def test_what_was_stepped_with_stays_where_it_is_added_to(pair: Pool, tmp_path: Path, kind: str) -> None:
+def test_what_was_stepped_with_stays_where_it_is_added_to(pair, tmp_path, kind):
     optimizer = "momentum" if "frozen" in kind else "SGD" if kind == "SGD" else "AdamW"
     module = partial(Turning, toggles="frozen" in kind, kind=optimizer)
     assert_goes_on(pair, tmp_path, {**SPARSE, **LATE[kind], **UNUSED}, module)
@@ -217,21 +209,19 @@ def test_what_was_stepped_with_stays_where_it_is_added_to(pair: Pool, tmp_path: 
 class Cadence(Adversaries):
     """Both go backward in each batch, and nothing is frozen; the second one steps less often."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments, kind="AdamW", every=(1, 3))
 
     losses = Sharing.losses
 
     @contextmanager
-    def turn(self, optimizer: Any, is_last: bool) -> Iterator[None]:
+    def turn(self, optimizer, is_last):
         """Exchange."""
         yield
 
 
 @pytest.mark.parametrize("save_after", [7, 8, 9])
-def test_resumed_between_backwards_of_one_step_second_moments_go_on(
-    pair: Pool, tmp_path: Path, save_after: int
-) -> None:
+def test_resumed_between_backwards_of_one_step_second_moments_go_on(pair, tmp_path, save_after):
     correction = AdamCorrection(2, fall_steps=0, refresh_steps=1)
     settings = {**SPARSE, **WITH["AdamW"], "optimizer_correction": correction}
     assert_goes_on(pair, tmp_path, settings, Cadence, save_after)
@@ -240,24 +230,24 @@ def test_resumed_between_backwards_of_one_step_second_moments_go_on(
 class Parting(Cadence):
     """Between two exchanges of the second one's step, ranks do something to its gradients: one of them, or all."""
 
-    def __init__(self, *arguments: Any, kind: str, change: Callable[[Any], None], everywhere: bool) -> None:
+    def __init__(self, *arguments, kind, change, everywhere):
         super().__init__(*arguments)
         self.kind, self.change, self.everywhere = kind, change, everywhere
 
-    def interfere(self, batch_index: int) -> None:
+    def interfere(self, batch_index):
         if batch_index == 3 and (self.everywhere or self.global_rank == 1):
-            self.change(self.optimizers()[1])  # type: ignore[index]
+            self.change(self.optimizers()[1])
 
 
-def set_to_none(optimizer: Any) -> None:
+def set_to_none(optimizer):
     optimizer.zero_grad()
 
 
-def set_to_zero(optimizer: Any) -> None:
+def set_to_zero(optimizer):
     optimizer.zero_grad(set_to_none=False)
 
 
-def double(optimizer: Any) -> None:
+def double(optimizer):
     for group in optimizer.param_groups:
         torch._foreach_mul_([parameter.grad for parameter in group["params"]], 2.0)
 
@@ -268,9 +258,7 @@ WATCHED = {"SGD": {**WITH["SGD"], **UNUSED}, "momentum": WITH["momentum"], "Adam
 
 @CHANGES
 @pytest.mark.parametrize("kind", WATCHED)
-def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(
-    pair: Pool, kind: str, change: Callable[[Any], None]
-) -> None:
+def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(pair, kind, change):
     module = partial(Parting, kind=kind, change=change, everywhere=False)
     for told in refusals(pair, module, {**WATCHED[kind], "density": 0.5}):
         assert told.startswith("RuntimeError")
@@ -278,13 +266,13 @@ def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(
 
 
 @CHANGES
-def test_a_gradient_that_is_all_a_ranks_own_is_averaged_as_it_is(pair: Pool, change: Callable[[Any], None]) -> None:
+def test_a_gradient_that_is_all_a_ranks_own_is_averaged_as_it_is(pair, change):
     module = partial(Parting, kind="SGD", change=change, everywhere=False)
     one_model(fits(pair, module, {**WITH["SGD"], "density": 0.5}))
 
 
 @CHANGES
 @pytest.mark.parametrize("kind", WATCHED)
-def test_gradients_may_be_changed_in_a_step_on_all_ranks(pair: Pool, kind: str, change: Callable[[Any], None]) -> None:
+def test_gradients_may_be_changed_in_a_step_on_all_ranks(pair, kind, change):
     module = partial(Parting, kind=kind, change=change, everywhere=True)
     one_model(fits(pair, module, {**WATCHED[kind], "density": 0.5}))

@@ -3,7 +3,6 @@
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
 from unittest import mock
 
 import pytest
@@ -15,7 +14,6 @@ from typing_extensions import override
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.strategy.signals import Signals
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import strike
 from tests.helpers.trainers import Rows, Small, make_trainer
@@ -29,12 +27,12 @@ FIRST_DDPS = LocalSteps(4, synchronous_steps=8)
 class Busy(Small):
     """A model whose ranks meet in all that Lightning and DDP exchange: buffers, metrics, barriers, validation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network.insert(1, nn.BatchNorm1d(64))
 
     @override
-    def on_train_batch_end(self, *batch: Any) -> None:
+    def on_train_batch_end(self, *batch):
         self.trainer.strategy.barrier()
 
 
@@ -42,28 +40,28 @@ class Quiet(Small):
     """A model whose ranks meet in exchanges of gradients only."""
 
     @override
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return self.network(batch).square().mean()
 
 
 class Arming(Callback):
     """Arm a fault at a batch, counted from the start; ``None`` for before the first."""
 
-    def __init__(self, batch: Optional[int]) -> None:
+    def __init__(self, batch):
         self.batch = batch
 
     @override
-    def on_train_batch_start(self, trainer: Any, *batch: Any) -> None:
+    def on_train_batch_start(self, trainer, *batch):
         if trainer.fit_loop.total_batch_idx == self.batch:
             self.batch = None
 
 
-def saving(folder: str) -> ModelCheckpoint:
+def saving(folder):
     """Save at the end of an epoch, and after an error."""
     return ModelCheckpoint(folder, filename="last", save_on_exception=True)
 
 
-def end_of(trainer: Any, model: Small, *loaders: Any) -> tuple[str, str]:
+def end_of(trainer, model, *loaders):
     """Fit; return kind and message of what it raised."""
     try:
         trainer.fit(model, *loaders)
@@ -72,21 +70,11 @@ def end_of(trainer: Any, model: Small, *loaders: Any) -> tuple[str, str]:
     return "nothing", ""
 
 
-def fit_struck(
-    rank: int,
-    owner: Any,
-    name: str,
-    victim: int,
-    how: str,
-    arguments: dict[str, Any],
-    batch: Optional[int] = 3,
-    model: type[Small] = Busy,
-    folder: Optional[str] = None,
-) -> tuple[str, str]:
+def fit_struck(rank, owner, name, victim, how, arguments, batch=3, model=Busy, folder=None):
     """Fit, with a fault before a rank's call of a function in a batch; return what was raised."""
     arming, original = Arming(batch), getattr(owner, name)
 
-    def struck(*args: Any, **kwargs: Any) -> Any:
+    def struck(*args, **kwargs):
         if arming.batch is None and rank == victim:
             if how == "raises":
                 raise RuntimeError("Connection reset by peer")
@@ -115,9 +103,7 @@ def fit_struck(
         (SparseDDPStrategy, "pre_backward", 1, {"local_steps": FIRST_DDPS}, "_engine_run_backward"),
     ],
 )
-def test_a_rank_that_dies_is_told_of_wherever_others_wait(
-    forked: dict[int, Pool], tmp_path: Path, owner: Any, name: str, victim: int, more: dict[str, Any], where: str
-) -> None:
+def test_a_rank_that_dies_is_told_of_wherever_others_wait(forked, tmp_path, owner, name, victim, more, where):
     arguments = {key: value for key, value in more.items() if key in ("timeout", "local_steps")}
     folder = str(tmp_path) if "saves" in more else None
     struck = (fit_struck, owner, name, victim, "dies", arguments, more.get("batch", 3), Busy, folder)
@@ -130,7 +116,7 @@ def test_a_rank_that_dies_is_told_of_wherever_others_wait(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_ranks_own_error_stays_what_it_is_and_is_told_to_the_others(forked: dict[int, Pool], victim: int) -> None:
+def test_a_ranks_own_error_stays_what_it_is_and_is_told_to_the_others(forked, victim):
     ends = forked[2].run(fit_struck, Quiet, "training_step", victim, "raises", {}, 3, Quiet)
     forked[2].stop()
     assert ends[victim] == ("RuntimeError", "Connection reset by peer")
@@ -143,14 +129,14 @@ def test_a_ranks_own_error_stays_what_it_is_and_is_told_to_the_others(forked: di
 class Stream(IterableDataset[Tensor]):
     """So many batches of four rows."""
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches):
         self.rows = Rows(4 * batches)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return (self.rows[index] for index in range(len(self.rows)))
 
 
-def fit_uneven(rank: int, batches: tuple[int, int], folder: Optional[str] = None) -> tuple[str, str]:
+def fit_uneven(rank, batches, folder=None):
     """Fit two epochs of a stream, of another length on each rank; return what was raised.
 
     With a folder they are saved, and rank 1 writes there instead what it raised, and ends its process.
@@ -166,7 +152,7 @@ def fit_uneven(rank: int, batches: tuple[int, int], folder: Optional[str] = None
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
-def test_a_rank_that_has_finished_is_told_from_one_that_died(forked: dict[int, Pool], shorter: int) -> None:
+def test_a_rank_that_has_finished_is_told_from_one_that_died(forked, shorter):
     batches = (10, 15) if shorter == 0 else (15, 10)
     ends = forked[2].run(fit_uneven, batches)
     forked[2].stop()
@@ -178,9 +164,7 @@ def test_a_rank_that_has_finished_is_told_from_one_that_died(forked: dict[int, P
     assert "has died" not in message
 
 
-def test_a_rank_that_waits_at_the_end_of_its_epoch_is_told_from_one_that_died(
-    forked: dict[int, Pool], tmp_path: Any
-) -> None:
+def test_a_rank_that_waits_at_the_end_of_its_epoch_is_told_from_one_that_died(forked, tmp_path):
     (_, (kind, message)), _ = forked[2].answers(fit_uneven, (3, 5), str(tmp_path))
     assert kind == "ExchangeError", message
     assert "or has finished, where ranks have different numbers of batches" in message
@@ -189,13 +173,13 @@ def test_a_rank_that_waits_at_the_end_of_its_epoch_is_told_from_one_that_died(
     assert "rank 0 has had all batches of epoch 0, 3 since the start. This rank is in its batch 4: ranks" in raised
 
 
-def fit_after_another(rank: int) -> tuple[str, str]:
+def fit_after_another(rank):
     """Fit to the end, and then longer, until rank 1 dies; return what was raised."""
     make_trainer(rank, SparseDDPStrategy("topk", 0.1), limit_train_batches=2).fit(Small())
     return fit_struck(rank, Busy, "training_step", 1, "dies", {})
 
 
-def test_the_end_of_another_training_is_not_told(forked: dict[int, Pool]) -> None:
+def test_the_end_of_another_training_is_not_told(forked):
     (_, (kind, message)), _ = forked[2].answers(fit_after_another)
     assert kind == "ExchangeError", message
     assert "another rank has died" in message

@@ -2,18 +2,16 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_sparse.testing.laws import finiteness, mass, replicas
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import subject_of
 from tests.helpers.commands import run_pytest
 from tests.helpers.kit import run_kit
 
-LAWS: dict[str, Callable[[dict[int, Pool], str], None]] = {
+LAWS = {
     "mass": lambda pools, name: mass.test_mass_is_conserved(pools, 2, name, "merged", "float32"),
     "grouping": lambda pools, name: replicas.test_replicas_are_identical_and_no_schedule_changes_a_bit(
         pools, 2, name, "float32"
@@ -38,9 +36,7 @@ LAWS_BY_NAME = {
 @pytest.mark.parametrize(
     ("compressor", "broken"), [("HidesNaN", "finiteness"), ("LosesMass", "mass"), ("LooksAround", "grouping")]
 )
-def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
-    pools: dict[int, Pool], compressor: str, broken: str, law: str
-) -> None:
+def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(pools, compressor, broken, law):
     subject = f"tests.compressors.lawless:{compressor}"
     if law != broken:
         LAWS[law](pools, subject)
@@ -49,7 +45,7 @@ def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(
         LAWS[law](pools, subject)
 
 
-def as_on_the_page(folder: Path) -> str:
+def as_on_the_page(folder):
     """Write the compressor that docs/writing-a-compressor.md shows to a module, beside a test of a user's own."""
     text = (Path(__file__).parents[2] / "docs" / "writing-a-compressor.md").read_text()
     (folder / "shared_random.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1])
@@ -57,9 +53,7 @@ def as_on_the_page(folder: Path) -> str:
     return "shared_random:SharedRandom"
 
 
-def test_the_compressor_of_the_page_keeps_the_laws(
-    forked: dict[int, Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_compressor_of_the_page_keeps_the_laws(forked, tmp_path, capsys):
     # Some rows of each law; all of them is what the page's reader runs.
     code = run_kit(forked, tmp_path, as_on_the_page(tmp_path), "-k", ROW, "-vv")
     output = capsys.readouterr().out
@@ -67,7 +61,7 @@ def test_the_compressor_of_the_page_keeps_the_laws(
     assert {law for law in LAWS_BY_NAME if f"::test_{law}[" in output} == LAWS_BY_NAME, output
 
 
-def test_the_command_of_the_page_collects_laws_alone(tmp_path: Path) -> None:
+def test_the_command_of_the_page_collects_laws_alone(tmp_path):
     options = ("-p", "lightning_sparse.testing.plugin", "--compressor", as_on_the_page(tmp_path))
     code, output = run_pytest(tmp_path, *options, "--collect-only")
     assert code == 0, output
@@ -75,7 +69,7 @@ def test_the_command_of_the_page_collects_laws_alone(tmp_path: Path) -> None:
     assert "test_mine" not in output
 
 
-def test_the_plugin_leaves_other_runs_alone(tmp_path: Path) -> None:
+def test_the_plugin_leaves_other_runs_alone(tmp_path):
     as_on_the_page(tmp_path)
     (tmp_path / "test_mine.py").write_text(
         "import sys\n\ndef test_mine():\n    assert not any('torch' in name for name in sys.modules)\n"
@@ -85,18 +79,18 @@ def test_the_plugin_leaves_other_runs_alone(tmp_path: Path) -> None:
     assert "1 passed" in output
 
 
-def seed_found(rank: int) -> "str | None":
+def seed_found(rank):
     """Leave a seed in the environment, as ``seed_everything`` of Lightning does; return the one that was there."""
     found, os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED"), "1"
     return found
 
 
-def test_what_a_function_leaves_in_the_environment_is_not_the_next_ones(pair: Pool) -> None:
+def test_what_a_function_leaves_in_the_environment_is_not_the_next_ones(pair):
     assert [pair.run(seed_found) for _ in range(2)] == [[None, None]] * 2
 
 
 @pytest.mark.parametrize("name", ["tests.compressors.lawless:Missing", "nowhere:Missing", "topp"])
-def test_what_is_no_compressor_is_refused(name: str) -> None:
+def test_what_is_no_compressor_is_refused(name):
     with pytest.raises(ValueError, match=f"compressor='{name}'"):
         subject_of(name)
     with pytest.raises(TypeError, match="compressor="):

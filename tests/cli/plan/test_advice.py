@@ -13,13 +13,13 @@ PAGE = DOCS / "which-strategy.md"
 SLOW = Network(1e6, 0.0, 4)
 
 
-def ratio(r: float, latency_of_step: float = 0.0) -> Ratio:
+def ratio(r, latency_of_step=0.0):
     """Return one of this r, whose messages take some part of a step without exchange one way."""
     seconds = 12 / (r - 6 * latency_of_step)
     return Ratio(1e6, SLOW._replace(latency=latency_of_step * seconds), seconds)
 
 
-def test_r_is_that_of_the_formula() -> None:
+def test_r_is_that_of_the_formula():
     network = Network(1e9, 1e-3, 16)
     found = Ratio(400e6, network, 0.5)
     assert found.exchange_seconds == pytest.approx(2 * 15 / 16 * 400e6 * 8 / 1e9 + 2 * 15 * 1e-3)
@@ -31,7 +31,7 @@ def test_r_is_that_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("at", range(len(BANDS) - 1))
-def test_each_threshold_parts_two_strategies(at: int) -> None:
+def test_each_threshold_parts_two_strategies(at):
     threshold = BANDS[at][0]
     for r, strategy in ((0.999 * threshold, BANDS[at][1]), (1.001 * threshold, BANDS[at + 1][1])):
         assert ratio(r).advice == strategy
@@ -42,13 +42,11 @@ def test_each_threshold_parts_two_strategies(at: int) -> None:
     ("r", "round_trip", "strategy"),
     [(4, 0.99, "sparse_lags"), (4, 1.01, "local steps"), (0.9, 1.01, "sparse_auto"), (30, 0.99, "local steps")],
 )
-def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(
-    r: float, round_trip: float, strategy: str
-) -> None:
+def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(r, round_trip, strategy):
     assert ratio(r, FAR * round_trip / 2).advice == strategy
 
 
-def test_the_page_has_these_thresholds() -> None:
+def test_the_page_has_these_thresholds():
     edges = [f"{below:g}" for below, *_ in BANDS[:-1]]
     between = [f"{low} to {high}" for low, high in pairwise(edges)]
     told = rows(PAGE, "## By r")
@@ -57,7 +55,7 @@ def test_the_page_has_these_thresholds() -> None:
     assert f"{FAR:g} of a step" in told[2][1]
 
 
-def test_the_page_works_r_out_by_this_formula() -> None:
+def test_the_page_works_r_out_by_this_formula():
     for gpu, *told in rows(PAGE, "## Nothing to run yet"):
         peak = float(gpu.split()[-2]) * 1e12
         for gbit, r in zip((1, 10, 25, 100), told):

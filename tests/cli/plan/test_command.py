@@ -11,7 +11,7 @@ import pytest
 from lightning_sparse.cli import main
 from lightning_sparse.cli.plan import BackwardProfile, Candidate, Network, draw
 from lightning_sparse.strategy.names import systems
-from tests.helpers.commands import COMMAND, Interpreter, refusal
+from tests.helpers.commands import COMMAND, refusal
 from tests.helpers.pages import DOCS, shown_commands
 
 MODEL = ["--model=tests.cli.plan.models.WithData", "--trainer.accelerator=cpu"]
@@ -20,12 +20,12 @@ PROFILE = BackwardProfile(("head", "body"), (500_000, 200_000), (0.01, 0.02), 0.
 
 
 @pytest.fixture
-def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def profiled(monkeypatch):
     """Take a model that is not there as profiled."""
     monkeypatch.setattr("lightning_sparse.cli.plan.command.profile_model", lambda args: PROFILE)
 
 
-def test_from_a_model_to_a_table_and_numbers(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_from_a_model_to_a_table_and_numbers(interpreter, tmp_path):
     words = ["plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", f"--json={tmp_path / 'plan.json'}"]
     done = interpreter.run(Path(COMMAND), *words)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def test_from_a_model_to_a_table_and_numbers(interpreter: Interpreter, tmp_path:
     assert [row["density"] for row in plan["rows"] if row["name"] == "sparse_topk"] == [0.1, 0.01]
 
 
-def test_json_may_stand_alone(profiled: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_may_stand_alone(profiled, capsys):
     main(["plan", "--bandwidth=100mbit", "--latency=1ms", "--workers=2", "--densities", "0.01", "--json=-"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["profile"]["elements"] == 700_000
@@ -51,7 +51,7 @@ def test_json_may_stand_alone(profiled: None, capsys: pytest.CaptureFixture[str]
     assert plan["ratio"]["advice"] == "sparse_lags"
 
 
-def test_seconds_may_be_given(profiled: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_seconds_may_be_given(profiled, capsys, tmp_path):
     main(["plan", *NETWORK, "--compute=6s", "--densities", "0.01", f"--json={tmp_path / 'plan.json'}"])
     assert capsys.readouterr().out.startswith("r = ")
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -60,7 +60,7 @@ def test_seconds_may_be_given(profiled: None, capsys: pytest.CaptureFixture[str]
     assert plan["rows"][0]["step_seconds"] == pytest.approx(6, rel=0.1)
 
 
-def test_parameters_and_seconds_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_parameters_and_seconds_are_enough(capsys, tmp_path):
     words = ["--bandwidth=10gbit", "--latency=100us", "--workers=4", "--parameters=124M", "--compute=100ms"]
     main(["plan", *words, f"--json={tmp_path / 'r.json'}"])
     assert capsys.readouterr().out in (DOCS / "which-strategy.md").read_text()
@@ -68,9 +68,7 @@ def test_parameters_and_seconds_are_enough(capsys: pytest.CaptureFixture[str], t
     assert ratio["r"] == pytest.approx((1.5 * 124e6 * 32 / 1e10 + 6e-4) / 0.1)
 
 
-def test_the_commands_of_the_pages_draw_a_picture(
-    profiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_the_pages_draw_a_picture(profiled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in shown_commands("plan"):
         main(["plan", *shlex.split(command)])
@@ -79,7 +77,7 @@ def test_the_commands_of_the_pages_draw_a_picture(
     assert picture.stat().st_size > 10_000
 
 
-def test_a_picture_of_small_differences_has_plain_numbers(tmp_path: Path) -> None:
+def test_a_picture_of_small_differences_has_plain_numbers(tmp_path):
     profile = BackwardProfile(("only",), (1_000_000,), (1.0,), 0.1)
     draw(profile, Network(1e10, 1e-4, 4), [Candidate("ddp"), Candidate("half", wire_bytes=2)], tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
@@ -87,7 +85,7 @@ def test_a_picture_of_small_differences_has_plain_numbers(tmp_path: Path) -> Non
     assert "times" not in drawn
 
 
-def test_a_picture_without_matplotlib_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_without_matplotlib_is_refused_at_once(capsys):
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         assert "lightning-sparse[plot]" in refusal(capsys, "plan", *MODEL, *NETWORK, "--picture=plan.png")[-1]
 
@@ -112,7 +110,5 @@ def test_a_picture_without_matplotlib_is_refused_at_once(capsys: pytest.CaptureF
         ([*NETWORK, "--compute=1s", "--parameters=1M", "--picture=plan.png"], "--picture"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    args: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_make_no_sense_are_refused(args, named, capsys):
     assert named in refusal(capsys, "plan", *args)[-1]

@@ -35,15 +35,15 @@ LARGE = BackwardProfile(
 )
 
 
-def rows(network: Network, *candidates, profile: BackwardProfile = PROFILE):
+def rows(network, *candidates, profile=PROFILE):
     return predict_systems(profile, network, [DDP, *candidates])
 
 
-def topk(density: float = 0.01, cost: SelectionCost = COST, **more) -> Candidate:
+def topk(density=0.01, cost=COST, **more):
     return Candidate("sparse_topk", SettingsOf("topk", density, **more), cost)
 
 
-def test_ddp_overlaps_its_buckets_and_half_the_bytes_take_half_the_time() -> None:
+def test_ddp_overlaps_its_buckets_and_half_the_bytes_take_half_the_time():
     # The first bucket, 4 MB, is over at 1 + 2 s, the second, ready at 3 s, at 5 s; 1 s more outside backward.
     whole, half = rows(NETWORK, Candidate("ddp + bf16 hook", wire_bytes=2))
     assert whole[2:7] == pytest.approx((6.0, 1.0, 2.0, 8 * MEGA, 2))
@@ -51,14 +51,14 @@ def test_ddp_overlaps_its_buckets_and_half_the_bytes_take_half_the_time() -> Non
     assert half[2:7] == pytest.approx((5.0, 6 / 5, 1.0, 4 * MEGA, 2))
 
 
-def test_buckets_are_those_of_ddp() -> None:
+def test_buckets_are_those_of_ddp():
     # 0.4 MB tensors: the first bucket is closed at 1 MiB, the others at 25 MiB, the last by the end.
     groups = ddp_groups([100_000] * 140, 4)
     assert [len(group) for group in groups] == [3, 66, 66, 5]
     assert [position for group in groups for position in group] == list(range(140))
 
 
-def test_selection_and_finish_are_counted() -> None:
+def test_selection_and_finish_are_counted():
     # Each group costs 1 s of selection for each million elements; the finish 0.5 s for each.
     cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel(0.0, 5e-7)))
     _, row = rows(NETWORK, topk(0.001, cost))
@@ -71,7 +71,7 @@ def test_selection_and_finish_are_counted() -> None:
     assert stopping.step_seconds == pytest.approx(row.step_seconds + 1.0, rel=1e-3)
 
 
-def test_a_clip_norm_waits_for_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_norm_waits_for_the_whole_gradient(monkeypatch):
     candidate = Candidate("sparse_dense", SettingsOf("dense"))
     before = rows(NETWORK, candidate)[1]
     monkeypatch.setattr(Dense, "feedback", Dense.feedback._replace(clip_norm=1.0))
@@ -81,7 +81,7 @@ def test_a_clip_norm_waits_for_the_whole_gradient(monkeypatch: pytest.MonkeyPatc
     assert before.exposed_seconds < after.exposed_seconds
 
 
-def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
+def test_a2sgd_pays_for_its_averages_and_is_never_best():
     table = rows(NETWORK, Candidate("sparse_a2sgd", SettingsOf("a2sgd")))
     # 8 MB every 50 steps take 4 s; the 8 bytes take next to nothing.
     assert table[1].exposed_seconds == pytest.approx(4 / 50, rel=1e-3)
@@ -90,7 +90,7 @@ def test_a2sgd_pays_for_its_averages_and_is_never_best() -> None:
     assert best_of(table) is None
 
 
-def test_more_workers_gather_more() -> None:
+def test_more_workers_gather_more():
     found = [rows(Network(1e9, 1e-4, n), topk(), profile=LARGE)[1] for n in (2, 4, 16, 128, 1024)]
     times = [row.step_seconds for row in found]
     assert times == sorted(times)
@@ -100,7 +100,7 @@ def test_more_workers_gather_more() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device: str) -> None:
+def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device):
     profile = LARGE._replace(device=device)
     networks = [Network(bandwidth, 1e-5, 4) for bandwidth in (1e8, 1e9, 1e10, 1e11)]
     tables = [rows(network, topk(0.001), profile=profile) for network in networks]
@@ -114,12 +114,12 @@ def test_what_pays_on_a_slow_network_does_not_on_a_fast_one(device: str) -> None
         assert json.loads(json.dumps(as_json(profile, network, table)))["best"] == best
 
 
-def test_one_tensor_is_enough() -> None:
+def test_one_tensor_is_enough():
     profile = BackwardProfile(("only",), (1,), (0.1,))
     assert [row.messages for row in rows(NETWORK, topk(cost=SelectionCost()), profile=profile)] == [1, 1]
 
 
-def test_of_rows_within_noise_the_first_is_marked() -> None:
+def test_of_rows_within_noise_the_first_is_marked():
     densities = (("lags", 0.1), ("lags", 0.01), ("exdyna", 0.01))
     systems = [Candidate(f"sparse_{name}", SettingsOf(name, density), COST) for name, density in densities]
     table = rows(Network(1e9, 1e-5, 4), *systems, profile=LARGE)
@@ -133,7 +133,7 @@ def test_of_rows_within_noise_the_first_is_marked() -> None:
         assert best_of(made_up) is (made_up[marked] if marked else None)
 
 
-def test_all_systems_are_measured() -> None:
+def test_all_systems_are_measured():
     profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
     candidates = measure_candidates(profile, densities=(0.5,))
     costs = {candidate.name: candidate.cost for candidate in candidates}
@@ -147,14 +147,14 @@ def test_all_systems_are_measured() -> None:
 NODES = Network(bandwidth=16e6, latency=0.0, workers=4, node_ranks=2, node_bandwidth=160e6, node_latency=0.0)
 
 
-def test_a_ring_crosses_a_link_once_and_messages_to_each_share_it() -> None:
+def test_a_ring_crosses_a_link_once_and_messages_to_each_share_it():
     assert NODES.seconds("all_gather", 2 * MEGA) == pytest.approx(3.0)
     assert NODES.seconds("all_to_all", 2 * MEGA) == pytest.approx(2 * (4 - 2) / 4)
     assert NODES._replace(workers=2).seconds("all_gather", 2 * MEGA) == pytest.approx(0.1)
     assert NODES.between == Network(8e6, 0.0, 2)
 
 
-def test_two_levels_send_a_share_between_nodes_and_everything_inside() -> None:
+def test_two_levels_send_a_share_between_nodes_and_everything_inside():
     two, one = (SettingsOf(name, 0.01).build() for name in ("topk", "exdyna"))
     assert [levels(each, NODES)[0] for each in (two, one)] == [2, 1]
     assert levels(two, NODES._replace(workers=2))[0] == 1
@@ -171,19 +171,19 @@ def test_two_levels_send_a_share_between_nodes_and_everything_inside() -> None:
     assert exposed == pytest.approx(selected * 8 / 8e6 + 2 * (4 * MEGA / 2 * 8 / 160e6))
 
 
-def test_more_on_a_node_pays_more() -> None:
+def test_more_on_a_node_pays_more():
     steps = [
         rows(Network(1e9, 1e-4, 64, node_ranks), topk(), profile=LARGE)[1].step_seconds for node_ranks in (1, 2, 8)
     ]
     assert steps == sorted(steps, reverse=True)
 
 
-def test_nodes_have_to_be_filled() -> None:
+def test_nodes_have_to_be_filled():
     with pytest.raises(ValueError, match="node_ranks=3"):
         rows(NODES._replace(node_ranks=3))
 
 
-def test_rounds_take_what_their_exchange_takes_once_in_a_round() -> None:
+def test_rounds_take_what_their_exchange_takes_once_in_a_round():
     one_by_one, rounds = rows(NETWORK, topk(), topk(local_steps=10), profile=LARGE)[1:]
     alone = LARGE.other_seconds + sum(LARGE.backward_seconds)
     assert rounds.sent_bytes == pytest.approx(one_by_one.sent_bytes / 10, rel=1e-3)

@@ -1,10 +1,8 @@
 """Profiling the model that a command line names."""
 
-from pathlib import Path
-
 import pytest
 
-from lightning_sparse.cli.plan import BackwardProfile, profile_model
+from lightning_sparse.cli.plan import profile_model
 from tests.cli.plan.models import Plain
 from tests.helpers.trainers import EXPECTED_WARNINGS
 
@@ -15,11 +13,11 @@ pytestmark = [
 ]
 
 
-def profile(name: str, *args: str) -> BackwardProfile:
+def profile(name, *args):
     return profile_model([f"--model=tests.cli.plan.models.{name}", "--trainer.accelerator=cpu", *args])
 
 
-def test_gradients_stand_in_the_order_of_backward() -> None:
+def test_gradients_stand_in_the_order_of_backward():
     profiled = profile("WithData")
     assert set(profiled.names[:2]) == {"last.weight", "last.bias"}
     assert set(profiled.names[2:]) == {"first.weight", "first.bias"}
@@ -31,7 +29,7 @@ def test_gradients_stand_in_the_order_of_backward() -> None:
     assert (profiled.device, profiled.element_bytes) == ("cpu", 4)
 
 
-def test_a_data_module_and_a_yaml_file_are_understood(tmp_path: Path) -> None:
+def test_a_data_module_and_a_yaml_file_are_understood(tmp_path):
     (tmp_path / "fit.yaml").write_text(
         "seed_everything: 1\n"
         "trainer: {accelerator: cpu, strategy: sparse_topk, devices: 4, precision: bf16-true, max_epochs: 3}\n"
@@ -44,7 +42,7 @@ def test_a_data_module_and_a_yaml_file_are_understood(tmp_path: Path) -> None:
     assert profiled.element_bytes == 2
 
 
-def test_several_backward_passes_by_hand_are_added_up() -> None:
+def test_several_backward_passes_by_hand_are_added_up():
     profiled = profile("Manual")
     assert set(profiled.names[:2]) == {"first.weight", "first.bias"}
     assert profiled.names[4:] == ("unused",)
@@ -62,7 +60,7 @@ def test_several_backward_passes_by_hand_are_added_up() -> None:
         ("plateau", "--trainer.max_epochs=1"),
     ],
 )
-def test_a_schedule_of_the_learning_rate_is_told_how_long_training_is(schedule: str, length: str) -> None:
+def test_a_schedule_of_the_learning_rate_is_told_how_long_training_is(schedule, length):
     assert sum(profile("Scheduled", f"--model.schedule={schedule}", length).backward_seconds) > 0
 
 
@@ -70,6 +68,6 @@ def test_a_schedule_of_the_learning_rate_is_told_how_long_training_is(schedule: 
 @pytest.mark.parametrize(
     ("flaw", "named"), [("frozen", "requires a gradient"), ("detached", "training_step"), ("empty", "train dataloader")]
 )
-def test_what_cannot_be_profiled_is_refused(flaw: str, named: str) -> None:
+def test_what_cannot_be_profiled_is_refused(flaw, named):
     with pytest.raises(ValueError, match=named):
         profile("WithData", f"--model.flaw={flaw}")

@@ -1,27 +1,26 @@
 """Rules by themselves, against what they were published with and a simulated layer."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, Rule, RuleContext, Warmup
+from lightning_sparse.callbacks import CriticalRegime, ErrorBudget, Measurement, RuleContext, Warmup
 from lightning_sparse.engine.settings import Settings
 
 
-def context(step: int = 0, epoch: int = 0, asked: float = 0.001, present: float = 0.001) -> RuleContext:
+def context(step=0, epoch=0, asked=0.001, present=0.001):
     return RuleContext(step, epoch, {"weight": asked}, {"weight": present}, 1.0)
 
 
-def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch() -> None:
+def test_a_warm_up_falls_by_step_as_that_of_the_strategy_by_epoch():
     settings = Settings("topk", 0.001, "merged", "float32", warmup_epochs=4)
     rule = Warmup(4)
     for place in range(4):
         assert rule.minimum_densities(context(step=place))["weight"] == pytest.approx(settings.density_at(place))
 
 
-def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[list[float], list[float]]:
+def simulated_error(rule, asked, steps, every):
     """Send the largest of a random gradient plus what waits; return errors and densities after each measurement."""
     generator = torch.Generator().manual_seed(0)
     residual, density = torch.zeros(2000), asked
@@ -41,7 +40,7 @@ def simulated_error(rule: Rule, asked: float, steps: int, every: int) -> tuple[l
 
 
 @pytest.mark.parametrize("budget", [2.0, 4.0, 8.0])
-def test_an_error_settles_within_its_budget(budget: float) -> None:
+def test_an_error_settles_within_its_budget(budget):
     without, _ = simulated_error(ErrorBudget(1e9), asked=0.001, steps=2000, every=10)
     errors, densities = simulated_error(ErrorBudget(budget), asked=0.001, steps=2000, every=10)
     assert without[-1] > 1.5 * budget
@@ -51,12 +50,12 @@ def test_an_error_settles_within_its_budget(budget: float) -> None:
     assert max(densities[len(densities) // 2 :]) < 0.5
 
 
-def test_a_budget_that_is_kept_anyway_changes_nothing() -> None:
+def test_a_budget_that_is_kept_anyway_changes_nothing():
     _, densities = simulated_error(ErrorBudget(1000.0), asked=0.01, steps=300, every=10)
     assert set(densities) == {0.01}
 
 
-def test_gradients_that_say_nothing_leave_a_density_as_it_is() -> None:
+def test_gradients_that_say_nothing_leave_a_density_as_it_is():
     rule = ErrorBudget(2.0)
     rule.observe(Measurement({"weight": 1.0}, {"weight": 3.0}), context())
     before = rule.minimum_densities(context())
@@ -66,7 +65,7 @@ def test_gradients_that_say_nothing_leave_a_density_as_it_is() -> None:
         assert rule.minimum_densities(context()) == before
 
 
-def critical_epochs(norms: list[float], **arguments: Any) -> list[bool]:
+def critical_epochs(norms, **arguments):
     """Return of each epoch whether it is critical, when the gradient's norm in each is known."""
     rule = CriticalRegime(density=0.1, **arguments)
     critical = []
@@ -77,19 +76,19 @@ def critical_epochs(norms: list[float], **arguments: Any) -> list[bool]:
     return critical
 
 
-def test_a_norm_that_changes_fast_is_critical() -> None:
+def test_a_norm_that_changes_fast_is_critical():
     norms = [8.0, 7.0, 3.0, 2.9, 2.8, 5.0, 5.0]
     assert critical_epochs(norms) == [True, True, False, True, False, False, True]
     assert critical_epochs(norms, threshold=0.1) == [True, True, True, True, False, False, True]
 
 
-def test_norms_are_compared_every_few_epochs() -> None:
+def test_norms_are_compared_every_few_epochs():
     norms = [8.0, 8.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     assert critical_epochs(norms, every_n_epochs=2) == [True, True, True, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("build", [lambda: ErrorBudget(2.0), CriticalRegime])
-def test_what_was_learned_goes_on(build: Any) -> None:
+def test_what_was_learned_goes_on(build):
     rule, resumed = build(), build()
     for epoch in range(3):
         rule.minimum_densities(context(epoch=epoch))
@@ -110,6 +109,6 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("rule", "arguments"), REFUSALS, ids=str)
-def test_arguments_out_of_range_are_refused(rule: Any, arguments: dict[str, Any]) -> None:
+def test_arguments_out_of_range_are_refused(rule, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         rule(**arguments)

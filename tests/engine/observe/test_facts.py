@@ -1,18 +1,16 @@
 """Facts of steps: how little is held of one that has ended, and sums over all of them."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_sparse.engine.observe.record import StepFacts, Totals, mean_stats
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, Edges, backpropagate, batch, sparse_ddp
 
 
-def reachable_bytes(thing: object) -> int:
+def reachable_bytes(thing):
     """Return the bytes of all tensors of more than one element that an object holds."""
     if isinstance(thing, Tensor):
         return thing.nbytes if thing.numel() > 1 else 0
@@ -22,7 +20,7 @@ def reachable_bytes(thing: object) -> int:
     return sum(map(reachable_bytes, parts))
 
 
-def held_of_a_step(rank: int, compressor: str) -> int:
+def held_of_a_step(rank, compressor):
     """Exchange a step; return the bytes of the tensors in what the engine says of it."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), compressor, DENSITY[compressor]) as (ddp, engine):
@@ -32,30 +30,30 @@ def held_of_a_step(rank: int, compressor: str) -> int:
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_what_is_held_of_a_step_does_not_grow_with_ranks(pair: Pool, compressor: str) -> None:
+def test_what_is_held_of_a_step_does_not_grow_with_ranks(pair, compressor):
     assert pair.run(held_of_a_step, compressor) == [0, 0]
 
 
 class Event:
     """A device's event, at a time that it may not have come to."""
 
-    def __init__(self, seconds: float, has_passed: bool = False) -> None:
+    def __init__(self, seconds, has_passed=False):
         self.seconds = seconds
         self.has_passed = has_passed
 
-    def query(self) -> bool:
+    def query(self):
         return self.has_passed
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.has_passed = True
 
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end):
         assert self.has_passed
         assert end.has_passed
         return 1e3 * (end.seconds - self.seconds)
 
 
-def step(backward_end: Any, end: Any) -> StepFacts:
+def step(backward_end, end):
     """Return a step that was exposed between two moments."""
     facts = StepFacts(ranks=4)
     facts.elements, facts.wire_bytes = 100, 60.0
@@ -63,7 +61,7 @@ def step(backward_end: Any, end: Any) -> StepFacts:
     return facts
 
 
-def test_nobody_waits_for_a_device_before_somebody_asks() -> None:
+def test_nobody_waits_for_a_device_before_somebody_asks():
     totals = Totals()
     steps = [(Event(float(number)), Event(number + 0.25)) for number in range(5)]
     for number, (backward_end, end) in enumerate(steps):
@@ -79,7 +77,7 @@ def test_nobody_waits_for_a_device_before_somebody_asks() -> None:
     assert totals.as_stats(has_levels=False)["exposed_share"] * totals._seconds == pytest.approx(5 * 0.25)
 
 
-def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent() -> None:
+def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
     totals = Totals()
     totals.add(step(1.0, 1.5))
     facts = step(2.0, 2.25)
@@ -96,7 +94,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent() -> None:
     assert totals.as_stats(has_levels=True)["total_link_bytes"] == 120 + plain / 2
 
 
-def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     now = iter([0.0, 10.0, 12.0, 15.0, 100.0, 102.0])
     monkeypatch.setattr("lightning_sparse.engine.observe.record.perf_counter", lambda: next(now))
     totals = Totals()
@@ -115,7 +113,7 @@ def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch: pytest.Monke
     assert totals.as_stats(has_levels=False, waited_seconds=0.4)["exposed_share"] == 0.1
 
 
-def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not() -> None:
+def test_of_steps_of_plain_ddp_bytes_are_known_and_times_are_not():
     plain, ours = StepFacts.of_plain_ddp(100, ranks=4, node_ranks=1), step(1.0, 1.5)
     stats = mean_stats([plain], has_levels=False)
     assert stats["density"] == stats["compression_ratio"] == 1.0

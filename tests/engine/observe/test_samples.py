@@ -1,15 +1,9 @@
 """What a step did to each parameter, against what the step left behind; and asking changes nothing."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe.samples import ParameterSamples
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import (
     COMPRESSOR_NAMES,
     DENSITY,
@@ -25,7 +19,7 @@ from tests.helpers.sparse_ddp import (
 STEPS = 4
 
 
-def losses_of(rank: int, ddp: nn.Module, engine: Engine, asks: bool) -> Iterator[Tensor]:
+def losses_of(rank, ddp, engine, asks):
     """Compute the loss of each step; ask first for samples of every second one, if told to."""
     for step in range(STEPS):
         if asks and step % 2:
@@ -34,7 +28,7 @@ def losses_of(rank: int, ddp: nn.Module, engine: Engine, asks: bool) -> Iterator
         yield ddp(batch(rank, step))
 
 
-def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[Any], dict[str, Tensor]]:
+def train(rank, compressor, schedule, asks):
     """Train some steps; return what was seen of each, from inside and from outside, and the parameters."""
     torch.manual_seed(0)
     book = []
@@ -61,7 +55,7 @@ def train(rank: int, compressor: str, schedule: str, asks: bool) -> tuple[list[A
         return book, parameters_of(ddp)
 
 
-def magnitudes(tensor: Tensor) -> list[int]:
+def magnitudes(tensor):
     """Count magnitudes by power of two, one by one."""
     counts = [0] * 256
     for exponent, value in zip(torch.frexp(tensor.flatten().float()).exponent.tolist(), tensor.flatten().tolist()):
@@ -71,7 +65,7 @@ def magnitudes(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_samples_say_what_the_step_did(pair: Pool, compressor: str) -> None:
+def test_samples_say_what_the_step_did(pair, compressor):
     for book, _ in pair.run(train, compressor, "merged", True):
         assert book[0][0] == {}
         for inside, outside, stats in book[1::2]:
@@ -87,27 +81,27 @@ def test_samples_say_what_the_step_did(pair: Pool, compressor: str) -> None:
             assert sum(fact.sent for fact, _, _ in inside.values()) == pytest.approx(stats["density"] * elements)
 
 
-def test_a_step_that_was_not_asked_for_leaves_the_samples_of_the_last_one(pair: Pool) -> None:
+def test_a_step_that_was_not_asked_for_leaves_the_samples_of_the_last_one(pair):
     for book, _ in pair.run(train, "topk", "merged", True):
         assert book[1][0] == book[2][0] != book[3][0]
 
 
 @pytest.mark.parametrize("schedule", ["layerwise", "merged", "single"])
 @pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
-def test_asking_changes_no_bit(pair: Pool, compressor: str, schedule: str) -> None:
+def test_asking_changes_no_bit(pair, compressor, schedule):
     for (_, asked), (_, unasked) in zip(
         pair.run(train, compressor, schedule, True), pair.run(train, compressor, schedule, False)
     ):
         assert all(torch.equal(asked[name], unasked[name]) for name in unasked)
 
 
-def test_a_loss_scale_is_taken_out_of_the_norms() -> None:
+def test_a_loss_scale_is_taken_out_of_the_norms():
     samples = ParameterSamples()
     samples.add_gradients(["weight"], [torch.tensor([6.0, 8.0])], torch.tensor(2.0))
     assert samples.norms() == (5.0, 0.0)
 
 
-def sample_deltas(rank: int, density: float) -> list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]]:
+def sample_deltas(rank, density):
     """Exchange three steps; return what had accumulated, what was applied, and the deltas of the last two."""
     torch.manual_seed(0)
     book = []
@@ -120,13 +114,12 @@ def sample_deltas(rank: int, density: float) -> list[tuple[dict[str, Tensor], di
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             accumulated = {name: residuals[name] + gradient.flatten() for name, gradient in gradients.items()}
             applied = {name: parameter.grad.flatten().clone() for name, parameter in ddp.module.named_parameters()}
-            assert engine.recorder.last is not None
             book.append((accumulated, applied, engine.recorder.last.deltas))
             residuals = {name: tensor.clone() for name, tensor in engine.memory.state_dict()["residual"].items()}
     return book
 
 
-def test_delta_is_what_its_definition_says_where_it_was_asked_for(pair: Pool) -> None:
+def test_delta_is_what_its_definition_says_where_it_was_asked_for(pair):
     density = 0.05
     unasked, *asked = zip(*pair.run(sample_deltas, density))
     assert [deltas for _, _, deltas in unasked] == [{}, {}]

@@ -1,12 +1,9 @@
 """The numbers on which ranks agree about the steps that they saw."""
 
 import time
-from collections.abc import Sequence
-from typing import Optional
 
 import pytest
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
@@ -21,18 +18,18 @@ class Told(EchoCollectives):
         ranks: how many.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks=1):
         super().__init__(ranks, torch.device("cpu"))
-        self.counts: list[int] = []
+        self.counts = []
 
     @override
-    def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
+    def gather_numbers(self, numbers):
         """Note how many there are."""
         self.counts.append(len(numbers))
         return super().gather_numbers(numbers)
 
 
-def step(ready: Optional[float], tensors: int = 2) -> StepMarks:
+def step(ready, tensors=2):
     """Return a step of some gradients in a group; on a device they have no mark unless somebody watches."""
     marks = StepMarks()
     marks.backward_start, marks.backward_end, marks.end = 0.0, 2.0, 3.0
@@ -43,7 +40,7 @@ def step(ready: Optional[float], tensors: int = 2) -> StepMarks:
     return marks
 
 
-def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others() -> None:
+def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others():
     told = Told()
     (watched,) = averaged(told, [step(ready=1.0)], holds_groups=False, has_ready=False)
     (unwatched,) = averaged(told, [step(ready=None)], holds_groups=False, has_ready=False)
@@ -52,7 +49,7 @@ def test_a_rank_that_watches_gradients_tells_as_many_numbers_as_the_others() -> 
 
 
 @pytest.mark.clock
-def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time() -> None:
+def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time():
     ranks, tensors, steps = 512, 1000, 30
     told, seen = Told(ranks), [step(1.0, tensors)] * steps
     start = time.perf_counter()

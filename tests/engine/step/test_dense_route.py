@@ -1,7 +1,5 @@
 """A parameter whose density is 1 travels whole: cheaper, to the same result, and back again when its density falls."""
 
-from typing import Any, Optional
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.marks import each_way
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
 from lightning_sparse.testing.laws.replicas import assert_close
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (
     WIRES,
@@ -32,14 +29,14 @@ class Wavering:
 
     step = 0
 
-    def density_of(self, name: str, density: float) -> float:
+    def density_of(self, name, density):
         """Send every second name whole, the others in the next step, and all or nothing whole now and then."""
         turn = (len(name) + self.step) % 2
         return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
 
-    def finish_step(self, names: Any, means: Any, finite: Tensor, all_gather: Any) -> Any:
+    def finish_step(self, names, means, finite, all_gather):
         self.step += 1
-        return super().finish_step(names, means, finite, all_gather)  # type: ignore[misc]
+        return super().finish_step(names, means, finite, all_gather)
 
 
 class WaveringTopK(Wavering, TopK):
@@ -53,15 +50,13 @@ class WaveringOMGS(Wavering, OMGS):
 class WaveringDGC(Wavering, DGC):
     """Top-k with momentum before it that wavers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(momentum=0.9)
 
 
 @each_way
 @pytest.mark.parametrize("compressor", [WaveringTopK, WaveringOMGS])
-def test_mass_is_conserved_while_densities_come_and_go(
-    pools: dict[int, Pool], compressor: Any, schedule: str, wire: str
-) -> None:
+def test_mass_is_conserved_while_densities_come_and_go(pools, compressor, schedule, wire):
     settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
     books = pools[3].run(balance, settings, 8)
     assert_mass_is_conserved(books)
@@ -76,9 +71,7 @@ def test_mass_is_conserved_while_densities_come_and_go(
 
 
 @pytest.mark.parametrize(("compressor", "wire"), [*((WaveringTopK, wire) for wire in WIRES), (WaveringDGC, "bfloat16")])
-def test_no_schedule_changes_a_bit_while_densities_come_and_go(
-    pools: dict[int, Pool], compressor: Any, wire: str
-) -> None:
+def test_no_schedule_changes_a_bit_while_densities_come_and_go(pools, compressor, wire):
     outcomes = []
     for schedule in ("layerwise", "single", FixedSize(1000)):
         settings = {"compressor": compressor(), "density": 0.05, "schedule": schedule, "wire": wire}
@@ -87,7 +80,7 @@ def test_no_schedule_changes_a_bit_while_densities_come_and_go(
         assert_same(outcome, outcomes[0])
 
 
-def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
+def train_beside_ddp(rank):
     """Train with momentum before the exchange at density 1, and a twin with DDP and momentum in the optimizer."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), compressor=DGC(momentum=0.9), density=1.0) as (ddp, engine):
@@ -103,11 +96,11 @@ def train_beside_ddp(rank: int) -> tuple[Tensors, Tensors]:
         return parameters_of(ddp), parameters_of(twin)
 
 
-def test_momentum_of_what_is_sent_whole_goes_on(pair: Pool) -> None:
+def test_momentum_of_what_is_sent_whole_goes_on(pair):
     assert_close(pair.run(train_beside_ddp))
 
 
-def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
+def stats_of_a_step(rank, settings):
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         engine.recorder.samples_deltas = True
@@ -116,18 +109,18 @@ def stats_of_a_step(rank: int, settings: dict[str, Any]) -> tuple[dict[str, floa
         return engine.compression_stats(), engine.recorder.last.deltas
 
 
-def measured(pool: Pool, compressor: Any, density: Optional[float]) -> dict[str, float]:
+def measured(pool, compressor, density):
     return pool.run(stats_of_a_step, {"compressor": compressor, "density": density})[0][0]
 
 
 @pytest.mark.parametrize("compressor", ["topk", "lags", "dgc", "omgs"])
-def test_density_one_costs_what_dense_costs(forked: dict[int, Pool], compressor: str) -> None:
+def test_density_one_costs_what_dense_costs(forked, compressor):
     stats = measured(forked[4], compressor, 1.0)
     assert stats["wire_bytes"] == measured(forked[4], "dense", None)["wire_bytes"]
     assert stats["density"] == 1.0
 
 
-def test_a_whole_layer_among_others_leaves_nothing_out(pair: Pool) -> None:
+def test_a_whole_layer_among_others_leaves_nothing_out(pair):
     (stats, deltas), _ = pair.run(stats_of_a_step, {"compressor": LAGS({"matrix": 1.0}), "density": 0.05})
     assert deltas["matrix"] == 0
     assert deltas["prime"] > 0
@@ -139,13 +132,13 @@ def test_a_whole_layer_among_others_leaves_nothing_out(pair: Pool) -> None:
 class Asked(TopK):
     """Top-k that writes down what it is asked for."""
 
-    def select(self, names: Any, accumulated: Any, counts: Any) -> Any:
+    def select(self, names, accumulated, counts):
         assert "matrix" not in names
         return super().select(names, accumulated, counts)
 
-    def density_of(self, name: str, density: float) -> float:
+    def density_of(self, name, density):
         return 1.0 if name == "matrix" else density
 
 
-def test_what_goes_whole_is_not_searched(pair: Pool) -> None:
+def test_what_goes_whole_is_not_searched(pair):
     assert measured(pair, Asked(), 0.05)["density"] > 0.3

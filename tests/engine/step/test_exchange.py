@@ -1,7 +1,5 @@
 """The exchange through owners keeps the laws that the gather keeps; in real processes, for all that may take it."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance, train_branches
 from lightning_sparse.testing.laws.replicas import outcomes_of
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, sparse_ddp
 
 COMPRESSORS = {
@@ -26,18 +23,18 @@ each_compressor = pytest.mark.parametrize("name", COMPRESSORS)
 each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 
 
-def settings_of(name: str, wire: str = "float32", **more: Any) -> dict[str, Any]:
+def settings_of(name, wire="float32", **more):
     """Return settings with which the larger parameters of the models here travel through owners, at 3 ranks too."""
     return {"compressor": COMPRESSORS[name], "density": 0.08, "wire": wire, "exchange": Owners(keep=1.5), **more}
 
 
-def wire_bytes(rank: int, settings: dict[str, Any]) -> float:
+def wire_bytes(rank, settings):
     with sparse_ddp(Edges(), **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(batch(rank, 0)))
         return engine.compression_stats()["wire_bytes"]
 
 
-def test_the_models_here_do_travel_through_owners(pools: dict[int, Pool]) -> None:
+def test_the_models_here_do_travel_through_owners(pools):
     for name in COMPRESSORS:
         with_owners = pools[3].run(wire_bytes, settings_of(name))
         gathered = pools[3].run(wire_bytes, settings_of(name, exchange="gather"))
@@ -47,12 +44,12 @@ def test_the_models_here_do_travel_through_owners(pools: dict[int, Pool]) -> Non
 @pytest.mark.parametrize(
     ("name", "wire"), [("topk", "float32"), *((name, "bfloat16") for name in ("topk", "omgs", "sdagc"))]
 )
-def test_mass_is_conserved(pools: dict[int, Pool], name: str, wire: str) -> None:
+def test_mass_is_conserved(pools, name, wire):
     assert_mass_is_conserved(pools[3].run(balance, settings_of(name, wire), 4))
 
 
 @each_compressor
-def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools: dict[int, Pool], name: str) -> None:
+def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools, name):
     schedules = ("layerwise", "single", FixedSize(2600))
     outcomes = outcomes_of(pools[3], settings_of(name, "bfloat16"), schedules)
     if name != "omgs":  # whose choice depends on what travels together
@@ -61,16 +58,16 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools: dict[int, P
 
 
 @each_compressor
-def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(pair: Pool, name: str) -> None:
+def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(pair, name):
     assert_nothing_moves(pair.run(train_with_gaps, settings_of(name), 1))
 
 
 @each_wire
-def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(pair: Pool, wire: str) -> None:
+def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(pair, wire):
     assert_mass_is_conserved(pair.run(train_branches, settings_of("topk", wire) | {"density": 0.5}))
 
 
-def momentum_where_nothing_was_sent(rank: int, wire: str) -> tuple[bool, bool]:
+def momentum_where_nothing_was_sent(rank, wire):
     """Return whether momentum is zero just where this rank's own elements were sent."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), **settings_of("dgc", wire)) as (ddp, engine):
@@ -83,26 +80,26 @@ def momentum_where_nothing_was_sent(rank: int, wire: str) -> tuple[bool, bool]:
 
 
 @each_wire
-def test_only_the_momentum_of_what_was_sent_is_masked(pair: Pool, wire: str) -> None:
+def test_only_the_momentum_of_what_was_sent_is_masked(pair, wire):
     for some_are_sent, others_stay in pair.run(momentum_where_nothing_was_sent, wire):
         assert some_are_sent
         assert others_stay
 
 
-def lines_said(rank: int, settings: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
+def lines_said(rank, settings):
+    lines = []
     with sparse_ddp(Edges(), **settings, say=lines.append):
         return lines
 
 
-def test_a_line_tells_of_memory_that_grows_with_ranks(pair: Pool) -> None:
+def test_a_line_tells_of_memory_that_grows_with_ranks(pair):
     for density, exchange, is_told in ((0.2, "gather", True), (0.1, "gather", False), (0.2, "auto", False)):
         for lines in pair.run(lines_said, {"density": density, "exchange": exchange}):
             told = ["exchange='auto'" in line and "4.8 bytes for each parameter" in line for line in lines]
             assert any(told) is is_told
 
 
-def test_a_compressor_with_a_format_for_its_own_is_refused() -> None:
+def test_a_compressor_with_a_format_for_its_own_is_refused():
     with pytest.raises(ValueError, match=r"exchange='owners' was given to ExDyna"):
         SparseDDPStrategy(compressor="exdyna", exchange="owners")
     with pytest.raises(ValueError, match=r"unknown exchange 'ring'|exchange='ring'"):

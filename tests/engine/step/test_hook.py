@@ -8,33 +8,31 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse.engine.step.hook import GradientStream
 from lightning_sparse.testing.equality import differences
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
 
 
 class Tabled(nn.Module):
     """Layers, one of them unused, and an embedding whose gradient has a sparse layout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.edges = Edges()
         self.table = nn.Embedding(20, 8, sparse=True)
         self.unused = nn.Linear(2, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        loss: Tensor = self.edges(inputs) + self.table(inputs[:, :3].abs().long().clamp(max=19)).square().sum()
-        return loss
+    def forward(self, inputs):
+        return self.edges(inputs) + self.table(inputs[:, :3].abs().long().clamp(max=19)).square().sum()
 
 
-def train_either_way(rank: int, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+def train_either_way(rank, arguments):
     """Train with and without overlap; return the parameters of each, and what happened in which order without."""
     trained, events = [], list[str]()
 
-    def note(event: str, call: Any) -> Any:
+    def note(event, call):
         return lambda *given: (events.append(event), call(*given))[1]
 
     for overlaps_backward in (True, False):
@@ -55,9 +53,7 @@ def train_either_way(rank: int, arguments: dict[str, Any]) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("arguments", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(
-    pair: Pool, arguments: dict[str, Any]
-) -> None:
+def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(pair, arguments):
     for overlapping, waiting, events in pair.run(train_either_way, arguments):
         assert differences(overlapping, waiting) == []
         steps = " ".join(events).removeprefix("step " * 4).split("step")[:-1]
@@ -68,19 +64,18 @@ def test_without_overlap_the_bits_are_the_same_and_nothing_travels_in_backward(
 class Mixed(nn.Module):
     """Parameters of two types, in buckets of their own, and one that DDP is told to leave alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.edges, self.alone = Edges(), nn.Linear(3, 1)
         self.precise = nn.Linear(3, 4, dtype=torch.float64)
         self._ddp_params_and_buffers_to_ignore = ["alone.weight"]
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         seen = inputs[:, :3]
-        loss: Tensor = self.edges(inputs) + self.precise(seen.double()).square().sum() + self.alone(seen).sum()
-        return loss
+        return self.edges(inputs) + self.precise(seen.double()).square().sum() + self.alone(seen).sum()
 
 
-def train_mixed(rank: int, is_static: bool) -> dict[str, Tensor]:
+def train_mixed(rank, is_static):
     torch.manual_seed(0)
     with sparse_ddp(Mixed(), static_graph=is_static) as (ddp, engine):
         for _ in sgd_steps(ddp, engine, (ddp(batch(rank, step)) for step in range(3)), lr=0.01):
@@ -88,19 +83,19 @@ def train_mixed(rank: int, is_static: bool) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in parameters_of(ddp).items() if name != "alone.weight"}
 
 
-def test_the_first_step_of_a_static_graph_ends_with_its_last_bucket(pair: Pool) -> None:
+def test_the_first_step_of_a_static_graph_ends_with_its_last_bucket(pair):
     static, expected = pair.run(train_mixed, True), pair.run(train_mixed, False)
     assert differences(static[0], static[1]) == []
     assert differences(static[0], expected[0]) == []
 
 
-def train_watched(rank: int) -> tuple[int, int, int]:
+def train_watched(rank):
     """Make three steps; return how many buckets the first had, how many of them were alive in the second, and the last.
 
     DDP makes its buckets anew between the first step and the forward of the second.
     """
     torch.manual_seed(0)
-    seen: list[weakref.ref[torch.Tensor]] = []
+    seen = []
     receive = GradientStream.receive
 
     def receive_watched(stream: GradientStream, bucket: Any) -> Any:
@@ -108,8 +103,8 @@ def train_watched(rank: int) -> tuple[int, int, int]:
         return receive(stream, bucket)
 
     with mock.patch.object(GradientStream, "receive", receive_watched), sparse_ddp(Edges()) as (ddp, engine):
-        alive: list[int] = []
-        first: list[weakref.ref[torch.Tensor]] = []
+        alive = []
+        first = []
         ddp.module.register_forward_pre_hook(lambda *_: alive.append(sum(each() is not None for each in first)))
         for step in range(3):
             backpropagate(ddp, engine, ddp(batch(rank, step)))
@@ -118,7 +113,7 @@ def train_watched(rank: int) -> tuple[int, int, int]:
     return len(first), alive[1], alive[2]
 
 
-def test_the_memory_of_the_first_buckets_is_given_back(pair: Pool) -> None:
+def test_the_memory_of_the_first_buckets_is_given_back(pair):
     for buckets, in_second_step, in_third_step in pair.run(train_watched):
         assert buckets > 0
         assert in_second_step == in_third_step == 0

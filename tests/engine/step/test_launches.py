@@ -3,7 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -45,7 +45,7 @@ GROWTH = {
 }
 
 
-def counted(system: str, tensors: int, ranks: int) -> Any:
+def counted(system, tensors, ranks):
     torch.manual_seed(0)
     sizes = SIZES[:tensors]
     return launches.launches_of_a_step(
@@ -54,7 +54,7 @@ def counted(system: str, tensors: int, ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("system", GROWTH)
-def test_launches_grow_as_is_said_with_tensors_and_with_ranks(system: str) -> None:
+def test_launches_grow_as_is_said_with_tensors_and_with_ranks(system):
     growth = GROWTH[system]
     many, few_tensors, few_ranks = (
         counted(system, *sizes).by_phase.total() for sizes in ((MANY, RANKS), (FEW, RANKS), (MANY, FEW_RANKS))

@@ -2,16 +2,14 @@
 
 import copy
 from itertools import cycle, pairwise
-from typing import Any, Optional
 
 import pytest
 import torch
 from pytorch_lightning.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
 from tests.helpers.trainers import Small, make_trainer
@@ -22,11 +20,11 @@ class Overflowing(Small):
 
     overflow_at = 5
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[dict[str, Any]] = []
+        self.notes = []
 
-    def note(self) -> dict[str, Any]:
+    def note(self):
         """Return the parameters, what the exchange keeps, and the loss scale."""
         return {
             "parameters": torch.cat([parameter.detach().flatten().clone() for parameter in self.parameters()]),
@@ -34,23 +32,23 @@ class Overflowing(Small):
             "scale": self.trainer.precision_plugin.scaler.get_scale(),
         }
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.notes.append(self.note())
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
         return loss * float("inf") if batch_index == self.overflow_at and self.global_rank == 1 else loss
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.notes.append(self.note())
 
 
-def without_counter(kept: dict[str, Any]) -> dict[str, Any]:
+def without_counter(kept):
     """Leave out how many steps ago replicas were averaged."""
     return {part: state for part, state in kept.items() if part != "averager"}
 
 
-def fit_overflowing(rank: int, compressor: str, density: Optional[float], wire: str) -> list[dict[str, Any]]:
+def fit_overflowing(rank, compressor, density, wire):
     """Fit with fp16 autocast and a real gradient scaler."""
     # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=1000)
@@ -61,7 +59,7 @@ def fit_overflowing(rank: int, compressor: str, density: Optional[float], wire: 
 
 
 @pytest.mark.parametrize(("compressor", "wire"), list(zip(COMPRESSOR_NAMES, cycle(["float32", "float16"]))))
-def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, compressor: str, wire: str) -> None:
+def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair, compressor, wire):
     answers = pair.run(fit_overflowing, compressor, DENSITY[compressor], wire)
     for notes in answers:
         for step, (before, after) in enumerate(pairwise(notes)):
@@ -79,18 +77,18 @@ def test_an_overflow_in_fp16_is_skipped_and_leaves_what_is_kept(pair: Pool, comp
 class SparseEmbedding(nn.Module):
     """A layer, and an embedding whose gradient has a sparse layout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(20, 8, sparse=True)
         self.linear = nn.Linear(8, 30)
 
-    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+    def forward(self, tokens, factor):
         """Return a loss in which the embedding alone has a factor."""
-        loss: Tensor = self.linear(torch.ones(8, device=tokens.device)).square().mean()
+        loss = self.linear(torch.ones(8, device=tokens.device)).square().mean()
         return loss + factor * self.embedding(tokens).sum()
 
 
-def kept_over_a_poisoned_embedding(rank: int, compressor: str) -> tuple[Any, Any, bool]:
+def kept_over_a_poisoned_embedding(rank, compressor):
     """Exchange a step whose sparse gradient is infinite on rank 1; return what was kept before and after it."""
     torch.manual_seed(0)
     with sparse_ddp(SparseEmbedding(), compressor) as (ddp, engine):
@@ -109,7 +107,7 @@ def kept_over_a_poisoned_embedding(rank: int, compressor: str) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("compressor", ["topk", "sdagc"])
-def test_an_infinity_in_a_sparse_layout_moves_nothing_that_is_kept(pair: Pool, compressor: str) -> None:
+def test_an_infinity_in_a_sparse_layout_moves_nothing_that_is_kept(pair, compressor):
     for before, after, has_moved in pair.run(kept_over_a_poisoned_embedding, compressor):
         assert_same(before, after)
         assert has_moved  # by a step without one

@@ -1,9 +1,8 @@
 """On a device, everybody waits for the stream whose work they read. Streams are played here: no GPU has to be there."""
 
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.step.hook import GradientStream
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
 from tests.helpers.sparse_ddp import batch, sparse_ddp
 
@@ -25,16 +23,16 @@ from tests.helpers.sparse_ddp import batch, sparse_ddp
 class Stream:
     """A stream that knows which pieces of work, by name, are done before whatever is queued on it next."""
 
-    def __init__(self, device: Any = None) -> None:
-        self.done: set[str] = set()
+    def __init__(self, device=None):
+        self.done = set()
 
-    def record_event(self) -> frozenset[str]:
+    def record_event(self):
         return frozenset(self.done)
 
-    def wait_event(self, event: frozenset[str]) -> None:
+    def wait_event(self, event):
         self.done |= event
 
-    def wait_stream(self, stream: "Stream") -> None:
+    def wait_stream(self, stream):
         """Do what is queued next after what another stream holds."""
         self.done |= stream.done
 
@@ -44,17 +42,17 @@ class PlayedDevice(threading.local):
 
     Stream = Stream
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.present = Stream()
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device=None):
         return self.present
 
-    def set_device(self, device: Any) -> None:
+    def set_device(self, device):
         """Do nothing: there is one device."""
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         before, self.present = self.present, stream
         yield
         self.present = before
@@ -65,19 +63,19 @@ class PlayedWorker(ExchangeWorker):
 
     played: PlayedDevice
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device=None):
         with mock.patch.object(torch, "get_device_module", return_value=self.played):
             super().__init__(torch.device("cuda", 0))
 
 
 @pytest.fixture
-def played() -> PlayedDevice:
+def played():
     """Return the device that workers made in this test take for theirs."""
     PlayedWorker.played = PlayedDevice()
     return PlayedWorker.played
 
 
-def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played: PlayedDevice) -> None:
+def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played):
     worker, seen = PlayedWorker(), []
     played.current_stream().done.add("gradient")
     worker.submit(lambda: seen.append(set(played.current_stream().done)))
@@ -85,11 +83,11 @@ def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played: PlayedD
     assert seen == [{"gradient"}]
 
 
-def test_a_group_starts_after_all_of_its_buckets_whatever_streams_wrote_them(pair: Pool) -> None:
+def test_a_group_starts_after_all_of_its_buckets_whatever_streams_wrote_them(pair):
     assert pair.run(exchange_from_two_streams) == [True] * 2
 
 
-def exchange_from_two_streams(rank: int) -> bool:
+def exchange_from_two_streams(rank):
     """Have each bucket written on a stream of its own; return whether the group of all of them follows each."""
     PlayedWorker.played = played = PlayedDevice()
     receive, written, seen = GradientStream.receive, list[str](), list[set[str]]()
@@ -114,9 +112,7 @@ def exchange_from_two_streams(rank: int) -> bool:
 
 
 @pytest.mark.parametrize("wait", [lambda worker: worker.run(lambda: None), ExchangeWorker.close], ids=["run", "close"])
-def test_who_waits_for_tasks_waits_for_their_work_too(
-    played: PlayedDevice, wait: Callable[[ExchangeWorker], Any]
-) -> None:
+def test_who_waits_for_tasks_waits_for_their_work_too(played, wait):
     worker = PlayedWorker()
     worker.submit(lambda: played.current_stream().done.add("residuals"))
     wait(worker)
@@ -127,16 +123,16 @@ def test_who_waits_for_tasks_waits_for_their_work_too(
 class Stateful(TopK):
     """Top-k that notes on which stream it is given a state, or starts anew, and what is done by then."""
 
-    def __init__(self) -> None:
-        self.stream: Optional[Stream] = None
-        self.done: set[str] = set()
+    def __init__(self):
+        self.stream = None
+        self.done = set()
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.stream = PlayedWorker.played.current_stream()
         self.done = set(self.stream.done)
 
 
-def take_up(rank: int, freezes: bool) -> tuple[bool, bool]:
+def take_up(rank, freezes):
     """Have a state taken up; return whether the worker's stream does, and whether that is after what was read."""
     PlayedWorker.played, compressor = PlayedDevice(), Stateful()
     with (
@@ -156,17 +152,15 @@ def take_up(rank: int, freezes: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("freezes", [False, True], ids=["from a checkpoint", "for other parameters"])
-def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair: Pool, freezes: bool) -> None:
+def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair, freezes):
     # It also drops parts of it, whose memory goes back at once to the stream for which it was allocated.
     assert pair.run(take_up, freezes) == [(True, True)] * 2
 
 
-def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next(monkeypatch):
     played, streams = PlayedDevice(), []
 
-    def wrap(**arguments: Any) -> nn.Module:
+    def wrap(**arguments):
         stream = played.current_stream()
         streams.append(stream)
         assert caller.done <= stream.done

@@ -3,15 +3,13 @@
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_sparse
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import Rows, WithAdam, WithSGD, run_fit
 
 PACKAGE = str(Path(lightning_sparse.__file__).parent)
@@ -21,7 +19,7 @@ STEP = 150  # when plans have been made, and Adam's second moment is known
 class Long:
     """Batches enough for the step that is looked at."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(Rows(8 * STEP + 80), batch_size=4)
 
 
@@ -36,26 +34,26 @@ class LongAdam(Long, WithAdam):
 class Following(Callback):
     """Note the files of this package whose functions run in one step, on every thread that starts from now on."""
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
+    def __init__(self):
+        self.files = set()
         self.is_looking = False
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
+    def _note(self, frame, event, argument):
         if self.is_looking and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE + "/"))
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, *args):
         self.is_looking = trainer.global_step == STEP
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, *args):
         self.is_looking = False
 
 
-def files_of_a_step(rank: int, model: type[Any]) -> list[str]:
+def files_of_a_step(rank, model):
     following = Following()
     try:
         run_fit(rank, "sparse_topk", model(), callbacks=[following], max_steps=STEP + 2)
@@ -66,6 +64,6 @@ def files_of_a_step(rank: int, model: type[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "most"), [(LongSGD, 20), (LongAdam, 23)])
-def test_a_gradient_goes_through_few_files(pair: Pool, model: type[Any], most: int) -> None:
+def test_a_gradient_goes_through_few_files(pair, model, most):
     files, _ = pair.run(files_of_a_step, model)
     assert len(files) <= most, "\n".join(files)

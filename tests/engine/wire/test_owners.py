@@ -1,31 +1,21 @@
 """Owners: what arrives and what stays, against a slow reference; that nothing depends on company; overflow; bytes."""
 
 import math
-from collections.abc import Sequence
-from typing import Optional
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import FlatSelection
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
-from lightning_sparse.engine.wire import Wires, build_wires, exchange_of
-from lightning_sparse.engine.wire.base import Arrival
+from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat
 from tests.helpers.lockstep import run_phases
 
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def exchanged(
-    tensors: Sequence[Sequence[Tensor]],
-    counts: Sequence[int],
-    keep: float,
-    dtype: torch.dtype = torch.float32,
-    filled: Optional[Tensor] = None,
-) -> tuple[list[Arrival], list[int]]:
+def exchanged(tensors, counts, keep, dtype=torch.float32, filled=None):
     """Exchange the largest elements of each rank's tensors through owners; return what arrived, and bytes handed in."""
     ranks = len(tensors)
     phases = []
@@ -37,7 +27,7 @@ def exchanged(
     return arrivals, [payloads[0].tensor.nbytes for payloads in handed_in]
 
 
-def gradients(ranks: int, numels: Sequence[int]) -> list[list[Tensor]]:
+def gradients(ranks, numels):
     """Return tensors of each rank that have a part in common, of magnitudes so far apart that none tie."""
     generator = torch.Generator().manual_seed(1)
     common = [torch.randn(numel, generator=generator) for numel in numels]
@@ -48,14 +38,14 @@ def gradients(ranks: int, numels: Sequence[int]) -> list[list[Tensor]]:
     ]
 
 
-def written(arrival: Arrival, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def written(arrival, tensors):
     means, kept = ([tensor.clone() for tensor in tensors] for _ in range(2))
     arrival.means.scatter(means)
     arrival.kept.overwrite(kept)
     return means, kept
 
 
-def owners_of(numel: int, ranks: int) -> list[int]:
+def owners_of(numel, ranks):
     """Return the owner of each element, as the documented map says, one by one."""
     owners = []
     for index in range(numel):
@@ -64,7 +54,7 @@ def owners_of(numel: int, ranks: int) -> list[int]:
     return owners
 
 
-def chosen_of(tensors: Sequence[Tensor], count: int, keep: float) -> set[int]:
+def chosen_of(tensors, count, keep):
     """Choose elements of one tensor of each rank, one by one."""
     ranks, numel = len(tensors), tensors[0].numel()
     owners = owners_of(numel, ranks)
@@ -75,7 +65,7 @@ def chosen_of(tensors: Sequence[Tensor], count: int, keep: float) -> set[int]:
         for rank in range(ranks):
             for index in [index for index in largest if owners[index] == rank][:room]:
                 sums[index] += tensor[index].bfloat16().float() / ranks
-    chosen: set[int] = set()
+    chosen = set()
     for rank in range(ranks):
         share = [index for index in range(numel) if owners[index] == rank]
         share.sort(key=lambda index: -abs(float(sums[index])))
@@ -86,7 +76,7 @@ def chosen_of(tensors: Sequence[Tensor], count: int, keep: float) -> set[int]:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("keep", [1.0, 2.0])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_all_ranks_send_where_a_loop_chooses(ranks: int, keep: float, wire: str) -> None:
+def test_all_ranks_send_where_a_loop_chooses(ranks, keep, wire):
     counts = (200, 170)
     tensors = gradients(ranks, (2003, 1500))
     arrivals, _ = exchanged(tensors, counts, keep, WIRES[wire])
@@ -105,7 +95,7 @@ def test_all_ranks_send_where_a_loop_chooses(ranks: int, keep: float, wire: str)
             assert ((means[place] + stays - owed).abs() <= bound).all()
 
 
-def test_all_ranks_receive_the_same_bits_whatever_else_is_in_the_group() -> None:
+def test_all_ranks_receive_the_same_bits_whatever_else_is_in_the_group():
     tensors = gradients(4, (3001, 800, 2048))
     together, _ = exchanged(tensors, (150, 140, 300), keep=2.0)
     for place, count in enumerate((150, 140, 300)):
@@ -118,7 +108,7 @@ def test_all_ranks_receive_the_same_bits_whatever_else_is_in_the_group() -> None
             assert torch.equal(means[place], written(together[0], tensors[0])[0][place])
 
 
-def test_of_what_does_not_fit_the_smallest_are_not_proposed() -> None:
+def test_of_what_does_not_fit_the_smallest_are_not_proposed():
     ranks, numel, count = 4, 8000, 400
     mine = (torch.tensor(owners_of(numel, ranks)) == 2).nonzero().flatten()[:count]
     tensor = torch.zeros(numel)
@@ -131,7 +121,7 @@ def test_of_what_does_not_fit_the_smallest_are_not_proposed() -> None:
     assert kept[mine[:-room]].count_nonzero() >= count - 2 * room
 
 
-def test_a_place_that_is_not_filled_is_not_proposed() -> None:
+def test_a_place_that_is_not_filled_is_not_proposed():
     tensor = torch.zeros(900)
     tensor[:120] = torch.arange(1.0, 121.0)
     filled = torch.arange(120) < 60
@@ -143,14 +133,14 @@ def test_a_place_that_is_not_filled_is_not_proposed() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1999])
-def test_what_is_not_finite_reaches_all_ranks(poison: float, place: int) -> None:
+def test_what_is_not_finite_reaches_all_ranks(poison, place):
     tensors = gradients(3, (2000,))
     tensors[1][0][place] = poison
     arrivals, _ = exchanged(tensors, (100,), keep=1.0)
     assert not any(bool(arrival.finite) for arrival in arrivals)
 
 
-def test_elements_are_shared_evenly_also_in_columns_and_rows() -> None:
+def test_elements_are_shared_evenly_also_in_columns_and_rows():
     ranks = 16
     owners = torch.tensor(owners_of(512 * 512, ranks)).view(512, 512)
     for share in (owners[:, 7], owners[3], owners[::2, ::2].flatten(), owners[:, :8].flatten()):
@@ -160,19 +150,19 @@ def test_elements_are_shared_evenly_also_in_columns_and_rows() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("numels", "counts"), [((5000,), (200,)), ((5000, 70_001, 300_000), (200, 200, 3000))])
-def test_the_bytes_are_those_that_were_told(numels: tuple[int, ...], counts: tuple[int, ...], wire: str) -> None:
+def test_the_bytes_are_those_that_were_told(numels, counts, wire):
     sizes = [SelectionSize(numel, count) for numel, count in zip(numels, counts)]
     told = OwnersFormat(WIRES[wire], 0, 4, 2.0).transfers(sizes)
     _, handed_in = exchanged(gradients(4, numels), counts, 2.0, WIRES[wire])
     assert [transfer.nbytes for transfer in told] == handed_in
 
 
-def received(wires: Wires, sizes: Sequence[SelectionSize], ranks: int) -> float:
+def received(wires, sizes, ranks):
     shares = {"all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks}
     return sum(shares[name] * nbytes for name, nbytes in wires.transfers(sizes))
 
 
-def test_bytes_do_not_grow_with_ranks() -> None:
+def test_bytes_do_not_grow_with_ranks():
     numels = (2_000_000, 512, 500_000, 1000)
     sizes = [SelectionSize(numel, max(1, numel // 100)) for numel in numels]
     at = {
@@ -190,8 +180,8 @@ def test_bytes_do_not_grow_with_ranks() -> None:
         assert at["auto", ranks] == at["gather", ranks]
 
 
-def test_a_way_depends_on_the_tensor_and_the_ranks_alone() -> None:
-    def way(exchange: str, ranks: int, numel: int, count: int) -> str:
+def test_a_way_depends_on_the_tensor_and_the_ranks_alone():
+    def way(exchange, ranks, numel, count):
         wires = build_wires("gather", "reduce", torch.float32, 0, ranks, exchange_of(exchange))
         return type(wires.format_for(numel, count)).__name__
 
@@ -205,13 +195,13 @@ def test_a_way_depends_on_the_tensor_and_the_ranks_alone() -> None:
     assert way("gather", 512, 1_000_000, 10_000) == "GatherFormat"
 
 
-def test_a_merged_tensor_takes_the_format_for_its_size() -> None:
+def test_a_merged_tensor_takes_the_format_for_its_size():
     selection = FlatSelection.of([torch.randn(10_000)], [torch.arange(100)])
     arrival = build_wires("gather", "reduce", torch.float32, 0, 2, exchange_of(Owners(keep=1)))
     assert isinstance(arrival.format_for(selection.numel, 100), OwnersFormat)
 
 
-def test_an_unknown_exchange_is_refused() -> None:
+def test_an_unknown_exchange_is_refused():
     with pytest.raises(ValueError, match=r"exchange='owner'.*owners"):
         exchange_of("owner")
     with pytest.raises(ValueError, match=r"keep=0\.5 must be at least 1"):

@@ -1,7 +1,5 @@
 """The bytes that a wire format announces are the bytes that travel."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.cost.network import sent_bytes
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients
@@ -24,21 +21,19 @@ STEPS = 4
 class Block(nn.Module):
     """More elements than an index block holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wide = nn.Linear(64, 1500)
         self.narrow = nn.Linear(1500, 7)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return self.narrow(torch.tanh(self.wide(inputs))).square().mean()
 
 
 MODELS = {"edges": Edges, "block": Block}
 
 
-def sent_by_a_step(
-    rank: int, model: str, settings: dict[str, Any], kind: str = "wire_bytes"
-) -> tuple[float, list[int]]:
+def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
     """Return the bytes of a step that was not the first, and the sizes of the model's gradients."""
     torch.manual_seed(0)
     with sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
@@ -49,7 +44,7 @@ def sent_by_a_step(
         return engine.compression_stats()[kind], sizes
 
 
-def ratio_of_rounds(rank: int, settings: dict[str, Any]) -> float:
+def ratio_of_rounds(rank, settings):
     """Return how many times fewer bytes than DDP's of one step an exchange of local steps sends."""
     torch.manual_seed(0)
     with sparse_ddp(Block(), **settings) as (ddp, engine):
@@ -62,7 +57,7 @@ def ratio_of_rounds(rank: int, settings: dict[str, Any]) -> float:
         return stats["dense_bytes"] / settings["local_steps"].every / stats["wire_bytes"]
 
 
-def announced(compressor: str, density: float, wire: str, groups: list[list[int]], ranks: int) -> float:
+def announced(compressor, density, wire, groups, ranks):
     """Return what the planner counts for a step."""
     settings = SettingsOf(compressor, density, wire).build()
     announced = [transfer for transfer, share in step_transfers(settings, 0) if share == 1.0]
@@ -76,7 +71,7 @@ def announced(compressor: str, density: float, wire: str, groups: list[list[int]
     ("compressor", "wire"),
     [(name, wire) for place, name in enumerate(FIXED) for wire in (WIRES[place % 2], WIRES[3 + place % 2])],
 )
-def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, wire: str, model: str, schedule: str) -> None:
+def test_two_ranks_send_what_is_announced(pair, compressor, wire, model, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
     for sent, sizes in pair.run(sent_by_a_step, model, settings):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
@@ -85,7 +80,7 @@ def test_two_ranks_send_what_is_announced(pair: Pool, compressor: str, wire: str
 
 @pytest.mark.parametrize("schedule", ["single", "layerwise"])
 @pytest.mark.parametrize("compressor", ["topk", "omgs", "dense"])
-def test_nodes_send_each_other_what_is_announced(pools: dict[int, Pool], compressor: str, schedule: str) -> None:
+def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "node_ranks": 2}
     nodes = Network(1e9, 0.0, workers=4, node_ranks=2)
     choices = SettingsOf(compressor, DENSITY[compressor]).build()
@@ -96,7 +91,7 @@ def test_nodes_send_each_other_what_is_announced(pools: dict[int, Pool], compres
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("compressor", FIXED)
-def test_a_rehearsal_sends_what_is_announced(compressor: str, ranks: int) -> None:
+def test_a_rehearsal_sends_what_is_announced(compressor, ranks):
     sizes = [1, 2, 997, 70_000]
     settings_of = SettingsOf(compressor, DENSITY[compressor])
     pipeline = rehearsed_pipeline(settings_of.build(), sizes, ranks, torch.device("cpu"))
@@ -107,7 +102,7 @@ def test_a_rehearsal_sends_what_is_announced(compressor: str, ranks: int) -> Non
 
 
 @pytest.mark.parametrize(("wire", "least"), [("4bit", 7.5), ("2bit", 14.0)])
-def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair: Pool, wire: str, least: float) -> None:
+def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair, wire, least):
     settings = {"compressor": "dense", "schedule": "single", "wire": wire, "local_steps": LocalSteps(2)}
     for ratio in pair.run(ratio_of_rounds, settings):
         assert ratio >= least
@@ -115,16 +110,14 @@ def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair: Pool, wire: 
 
 @pytest.mark.parametrize(("density", "tolerance"), [(1.0, 0.02), (0.05, 0.5)])
 @pytest.mark.parametrize("compressor", VARYING)
-def test_of_a_union_all_ranks_together_send_the_density(
-    pair: Pool, compressor: str, density: float, tolerance: float
-) -> None:
+def test_of_a_union_all_ranks_together_send_the_density(pair, compressor, density, tolerance):
     settings = {"compressor": compressor, "density": density, "schedule": "single"}
     for sent, sizes in pair.run(sent_by_a_step, "block", settings):
         assert sent == pytest.approx(announced(compressor, density, "float32", [sizes], ranks=2), rel=tolerance)
 
 
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "qsgd", "dense"])
-def test_the_mean_gradients_of_adam_are_counted_where_there_are_any(compressor: str) -> None:
+def test_the_mean_gradients_of_adam_are_counted_where_there_are_any(compressor):
     settings = SettingsOf(compressor, DENSITY[compressor]).build()
     plain, adam = (step_transfers(settings, 1000, has_adam) for has_adam in (False, True))
     counted = [Transfer("all_reduce", 2000)] if compressor in ("topk", "exdyna") else []

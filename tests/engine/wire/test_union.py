@@ -1,14 +1,10 @@
 """The union wire, rank by rank in one process: what travels, what arrives, what stays."""
 
-from typing import Any, Optional
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse.compressors.group_selection import grouped
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.engine.wire.base import Arrival
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, devices, moved
 from tests.helpers.lockstep import run_phases
@@ -16,13 +12,7 @@ from tests.helpers.lockstep import run_phases
 NUMELS = (5, 70_000, 3)
 
 
-def exchange(
-    chosen: list[list[list[int]]],
-    dtype: torch.dtype = torch.float32,
-    used: Optional[list[list[int]]] = None,
-    device: "torch.device | str" = DEVICE,
-    formats: Optional[list[UnionFormat]] = None,
-) -> tuple[list[Arrival], list[list[Tensor]], list[list[Tensor]]]:
+def exchange(chosen, dtype=torch.float32, used=None, device=DEVICE, formats=None):
     """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in.
 
     Returned are tensors on the CPU.
@@ -32,7 +22,7 @@ def exchange(
         list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).to(device).split(NUMELS))
         for rank in range(ranks)
     ]
-    phases: list[Any] = []
+    phases = []
     for rank, choices in enumerate(chosen):
         indices = [torch.tensor(choice, dtype=torch.int64, device=device) for choice in choices]
         selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated[rank], indices)]
@@ -57,9 +47,7 @@ CHOICES = {
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
-def test_everybody_contributes_where_anybody_selected(
-    chosen: list[list[list[int]]], dtype: torch.dtype, device: str
-) -> None:
+def test_everybody_contributes_where_anybody_selected(chosen, dtype, device):
     arrivals, accumulated, _ = exchange(chosen, dtype, device=device)
     for place, numel in enumerate(NUMELS):
         union = torch.tensor(sorted({index for choices in chosen for index in choices[place]}), dtype=torch.int64)
@@ -76,14 +64,14 @@ def test_everybody_contributes_where_anybody_selected(
             assert dtype != torch.float32 or not arrival.kept[place].values.any()
 
 
-def messages(chosen: list[list[list[int]]], steps: int, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+def messages(chosen, steps, dtype=torch.float32):
     """Return by step the bytes of rank 0's messages; every step selects the same."""
     ranks = len(chosen)
     formats = [UnionFormat(dtype, rank, ranks) for rank in range(ranks)]
     return [[payloads[0].nbytes for payloads in exchange(chosen, dtype, formats=formats)[2]] for _ in range(steps)]
 
 
-def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union() -> None:
+def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
     first, second = messages(CHOICES["disjoint"], 2)
     positions = 4 * 2 + 2 * 4  # at most four of a rank, in two blocks of 65 536 elements
     values = 3 * 16  # nine elements of three tensors laid end to end, three for each rank, up to 16 bytes
@@ -91,17 +79,16 @@ def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union() -> Non
     assert second == [32, values]  # the count and as much room, up to 16 bytes
 
 
-def test_many_values_go_to_their_owners() -> None:
+def test_many_values_go_to_their_owners():
     *_, parts, means = messages(CHOICES["everything"], 1)[0]
     assert parts == 3 * means
 
 
-def test_nothing_selected_is_one_small_message() -> None:
+def test_nothing_selected_is_one_small_message():
     arrivals, _, sent = exchange([[[], [], []]] * 2, used=[[1, 0, 0], [0, 0, 1]])
     assert [payloads[0].numel() for payloads in sent] == [16]  # a count, and whether each parameter was used
     for arrival in arrivals:
         assert arrival.finite
-        assert arrival.used is not None
         assert arrival.used.tolist() == [True, False, True]
         assert [mean.values.shape for mean in arrival.means] == [(1, 0)] * 3
         assert [left.values.shape for left in arrival.kept] == [(0,)] * 3
