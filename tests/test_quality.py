@@ -105,23 +105,9 @@ def test_a_rank_without_a_batch_changes_nothing():
         assert not any(torch.equal(found[name], each) for name, each in network().state_dict().items() if each.numel())
 
 
-def test_an_error_of_a_rank_ends_all():
-    ranks = virtual.VirtualRanks(2, Edges, lambda found: torch.optim.SGD(found.parameters(), 0.1), lambda: None, 1)
-
-    def fail(model):
-        raise ValueError("no loss")
-
-    with pytest.raises(ValueError, match="no loss"):
-        ranks.step([lambda model: model(batch(0, 0)), fail])
-    ranks.close()
-
-
 def test_a_task_is_learned_and_told(monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
     results = tmp_path / "quality.jsonl"
     run = quality.Run("images", "adamw95", "lags", 0.01, 1, 1e-3, 3, 2, "float32")
     results.write_text(json.dumps(quality.train(run)))
-    known = quality.known_runs(results)
-    assert len(list(quality.table(known))) == 3
-    quality.draw(known, tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").stat().st_size > 1000
+    assert len(list(quality.table(quality.known_runs(results)))) == 3
