@@ -61,12 +61,7 @@ PATIENCE = timedelta(seconds=60)  # for a rank that never comes
 
 
 class Model(LightningModule):
-    """Layers of different sizes, prime sizes and a single element among them; batches follow from number and rank.
-
-    Args:
-        optimizer: builds it.
-        leaves_out: whether rank 1 does not use one of the layers in every other batch.
-    """
+    """Layers of different sizes, prime sizes and a single element among them; batches follow from number and rank."""
 
     def __init__(self, optimizer, leaves_out=False):
         super().__init__()
@@ -100,25 +95,14 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Case(NamedTuple):
-    """One training.
+    """One training."""
 
-    Attributes:
-        name: under which its digests stand.
-        strategy: builds a strategy, or names one.
-        ranks: how many.
-        model: builds it.
-        like: name of the training that has to end with the same bits; empty where there is none.
-        saved_at: step after which a checkpoint is written, from which a second Trainer goes on; ``None`` for no such.
-        callbacks: builds them.
-        arguments: of the Trainer.
-    """
-
-    name: str
+    name: str  # under which its digests stand
     strategy: Callable[[], "str | Strategy"]
     ranks: int = 2
     model: Callable[[], Model] = partial(Model, SGD)
-    like: str = ""
-    saved_at: Optional[int] = None
+    like: str = ""  # name of the training that has to end with the same bits, if there is one
+    saved_at: Optional[int] = None  # step after which a checkpoint is written, from which a second Trainer goes on
     callbacks: Callable[[], list[Callback]] = list
     arguments: Mapping[str, Any] = {}
 
@@ -130,7 +114,6 @@ def of(compressor, schedule="layerwise", wire="float32"):
 
 
 def cases():
-    """Yield all trainings."""
     for compressor in COMPRESSORS:
         yield from combined(compressor)
     for compressor in CLOSELY:
@@ -158,7 +141,6 @@ def combined(compressor):
 
 
 def situations(compressor):
-    """Yield what else may happen in a training."""
     start, whole = partial(Case, strategy=of(compressor)), f"{compressor}, layerwise, float32"
     name = f"sparse_{compressor}_find_unused_parameters_true"
     adam, again = partial(Model, ADAMW), f"{compressor}, AdamW"
@@ -196,17 +178,11 @@ def partly_whole(schedule):
 
 
 def correction():
-    """Have the momentum accumulated before selection."""
     return [MomentumCorrection()]
 
 
 class Saving(Callback):
-    """Write a checkpoint in the midst of training.
-
-    Args:
-        step: after which.
-        path: where to.
-    """
+    """Write a checkpoint in the midst of training."""
 
     def __init__(self, step, path):
         self.step = step
@@ -218,7 +194,6 @@ class Saving(Callback):
 
 
 def fit(case, callbacks, path=None):
-    """Train from the start, or from a checkpoint."""
     model = case.model()
     arguments = {"max_steps": STEPS, "limit_train_batches": BATCHES, **case.arguments}
     trainer = Trainer(
@@ -238,7 +213,6 @@ def fit(case, callbacks, path=None):
 
 
 def train(rank, case, folder):
-    """Train on all ranks; return the digests."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     if case.saved_at is None:
         trainer, model = fit(case, [])
@@ -265,7 +239,6 @@ def kept(folder):
 
 
 def tensors(state):
-    """Yield the tensors in nested containers."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, (dict, list, tuple)):
@@ -279,7 +252,6 @@ def digest(tensor):
 
 
 def content(tensor):
-    """Return the bytes of a tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -326,7 +298,6 @@ def changes(old, new):
 
 
 def compare(old, new):
-    """Return, in words, where two records differ."""
     found = [
         f"{key}: {value}, but {new['made_with'][key]}"
         for key, value in old["made_with"].items()

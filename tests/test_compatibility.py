@@ -39,7 +39,6 @@ COMPRESSION = {
 
 
 def run(rank, strategy, name, folder):
-    """Run a cell."""
     return run_cell(rank, strategy, FEATURES[name], folder)
 
 
@@ -127,7 +126,6 @@ def test_the_table_on_the_page_is_that_of_the_rows():
 
 
 def word(feature, strategy):
-    """Return the word in a cell."""
     if strategy in feature.refusals:
         return "no"
     return "GPU" if feature.needs_gpu else "yes"

@@ -30,11 +30,7 @@ def compressor_of(system):
 
 
 def stacks(system):
-    """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder.
-
-    Alone are those of the wire, which are compared, and of the others some; each overlay, and each stack, is tried with
-    some system.
-    """
+    """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder."""
     overlays = [path for path in OVERLAYS if system.stem not in WITHOUT_DENSITY or path.parent.name != "density"]
     overlays = [path for path in overlays if system.stem != "hsdp" or path.parent.name != "schedule"]
     overlays = [path for path in overlays if path.parent.name != "wire" or takes_wire(compressor_of(system), path.stem)]

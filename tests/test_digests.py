@@ -38,7 +38,6 @@ def test_a_digest_sees_every_bit():
 
 
 def record(parameters="a", kept=("b", "b"), machine="mine"):
-    """Return what a file holds."""
     digests = {"topk": {"parameters": [parameters], "optimizer": [], "kept": list(kept)}}
     return {"made_with": {"machine": machine}, "digests": digests}
 

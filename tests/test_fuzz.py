@@ -40,7 +40,6 @@ IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
 
 
 def examples(count):
-    """Return how many inputs are tried."""
     return settings(
         max_examples=10 * count if IS_LONG else count,
         derandomize=not IS_LONG,
@@ -244,7 +243,6 @@ def groups(numbers):
 
 
 def selections_of(form, accumulated, chance):
-    """Select at random, as the format allows."""
     found = []
     for tensor in accumulated:
         if form == "reduce":
@@ -356,7 +354,6 @@ SAVE = Save("0123456789abcdef" * 2, 2, "TopK")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the bytes of a rank's part."""
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
     state = {"memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {"threshold": 0.5}}
     AtomicCheckpointIO().save_checkpoint({KEY: SAVE.as_header(), "engine": state}, path)
@@ -400,8 +397,6 @@ def test_a_part_with_flipped_bits_is_refused_or_still_ours(whole, tmp_path_facto
 
 
 class Evil:
-    """What a pickle may ask for."""
-
     def __init__(self, path):
         self.path = path
 

@@ -44,12 +44,7 @@ def nap(*args):
 
 
 def train_out_of_step(rank, settings, steps):
-    """Train with naps in hooks, on the worker, and before each collective.
-
-    Returns:
-        of the first and last of every ten steps the parameters after it and what it did, and by how much time this
-        rank's steps differed from each other.
-    """
+    """Train with naps in hooks, on the worker, and before each collective."""
     torch.manual_seed(0)
     book, seconds = [], []
     run = Collectives.run

@@ -32,13 +32,11 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one pro
 
 
 def network():
-    """Build the same replica on every rank."""
     torch.manual_seed(0)
     return Edges()
 
 
 def build_optimizer(model, is_adam):
-    """Build the optimizer of a replica."""
     parameters = model.parameters()
     return torch.optim.AdamW(parameters, lr=1e-3) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 

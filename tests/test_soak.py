@@ -26,8 +26,6 @@ ALLOWED_MEGABYTES = 20.0  # Python's and glibc's own ups and downs; a leak of on
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
-
     step: int
     megabytes: float
     threads: int
@@ -35,7 +33,6 @@ class Usage(NamedTuple):
 
 
 def usage_now(step):
-    """Look at this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

@@ -27,7 +27,6 @@ class Smallest(Compressor):
 
 
 def fit_watched(rank, directory, compressor, every):
-    """Fit; return the averages."""
     monitor, logger = AssumptionMonitor(every), CSVLogger(directory, name="", version="")
     run_fit(rank, SparseDDPStrategy(compressor, density=0.1), logger=logger, callbacks=[monitor])
     return {name: float(mean.compute()) for name, mean in monitor.means.items()}

@@ -18,7 +18,7 @@ from lightning_sparse.callbacks import (
     Warmup,
 )
 from lightning_sparse.testing.subjects import agrees, subject_of
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
+from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES
 from tests.helpers.trainers import Small, WithAdam, WithSGD, accelerator, make_trainer, run_fit, weights
 
 CALLBACKS = {
@@ -94,7 +94,6 @@ TOGETHER = [
 
 
 def fit_together(rank, strategy, callbacks, model):
-    """Fit what may be refused; return the message."""
     settings = {"compressor": strategy} if isinstance(strategy, str) else strategy
     try:
         run_fit(rank, SparseDDPStrategy(**settings), model, callbacks=callbacks, limit_train_batches=2)
@@ -133,7 +132,7 @@ def fit_watched(rank, compressor, directory, watched):
     return weights(model), trainer.global_step
 
 
-@pytest.mark.parametrize("compressor", COMPRESSOR_NAMES)
+@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path, compressor):
     runs = [pair.run(fit_watched, compressor, str(tmp_path), watched) for watched in (True, False)]
     for (watched, steps), (alone, _) in zip(*runs):

@@ -163,8 +163,6 @@ def fit_with_bar(rank, bar):
 
 
 class Notes(Callback):
-    """Note what this rank measured."""
-
     def __init__(self):
         self.stats = []
 
@@ -173,7 +171,6 @@ class Notes(Callback):
 
 
 def fit_noted(rank, directory, strategy, module, monitor):
-    """Fit; return what this rank measured."""
     notes = Notes()
     fit_monitored(rank, directory, None, strategy, module, callbacks=[CompressionMonitor(**monitor), notes])
     return notes.stats
@@ -217,7 +214,6 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
 
 
 def gather(rank):
-    """Gather rows that are hard to copy."""
     trainer = run_fit(rank, SparseDDPStrategy(), fast_dev_run=True)
     return gather_rows(trainer.strategy, [0.1 + rank, math.inf, math.nan if rank else -1.0])
 
@@ -264,7 +260,6 @@ def test_a_step_of_several_batches_is_logged_once(fitted, tmp_path, accumulate):
 
 
 def warnings_of(rank, directory, arguments, has_logger):
-    """Fit; return what the monitor warned of."""
     logger = CSVLogger(directory, name="", version="") if has_logger else False
     trainer = make_trainer(rank, SparseDDPStrategy(), logger=logger, callbacks=[CompressionMonitor(**arguments)])
     if rank > 0:

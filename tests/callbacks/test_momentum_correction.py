@@ -57,11 +57,7 @@ def test_it_trains_bit_for_bit_as_dgc(pair, name):
 
 
 def fit_twice(rank):
-    """Fit with the callback, then with the same strategy without it, then as the latter from the start.
-
-    Returns:
-        the optimizer's momentum in the first fit, its group after it, and the weights after the other two.
-    """
+    """Fit with the callback, then with the same strategy without it, then as the latter from the start."""
     during = []
 
     class Watched(WithSGD):

@@ -137,13 +137,11 @@ class Slow(Small):
 
 
 def fit_recorded(rank, path, chosen, module=Small, schedule="layerwise", **arguments):
-    """Fit with a timeline."""
     callbacks = [OverlapTimeline(path=path, pictures=False, **chosen)]
     run_fit(rank, SparseDDPStrategy(density=0.05, schedule=schedule), module(), callbacks=callbacks, **arguments)
 
 
 def timed_events(path):
-    """Read what was written."""
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
@@ -221,7 +219,6 @@ def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair, tmp_path):
 
 
 def fit_too_short(rank):
-    """Ask for a step that never comes."""
     with pytest.warns(UserWarning, match=r"steps=\[500\]") if rank == 0 else contextlib.nullcontext():
         fit_recorded(rank, "", {"steps": [500]}, limit_train_batches=2)
 

@@ -23,11 +23,7 @@ STEPS = 16
 
 
 class SignalAt(Callback):
-    """Signal this process before a step.
-
-    Args:
-        step: which.
-    """
+    """Signal this process before a step."""
 
     def __init__(self, step):
         self.step = step
@@ -41,10 +37,7 @@ class SignalAt(Callback):
 
 
 def fit_signalled(rank, folder, signalled, backend="gloo"):
-    """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings.
-
-    Another ``backend`` than gloo's is none that ranks can share a GPU with: it is gloo under another name.
-    """
+    """Fit inside a job; return whether the process ended, after which step, whether all is as before, and warnings."""
     job = {**JOB, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     job["PATH"] = folder
     before, has_ended = signal.getsignal(signal.SIGUSR1), False

@@ -196,8 +196,6 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class NormTogether(nn.BatchNorm1d):
-    """What ``SyncBatchNorm`` does, on any device."""
-
     @override
     def forward(self, given):
         if not self.training:
@@ -211,8 +209,6 @@ class NormTogether(nn.BatchNorm1d):
 
 
 class NormSync(LayerSync):
-    """Let the normalising layer communicate."""
-
     @override
     def apply(self, model):
         model.network[1] = NormTogether(64).to(model.device)
@@ -241,8 +237,6 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Streaming(Plain):
-    """Data without a length."""
-
     @override
     def train_dataloader(self):
         return DataLoader(Stream(), batch_size=4)

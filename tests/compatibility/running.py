@@ -82,8 +82,6 @@ class Outcome(NamedTuple):
 
 
 class Watch(Callback):
-    """Note every batch and every update."""
-
     def __init__(self):
         self.batches = []
         self.updates = []
@@ -120,7 +118,6 @@ class Watch(Callback):
 
 
 def buffers_of(module):
-    """Return the numbers in the buffers."""
     return {name: buffer.flatten().tolist() for name, buffer in module.named_buffers()}
 
 
@@ -154,12 +151,10 @@ def changing_hands():
 
 
 def nothing(folder):
-    """Give the Trainer nothing."""
     return {}
 
 
 def fit(trainer, module):
-    """Fit."""
     trainer.fit(module)
 
 
@@ -185,7 +180,6 @@ class Feature(NamedTuple):
 
 
 def build_strategy(name, arguments):
-    """Build the strategy of a column."""
     settings = STRATEGIES[name]
     if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # send no part of a gradient late, and have nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
@@ -193,7 +187,6 @@ def build_strategy(name, arguments):
 
 
 def run_cell(rank, strategy, feature, folder):
-    """Do what people do."""
     watch, module = Watch(), feature.module()
     arguments = feature.trainer(folder)
     callbacks = [*arguments.pop("callbacks", []), watch]

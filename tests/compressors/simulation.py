@@ -13,10 +13,7 @@ from tests.helpers.devices import DEVICE
 
 
 class Simulation:
-    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices.
-
-    On the device under test, wherever gradients come from.
-    """
+    """Virtual ranks with residuals, for compressors whose ranks all contribute at the union of their choices."""
 
     def __init__(self, build, numels, ranks, density):
         self.names = list(numels)

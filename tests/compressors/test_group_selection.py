@@ -32,7 +32,6 @@ COUNTS = [2, 1, 30, 1, 2, 1, 700, 3]
 
 
 def some_of(numel, count, seed, device):
-    """Return distinct ascending positions."""
     return torch.tensor(sorted(random.Random(seed).sample(range(numel), count)), device=device)
 
 

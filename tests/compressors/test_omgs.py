@@ -94,8 +94,6 @@ def test_one_tensor_at_a_time_it_is_top_k(pair, wire):
 
 
 class ManyTypes(Edges):
-    """Parameters of four types."""
-
     def __init__(self):
         super().__init__()
         self.doubles = nn.Parameter(torch.ones(40, dtype=torch.float64))

@@ -10,7 +10,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def slow_fingerprint(tensor):
-    """Do the same with Python's integers."""
     kinds = {4: torch.int32, 8: torch.int64}
     total = 0
     for place, bits in enumerate(tensor.flatten().view(kinds[tensor.element_size()]).tolist()):

@@ -89,11 +89,7 @@ class Interpreter:
         self._server = subprocess.Popen(words, **pipes, env=environment, start_new_session=True)
 
     def run(self, path, *arguments, environment=None, folder=None, ranks=1):
-        """Run a script in its folder, as one process or as the ranks of a job, as torchrun would start them.
-
-        Of several ranks return the largest code, and what all have said, one after the other. The environment is no
-        more than the one given; where it is ``None`` the present one, in which this package is found.
-        """
+        """Run a script in its folder, as one process or as the ranks of a job, as torchrun would start them."""
         if environment is None:
             environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         job = {
@@ -117,7 +113,6 @@ class Interpreter:
             return Ended(max(codes, key=abs), out, err)
 
     def stop(self):
-        """End it, and what still runs of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.communicate()

@@ -30,8 +30,6 @@ SAVED, ARMED = 4, 6  # batches after which a checkpoint is written, and from whi
 
 
 class Point(NamedTuple):
-    """Where a fault strikes."""
-
     owner: Any  # class, or name of the module, with the function that it strikes in
     name: str  # of the function
     calls: int = 0  # that have to come first, once armed
@@ -86,7 +84,6 @@ def strike(how):
 
 
 def strategy_of(point):
-    """Build the strategy that a fault strikes."""
     compressor, schedule = point.settings
     return SparseDDPStrategy(compressor, 0.05, schedule, timeout=timedelta(seconds=TIMEOUT))
 

@@ -110,7 +110,6 @@ def fit(rank, module, settings, source, arguments):
 
 
 def fits(pool, module, settings=None, source=None, **arguments):
-    """Fit on every rank; ``arguments`` are the Trainer's."""
     return pool.run(fit, module, settings, source, arguments)
 
 

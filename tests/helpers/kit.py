@@ -33,6 +33,5 @@ def run_kit(forked, folder, subject, *arguments):
 
 
 def stop(pools):
-    """End the processes."""
     for pool in pools.values():
         pool.stop()

@@ -12,7 +12,6 @@ def rows_of(directory, tag):
 
 
 def events_of(directory):
-    """Return all that was written for TensorBoard."""
     events = EventAccumulator(
         str(directory), size_guidance=dict.fromkeys(["images", "tensors", "histograms", "scalars"], 0)
     )

@@ -11,12 +11,10 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/benc
 
 
 def blocks(page, language):
-    """Return the code of a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def prose(page):
-    """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 

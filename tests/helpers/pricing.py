@@ -16,12 +16,10 @@ Cost = Callable[[int], float]  # step -> seconds
 
 
 def nothing(step):
-    """Cost nothing."""
     return 0.0
 
 
 def much(step):
-    """Cost more than all else in a step."""
     return 30e-3
 
 

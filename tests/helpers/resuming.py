@@ -66,11 +66,7 @@ def kept_at_end(trainer):
 
 
 def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):
-    """Fit with a save in between, and go on from it in a new Trainer.
-
-    Returns:
-        which batches were gone through again, and where anything differs from the fit that never stopped.
-    """
+    """Fit with a save in between, and go on from it in a new Trainer."""
     first = module(save_after, path)
     never_stopped = fit_numbered(rank, build(), first, **arguments)
     second = module()

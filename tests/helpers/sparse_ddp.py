@@ -30,6 +30,8 @@ def declaring(promise):
     return [name for name in COMPRESSOR_NAMES if promise(subject_of(name))]
 
 
+# One of each kind: LAGS chooses as top-k does and MiCRO as ExDyna, and QSGD is dense on a wire of four bits.
+DIFFERENT_NAMES = [name for name in COMPRESSOR_NAMES if name not in ("lags", "micro", "qsgd")]
 DENSITY = {name: density_for(name) for name in COMPRESSOR_NAMES}
 KEEPING_NAMES = declaring(keeps)
 EXACT_NAMES = declaring(is_exact)

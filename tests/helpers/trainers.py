@@ -52,8 +52,6 @@ def accelerator():
 
 
 class Rows(Dataset[Tensor]):
-    """Deterministic random rows."""
-
     def __init__(self, count, width=32):
         self.rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
 
@@ -111,8 +109,6 @@ class WithSGD(Small):
 
 
 class WithAdam(Small):
-    """A model trained by Adam."""
-
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 

@@ -33,8 +33,6 @@ SETTINGS = {
 
 
 class Module(Numbered):
-    """The network behind the Trainer."""
-
     def __init__(self, settings, save_after=None, path=""):
         super().__init__(save_after, path)
         self.settings, self.network = settings, Net()
@@ -62,7 +60,6 @@ def through_the_trainer(rank, settings, folder, resumes):
 
 @contextmanager
 def expecting():
-    """Ignore what Lightning warns of in tests."""
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -70,7 +67,6 @@ def expecting():
 
 
 def through_fabric(rank, settings, folder, resumes):
-    """The same with Fabric."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     path = folder / "fabric.ckpt"
     with expecting():
@@ -101,7 +97,6 @@ def through_fabric(rank, settings, folder, resumes):
 
 
 def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True):
-    """The same with ``sparsify``."""
     net = Net().to(DEVICE)
     ddp = DistributedDataParallel(net)
     optimizer, schedule = optimizer_of(net, settings)
@@ -148,7 +143,6 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def through_hugging_face(rank, settings, folder, resumes, **arguments):
-    """The same with Hugging Face's Trainer."""
     ranks = str(dist.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")

@@ -299,8 +299,6 @@ def test_the_density_falls_over_epochs_that_are_told(pair):
 
 
 class Broken(TopK):
-    """A compressor that fails."""
-
     def select(self, *group):
         raise OSError("cannot select")
 
@@ -346,7 +344,6 @@ def test_on_one_process_it_does_nothing(pools):
 
 
 def refusal_of(rank, arguments):
-    """Return the error that arguments are refused with."""
     ddp = wrapped()
     given = {"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments}
     with pytest.raises((ValueError, TypeError)) as refusal:

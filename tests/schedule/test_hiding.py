@@ -12,7 +12,6 @@ from lightning_sparse.schedule.step_profile import Profile
 
 
 def made_up(seed, has_dense):
-    """Return a problem and its best plan."""
     chance = random.Random(seed)
     tensors = chance.randint(1, 12)
     elements, counts, ready = [0], [0], [0.0]

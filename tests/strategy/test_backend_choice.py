@@ -13,12 +13,10 @@ pytestmark = pytest.mark.clock
 
 
 def a_little(step):
-    """Cost something."""
     return 10e-3
 
 
 def much_later(step):
-    """Cost nothing, and much after the first choice."""
     return much(step) if step >= SETTLED else 0.0
 
 

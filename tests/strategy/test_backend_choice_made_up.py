@@ -27,7 +27,6 @@ class MadeUpEngine:
         self._steps = 0
 
     def start_anew(self):
-        """Make another plan."""
         self._steps = 0
 
     def make_step(self):
@@ -57,7 +56,6 @@ def live(theirs, ours, steps, density=0.01, exposed=0.0):
 
 
 def noisy(seconds, noise, seed):
-    """Take so many seconds, give or take."""
     draw = random.Random(seed)
     return lambda step: seconds * max(0.1, 1 + draw.gauss(0.0, noise))
 

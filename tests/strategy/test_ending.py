@@ -63,7 +63,6 @@ def test_one_line_tells_of_the_whole_training_and_stays_to_be_asked_for(pair, mo
 
 
 def fit_failing(rank):
-    """Fit what fails; return what was said."""
     with listening() as lines, pytest.raises(KeyError):
         make_trainer(rank, SparseDDPStrategy(density=0.01)).fit(Stopping("fails"))
     return lines

@@ -70,7 +70,6 @@ def set_up(fabric, kind, is_joint=True):
 
 
 def train(fabric, model, optimizer, steps, clip):
-    """Train with accumulation over two batches, and clipping."""
     for step in steps:
         for micro in range(2):
             with fabric.no_backward_sync(model, enabled=micro == 0):
@@ -251,7 +250,6 @@ def test_an_overflow_is_skipped(pair):
 
 
 def misuse(rank):
-    """Return what is said of mistakes."""
     said = []
 
     def refused(mistake):

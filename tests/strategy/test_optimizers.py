@@ -32,10 +32,7 @@ def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair):
 
 
 class InPieces(WithSGD):
-    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads.
-
-    It notes the sum of what was applied.
-    """
+    """A model that backpropagates its loss in pieces before the optimizer steps; the first and the last have heads."""
 
     def __init__(self, pieces, **arguments):
         super().__init__(**arguments)
@@ -117,8 +114,6 @@ def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair, tmp_path):
 
 
 class WithOptimizer(Small):
-    """A model trained by any optimizer."""
-
     def __init__(self, kind, **arguments):
         super().__init__()
         self.kind, self.arguments = kind, arguments

@@ -33,7 +33,7 @@ from lightning_sparse.testing.equality import assert_same
 from tests.compatibility.modules import ByHand
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model, refusals, refuse
-from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, backpropagate, sparse_ddp
+from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
 from tests.helpers.trainers import Small, WithAdam, accelerator, make_trainer
 
@@ -120,7 +120,7 @@ class Scale(Callback):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "wire"), [*((name, "float16") for name in COMPRESSOR_NAMES), ("topk", "float32"), ("dgc", "float32")]
+    ("compressor", "wire"), [*((name, "float16") for name in DIFFERENT_NAMES), ("topk", "float32"), ("dgc", "float32")]
 )
 def test_a_changing_loss_scale_changes_nothing(pair, compressor, wire):
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
@@ -243,8 +243,6 @@ def test_the_density_falls_over_the_epochs_of_a_warm_up(pair):
 
 
 class Complex(Small):
-    """A model with a complex parameter."""
-
     def __init__(self):
         super().__init__()
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
@@ -379,7 +377,6 @@ def fit_again_and_again(rank, fits):
 
 
 def resident_megabytes():
-    """Return the memory that this process occupies."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
@@ -401,7 +398,6 @@ class Interrupted(Small):
 
 
 def fit_interrupted(rank):
-    """Interrupt a fit, and fit again."""
     trainer = make_trainer(rank, "sparse_topk")
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -447,8 +443,6 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(pair, m
 
 
 class Meeting(NamedTuple):
-    """What a wrapper says of itself."""
-
     find_unused_parameters: bool = False
     static_graph: bool = False
     layers: tuple[nn.Module, ...] = ()

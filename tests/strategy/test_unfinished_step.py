@@ -122,8 +122,7 @@ MODELS = {
 CELLS = [(name, kind, {}) for name in MODELS for kind in WITH]
 CELLS += [
     (name, kind, {"gradient_as_bucket_view": False})
-    for name in ("accumulating", "one exchanges while the other's wait", "a shared layer", "cleared", "replaced")
-    for kind in ("momentum", "AdamW")
+    for name, kind in (("accumulating", "momentum"), ("a shared layer", "AdamW"), ("replaced", "AdamW"))
 ]
 # A layer has one momentum here and two in two optimizers; what is dropped has been taken up by it.
 WITH_OTHER_MOMENTA = ("shared", "never", "cleared", "zero", "replaced")
@@ -155,29 +154,21 @@ def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, k
 SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
-@pytest.mark.parametrize("settings", [UNUSED, OWN_BUCKETS], ids=["views", "own buckets"])
-@pytest.mark.parametrize("kind", WITH)
-@pytest.mark.parametrize(("every", "save_after"), [((2, 6), 8), ((2, 6), 9), ((1, 3), 8)], ids=str)
+@pytest.mark.parametrize(("kind", "settings"), [*zip(WITH, (UNUSED, OWN_BUCKETS, UNUSED)), ("AdamW", OWN_BUCKETS)])
+@pytest.mark.parametrize(("every", "save_after"), [((2, 6), 9), ((1, 3), 8)], ids=str)
 def test_resumed_within_the_steps_it_goes_on_to_the_bit(pair, tmp_path, every, kind, settings, save_after):
     module = partial(Adversaries, kind=kind, every=every)
     assert_goes_on(pair, tmp_path, {**SPARSE, **WITH[kind], **settings}, module, save_after)
 
 
 class Turning(Sharing):
-    """Three train on a batch each, and zero their gradients before: what they have stepped with stays for a while.
-
-    Args:
-        arguments: of the model.
-        toggles: whether one is frozen while the other has its turn.
-        settings: of the model.
-    """
+    """Three train on a batch each, and zero their gradients before: what they have stepped with stays for a while."""
 
     def __init__(self, *arguments, toggles, **settings):
         super().__init__(*arguments, **settings)
         self.toggles = toggles
 
     def training_step(self, batch, batch_index):
-        """Train one, or all one after the other."""
         optimizers = self.optimizers()
         for number in (0, 1, 2) if self.toggles else (batch_index % 3,):
             with optimizers[number].toggle_model() if self.toggles else nullcontext():
@@ -186,7 +177,6 @@ class Turning(Sharing):
                 optimizers[number].step()
 
     def configure_optimizers(self):
-        """Return three."""
         parts = self.network[0], self.network[2], self.critic
         return [self.optimizer_of(part.parameters()) for part in parts]
 
@@ -216,7 +206,6 @@ class Cadence(Adversaries):
 
     @contextmanager
     def turn(self, optimizer, is_last):
-        """Exchange."""
         yield
 
 

@@ -127,8 +127,6 @@ def test_a_ranks_own_error_stays_what_it_is_and_is_told_to_the_others(forked, vi
 
 
 class Stream(IterableDataset[Tensor]):
-    """So many batches of four rows."""
-
     def __init__(self, batches):
         self.rows = Rows(4 * batches)
 

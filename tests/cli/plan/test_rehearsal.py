@@ -9,7 +9,6 @@ SIZES = fitted_sizes(torch.device("cpu"))
 
 
 def rehearsed(sizes, ranks):
-    """A machine whose stages take round times."""
     group = 1e-3 + 1e-4 * (len(sizes) - 1) + sum(sizes) * (2e-9 + 5e-10 * (ranks - 1))
     return group, 1e-5 + sum(sizes) * 1e-9
 

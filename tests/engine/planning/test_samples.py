@@ -12,11 +12,7 @@ from lightning_sparse.engine.planning.samples import averaged
 
 
 class Told(EchoCollectives):
-    """Collectives of ranks that all say what one says, which note how many numbers that are.
-
-    Args:
-        ranks: how many.
-    """
+    """Collectives of ranks that all say what one says, which note how many numbers that are."""
 
     def __init__(self, ranks=1):
         super().__init__(ranks, torch.device("cpu"))
@@ -24,7 +20,6 @@ class Told(EchoCollectives):
 
     @override
     def gather_numbers(self, numbers):
-        """Note how many there are."""
         self.counts.append(len(numbers))
         return super().gather_numbers(numbers)
 

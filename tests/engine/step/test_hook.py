@@ -90,10 +90,7 @@ def test_the_first_step_of_a_static_graph_ends_with_its_last_bucket(pair):
 
 
 def train_watched(rank):
-    """Make three steps; return how many buckets the first had, how many of them were alive in the second, and the last.
-
-    DDP makes its buckets anew between the first step and the forward of the second.
-    """
+    """Make three steps; return how many buckets the first had, and those alive in the second and in the last."""
     torch.manual_seed(0)
     seen = []
     receive = GradientStream.receive

@@ -58,7 +58,6 @@ def ratio_of_rounds(rank, settings):
 
 
 def announced(compressor, density, wire, groups, ranks):
-    """Return what the planner counts for a step."""
     settings = SettingsOf(compressor, density, wire).build()
     announced = [transfer for transfer, share in step_transfers(settings, 0) if share == 1.0]
     announced += [transfer for sizes in groups for transfer in transfers(settings, sizes, ranks)]

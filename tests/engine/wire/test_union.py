@@ -13,10 +13,7 @@ NUMELS = (5, 70_000, 3)
 
 
 def exchange(chosen, dtype=torch.float32, used=None, device=DEVICE, formats=None):
-    """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in.
-
-    Returned are tensors on the CPU.
-    """
+    """Exchange choices by rank and tensor; return arrivals, what was accumulated, and what every rank handed in."""
     ranks = len(chosen)
     accumulated = [
         list(torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(rank)).to(device).split(NUMELS))
