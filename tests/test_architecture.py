@@ -111,14 +111,7 @@ def test_only_the_hook_knows_buckets():
 
 def test_only_collectives_the_engine_and_the_doors_call_torch_distributed():
     calling = {path.name for path in FILES if "torch.distributed" in imported(path) and noun(path) != "testing"}
-    assert calling == {
-        "collectives.py",
-        "engine.py",
-        "hook.py",
-        "loop.py",
-        "signals.py",
-        "sparsify.py",
-    }
+    assert calling == {"collectives.py", "engine.py", "hook.py", "loop.py", "signals.py", "sparsify.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

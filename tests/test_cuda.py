@@ -15,13 +15,7 @@ from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
-from tests.helpers.sparse_ddp import (
-    COMPRESSOR_NAMES,
-    DENSITY,
-    batch,
-    sparse_ddp,
-    watch_gradients,
-)
+from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, batch, sparse_ddp, watch_gradients
 
 pytestmark = needs_cuda
 

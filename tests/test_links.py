@@ -18,10 +18,7 @@ sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 from network import ShapedNetwork, refusal  # noqa: E402
 
 REFUSAL = refusal()
-pytestmark = [
-    pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)), pytest.mark.timeout(600)]
 only_long = pytest.mark.skipif(not os.environ.get("LIGHTNING_SPARSE_FAULTS"), reason="runs in `make faults`")
 
 JOB = """

@@ -9,14 +9,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
-from lightning_sparse.callbacks import (
-    AdaptiveDensity,
-    CompressionMonitor,
-    CriticalRegime,
-    ErrorBudget,
-    Rule,
-    Warmup,
-)
+from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, CriticalRegime, ErrorBudget, Rule, Warmup
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.testing.equality import differences
 from tests.helpers.loggers import events_of, rows_of
@@ -203,33 +196,20 @@ def test_tensorboard_shows_the_reasons(pair, tmp_path):
     assert f"| {WEIGHT} | 0.02 | as asked for |" in texts[1]
 
 
-def lines_of(rank, rules, module, correction):
+def lines_of(rank, rules):
     """Fit with rules; return what rank 0 says of densities."""
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparse.callbacks.adaptive_density.say", lambda callback, line: lines.append(line))
-        strategy = SparseDDPStrategy(density=0.02, schedule="single", optimizer_correction=correction)
-        run_fit(rank, strategy, module(), callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=8)
+        strategy = SparseDDPStrategy(density=0.02, schedule="single")
+        run_fit(rank, strategy, callbacks=[AdaptiveDensity(rules, every_n_steps=2)], max_epochs=3)
     return lines
 
 
 def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
-    (first, last), _ = pair.run(lines_of, [Warmup(30)], Small, None)
+    (first, last), _ = pair.run(lines_of, [Warmup(30)])
     assert first == "step 0: 4 parameters at 0.88 (Warmup: step 1 of 30)"
     assert re.fullmatch(r"step \d+: 4 parameters at 0.02\d* \(.*\)", last)
-    (first, last), _ = pair.run(lines_of, [ErrorBudget(25.0)], WithAdam, SOON)
-    assert first == "step 2: 4 parameters at 1 (the strategy's warm-up or plan)"  # before it are steps of DDP
-    assert re.fullmatch(r"step 1\d: 4 parameters at 0.02 \(as asked for\)", last)
-
-
-def test_a_rule_that_steers_is_told_of_what_it_doubles_or_halves(pair):
-    lines, _ = pair.run(lines_of, [ErrorBudget(1.0)], WithAdam, SOON)
-    assert 2 <= len(lines[1:]) < 20, lines
-    for line in lines[1:]:
-        for part in line.partition(": ")[2].split("; "):
-            assert re.match(r"(1 parameter|[2-4] parameters) at [\d.]+", part), line
-        for error, place in re.findall(r"error of ([\d.]+) is (\w+)", line):
-            assert (float(error) > 1) == (place == "above")
 
 
 class Saving(Callback):

@@ -33,11 +33,7 @@ class Restarting(WithSGD):
 
 def fit_both(rank, settings, model, restarts):
     """Fit with DGC, with top-k behind the callback, and with top-k alone; return the weights of each."""
-    runs = [
-        (DGC(**settings), []),
-        ("topk", [MomentumCorrection(**settings)]),
-        ("topk", []),
-    ]
+    runs = [(DGC(**settings), []), ("topk", [MomentumCorrection(**settings)]), ("topk", [])]
     fitted = []
     for compressor, callbacks in runs:
         module = Restarting() if restarts else WithSGD(**model)

@@ -29,12 +29,17 @@ def gathered(rank, nbytes, dtype, has_out):
     return received.view(torch.int8), torch.stack(expected).view(torch.int8), rings.call_count
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("ranks", "nbytes", "rings"),
-    [(2, 8, 1), (3, 0, 1), (3, 8, 0), (4, DIRECT_BYTES // 4, 0), (4, DIRECT_BYTES // 4 + 4, 1)],
+    ("ranks", "nbytes", "dtype", "rings"),
+    [
+        (2, 8, torch.bfloat16, 1),
+        (3, 0, torch.float32, 1),
+        (3, 8, torch.uint8, 0),
+        (4, DIRECT_BYTES // 4, torch.bfloat16, 0),
+        (4, DIRECT_BYTES // 4 + 4, torch.float32, 1),
+    ],
 )
-def test_an_all_gather_gives_what_torch_gives(pools, dtype, ranks, nbytes, rings):
+def test_an_all_gather_gives_what_torch_gives(pools, ranks, nbytes, dtype, rings):
     for received, expected, used in pools[ranks].run(gathered, nbytes, dtype, nbytes != 8):
         assert torch.equal(received, expected)
         assert used == rings
@@ -58,12 +63,19 @@ def added_up(rank, shape, dtype):
     return received, expected, rings.call_count
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("ranks", "shape", "rings"),
-    [(2, (5,), 1), (3, (0,), 1), (3, (5,), 0), (4, (3, 7), 0), (4, (), 0), (3, (DIRECT_BYTES // 2 + 1,), 1)],
+    ("ranks", "shape", "dtype", "rings"),
+    [
+        (2, (5,), torch.int32, 1),
+        (3, (0,), torch.float32, 1),
+        (3, (5,), torch.int32, 0),
+        (3, (5,), torch.float32, 0),
+        (4, (3, 7), torch.bfloat16, 0),
+        (4, (), torch.float32, 0),
+        (3, (DIRECT_BYTES // 2 + 1,), torch.bfloat16, 1),
+    ],
 )
-def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, dtype, ranks, shape, rings):
+def test_an_all_reduce_adds_up_in_place_the_same_on_all_ranks(pools, ranks, shape, dtype, rings):
     sums = pools[ranks].run(added_up, shape, dtype)
     for received, expected, used in sums:
         assert torch.equal(received, sums[0][0])

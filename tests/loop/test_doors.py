@@ -189,11 +189,7 @@ def best_of_hugging_face(rank, folder):
     return ends, tensors_of(net)
 
 
-DOORS = {
-    "Fabric": through_fabric,
-    "a plain loop": through_a_plain_loop,
-    "Hugging Face": through_hugging_face,
-}
+DOORS = {"Fabric": through_fabric, "a plain loop": through_a_plain_loop, "Hugging Face": through_hugging_face}
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

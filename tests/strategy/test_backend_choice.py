@@ -70,29 +70,6 @@ def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair):
         assert not were_plain[-1]
 
 
-class WorseOnceLookedAt:
-    """Cost so little more, after the first choice, that a look changes nothing; and much, right after that look."""
-
-    def __init__(self):
-        self.last = 0
-        self.is_worse = False
-
-    def __call__(self, step):
-        """See from the steps that are missing that somebody has looked."""
-        self.is_worse |= step > SETTLED and step > self.last + 1
-        self.last = step
-        return much(step) if self.is_worse else 3e-3 * (step >= SETTLED)
-
-
-def test_a_change_right_after_a_look_in_vain_is_noticed(pair):
-    answers = pair.run(fit_priced, (WorseOnceLookedAt(), a_little), SETTLED + 200)
-    assert_one_model(answers)
-    for _, were_plain, *_ in answers:
-        after = [is_plain for is_plain, _ in groupby(were_plain[SETTLED:])]
-        assert after[:4] == [True, False, True, False]
-        assert not were_plain[-1]
-
-
 class FrozenLater(Priced):
     """A part of the model is frozen for a while, after the choice has been made."""
 

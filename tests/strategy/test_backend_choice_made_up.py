@@ -106,3 +106,22 @@ def test_a_network_that_gets_slow_is_left_within_49_steps():
         assert said[-1].endswith("chosen: compression, which saves 88.0%.")
     assert max(taken) == 49, taken
     assert min(taken) == 30, taken
+
+
+class WorseOnceLookedAt:
+    """Cost so little more, after the first choice, that a look changes nothing; and much, right after that look."""
+
+    def __init__(self, settled):
+        self.settled, self.last, self.is_worse = settled, 0, False
+
+    def __call__(self, step):
+        """See from the steps that are missing that somebody has looked."""
+        self.is_worse |= step > self.settled and step > self.last + 1
+        self.last = step
+        return 0.35 if self.is_worse else 0.08 if step >= self.settled else 0.05
+
+
+def test_a_change_right_after_a_look_in_vain_is_noticed():
+    were_plain, _ = live(WorseOnceLookedAt(300), lambda step: 0.15, 600)
+    assert [is_plain for is_plain, _ in groupby(were_plain[300:])][:4] == [True, False, True, False]
+    assert not were_plain[-1]

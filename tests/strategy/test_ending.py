@@ -77,12 +77,6 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     assert not any("steps sent" in line for line in lines)
 
 
-def test_one_process_has_sent_nothing_to_tell_of(pools):
-    (alone,) = fits(pools[1], Small, {"density": 0.01})
-    assert "one process" in alone.said[-1]
-    assert alone.total == {}
-
-
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair, accumulated):
     arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated, **SIXTEEN}

@@ -151,11 +151,7 @@ ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction":
 
 @pytest.mark.parametrize(
     ("optimizer", "compressor", "more"),
-    [
-        ("SGD", "dgc", {}),
-        ("AdamW", "exdyna", {}),
-        ("AdamW", "lags", {**ROUNDS, "local_steps": 2}),
-    ],
+    [("SGD", "dgc", {}), ("AdamW", "exdyna", {}), ("AdamW", "lags", {**ROUNDS, "local_steps": 2})],
 )
 def test_replicas_of_several_models_are_identical(pair, optimizer, compressor, more):
     settings = {"compressor": compressor, "density": 0.05, "wire": "bfloat16", **more}

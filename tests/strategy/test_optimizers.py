@@ -62,8 +62,11 @@ def in_pieces(pair, compressor, density, strategy, **arguments):
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"weight_decay": 0.01}], ids=str)
-@pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": False}], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "strategy"),
+    [({"weight_decay": 0.01}, {}), *((each, {"gradient_as_bucket_view": False}) for each in ({}, {"nesterov": True}))],
+    ids=str,
+)
 def test_several_backwards_in_one_step_are_one_step_of_momentum(pair, arguments, strategy):
     ones, severals = in_pieces(pair, DGC(), 1.0, strategy, **arguments)
     for one, several in zip(ones, severals):

@@ -321,8 +321,7 @@ class Thawing(Parts):
 
 
 @pytest.mark.parametrize(  # before the save and after it, in turn
-    ("compressor", "thaws_at"),
-    [*zip(DIFFERENT_NAMES, cycle([4, 10]))],
+    ("compressor", "thaws_at"), [*zip(DIFFERENT_NAMES, cycle([4, 10]))]
 )
 def test_resumed_it_goes_on_to_the_bit_whatever_was_frozen(pair, tmp_path, compressor, thaws_at):
     assert_goes_on(pair, tmp_path, settings_of(compressor, schedule="layerwise"), partial(Thawing, thaws_at=thaws_at))

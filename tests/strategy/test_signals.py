@@ -61,13 +61,18 @@ def fit_signalled(rank, signalled, step, folder, in_validation, arguments):
     return has_ended, trainer.global_step, trainer.received_sigterm, len(seen), is_restored
 
 
-@pytest.mark.parametrize("signalled", [(0,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize(
-    ("arguments", "step", "stop"),
-    [({}, 5, 7), ({"local_steps": 4}, 5, 8), ({"local_steps": LocalSteps(4, synchronous_steps=8)}, 5, 7)],
+    ("signalled", "arguments", "stop"),
+    [
+        ((0,), {}, 7),
+        ((0, 1, 2), {}, 7),
+        ((2,), {"local_steps": 4}, 8),
+        ((0, 1, 2), {"local_steps": 4}, 8),
+        ((0,), {"local_steps": LocalSteps(4, synchronous_steps=8)}, 7),
+    ],
 )
-def test_all_ranks_end_and_save_after_the_same_step(signalled, arguments, step, stop, pools, tmp_path):
-    ends = pools[3].run(fit_signalled, signalled, step, str(tmp_path), False, arguments)
+def test_all_ranks_end_and_save_after_the_same_step(signalled, arguments, stop, pools, tmp_path):
+    ends = pools[3].run(fit_signalled, signalled, 5, str(tmp_path), False, arguments)
     assert ends == [(True, stop, True, 1, True)] * 3
     assert [path.name for path in tmp_path.glob("*.ckpt")] != []
 

@@ -12,14 +12,7 @@ from lightning_sparse.testing.laws.marks import each_way
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
 from lightning_sparse.testing.laws.replicas import assert_close
 from tests.helpers.devices import DEVICE
-from tests.helpers.sparse_ddp import (
-    WIRES,
-    Edges,
-    backpropagate,
-    batch,
-    parameters_of,
-    sparse_ddp,
-)
+from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sparse_ddp
 
 Tensors = dict[str, Tensor]
 
