@@ -21,7 +21,7 @@ from lightning_sparse.engine.planning.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, NoStream
-from lightning_sparse.engine.step.levels import OneLevel, Replicas, Shards, TwoLevels
+from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
 from lightning_sparse.engine.step.step import Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
@@ -53,7 +53,8 @@ class Engine(Uncopied):
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
-        everybody = dist.get_process_group_ranks(ddp.process_group)
+        is_island = settings.asks_for_islands and node_ranks > 1  # DDP is then one of a node
+        everybody = dist.get_process_group_ranks(None if is_island else ddp.process_group)
         self._settings, self._begin = settings, begin
         self.compressor = settings.compressor
         self.arrived = ArrivedGradients()
@@ -63,7 +64,8 @@ class Engine(Uncopied):
         self.recorder = Recorder(device, *topology)
         self.densities = Densities(self.compressor, settings.density_at(0))
         self._collectives = Collectives(everybody, device, timeout)
-        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout, is_sharded)
+        kind = Shards if is_sharded else Islands if is_island else TwoLevels
+        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout, kind)
         across = self.levels.across.collectives
         wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
@@ -107,9 +109,9 @@ class Engine(Uncopied):
         return self._layout.names
 
     @property
-    def topology(self) -> tuple[int, int]:
-        """How many ranks there are, and how many of a node share what is kept; 1 where there is one level."""
-        return self._collectives.ranks, self.levels.node_ranks
+    def topology(self) -> Topology:
+        """Who keeps what."""
+        return Topology(self._collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
 
     def _exchanged_layout(self) -> ModelLayout:
         """Return what is exchanged, and between whom, as compressors see it."""
@@ -288,7 +290,7 @@ class Engine(Uncopied):
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self.worker.run(load)
 
-    def restore_plan(self, state: Mapping[str, Any], topology: tuple[int, int]) -> bool:
+    def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
         """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""
         is_ours = topology == self.topology and state["schedule"] == type(self._settings.schedule).__name__
         return is_ours and self.planner.restore(state)
@@ -312,7 +314,7 @@ def _levels_of(
     everybody: list[int],
     node_ranks: int,
     timeout: Optional[timedelta],
-    is_sharded: bool,
+    kind: type[Divided],
 ) -> OneLevel:
     """Return which ranks this one exchanges what with."""
     if node_ranks == 1:
@@ -323,5 +325,4 @@ def _levels_of(
     inside = Collectives(nodes[number], collectives.device, timeout, nodes)
     inside.check(("all_to_all", "all_gather"))
     across = Collectives(rows[place], collectives.device, timeout, rows)
-    kind = Shards if is_sharded else TwoLevels
     return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))

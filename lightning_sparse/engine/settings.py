@@ -174,6 +174,11 @@ class Settings:
         return refusal_of_shares(self.compressor) is None
 
     @property
+    def asks_for_islands(self) -> bool:
+        """Whether ranks of a node are to train in step, and rounds of local steps to go between nodes."""
+        return self.levels == 2 and self.local_steps is not None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether the optimizers are given part of each gradient late."""
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None

@@ -34,7 +34,7 @@ def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None, st
         (
             static_graph,
             f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local.every!r} it"
-            " exchanges none: leave it out",
+            " exchanges none, or those of a node alone: leave it out",
         ),
         (
             has_batch_norm,
@@ -54,25 +54,30 @@ def check_reducer(ddp: DistributedDataParallel) -> None:
         )
 
 
-def warning_of_meeting(ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str]) -> Optional[str]:
+def warning_of_meeting(
+    ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str], is_late: bool = False
+) -> Optional[str]:
     """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
 
     Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
-    where the device has one queue for both, and refuses it where it was told to take the host's order.
+    where the device has one queue for both, and refuses it where it was told to take the host's order. Those of rounds
+    between islands meet DDP's of later steps where the exchange ``is_late``.
     """
     if backend != "nccl":
         return None
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
-    if not (has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
+    if not (is_late or has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
         return None
     switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
     if not (has_batch_norm or found):
         return None
     source = "SyncBatchNorm" if has_batch_norm else "find_unused_parameters or static_graph"
+    cure = "overlaps_backward=False"
+    if is_late:
+        source, cure = "levels=2 with overlap_steps", "local_steps=LocalSteps(..., overlap_steps=0)"
     where = f" ({', '.join(found)})" if found else ""
     return (
         f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
-        " for ever where ranks launch the two in another order: give SparseDDPStrategy(overlaps_backward=False), or see"
-        " docs/limits.md"
+        f" for ever where ranks launch the two in another order: give SparseDDPStrategy({cure}), or see docs/limits.md"
     )

@@ -22,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.levels import Replicas
+from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
@@ -74,6 +74,7 @@ class Loop:
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[Choice] = None
         self.clipping = NOT_CLIPPED  # of the gradients that the next updates are made of
+        self.is_island = False  # DDP exchanges gradients between the ranks of a node, in each local step
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
@@ -111,6 +112,7 @@ class Loop:
         self._scaler = scaler
         self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
         self.replicas = engine.replicas
+        self.is_island = engine.topology.are_islands
         self.view = OptimizerView(parameters, optimizers, settings.feedback, engine.target_density, engine.memory)
         self.clipping = settings.clipping if self.corrects_adam else NOT_CLIPPED
         # Torch's all have hooks; wrappers of other packages may not.
@@ -123,8 +125,10 @@ class Loop:
     def _warn(self) -> None:
         """Warn, on one rank, of what does not go well together."""
         settings, found = self._settings, list[Optional[str]]()
-        if settings.overlaps_backward and isinstance(self._ddp, DistributedDataParallel):
-            found.append(warning_of_meeting(self._ddp, dist.get_backend(self._ddp.process_group), os.environ))
+        is_late = self.is_island and settings.local_steps is not None and settings.local_steps.overlap_steps > 0
+        if (settings.overlaps_backward or is_late) and isinstance(self._ddp, DistributedDataParallel):
+            backend = dist.get_backend(self._ddp.process_group)
+            found.append(warning_of_meeting(self._ddp, backend, os.environ, is_late))
         if settings.is_sparse:
             learning = filter(is_adaptive, self.optimizers)
             found += [warning_for(each) for each in learning if not (self.corrects_adam and is_correctable(each))]
@@ -208,7 +212,7 @@ class Loop:
             self.engine.attach(ddp)
 
     def is_silent(self, is_plain: Optional[bool] = None) -> bool:
-        """Tell whether DDP exchanges nothing, as ranks make local steps; they are its own where ``is_plain``."""
+        """Tell whether DDP leaves exchanges to rounds of local steps; the steps are its own where ``is_plain``."""
         return self._settings.local_steps is not None and not (self.is_plain if is_plain is None else is_plain)
 
     def follow_rounds(self) -> None:
@@ -225,7 +229,13 @@ class Loop:
         self._keep_silent()
 
     def _keep_silent(self) -> None:
-        if self.engine is not None and self.is_silent():
+        if self.engine is None or not self.is_silent():
+            return
+        if (
+            self.is_island
+        ):  # DDP would leave buffers as they are in the batch after a validation, but not after a resume
+            self._ddp.require_forward_param_sync = True
+        else:
             self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
 
     def begin(self, is_automatic: bool = False) -> None:
@@ -342,7 +352,7 @@ class Loop:
                 kept["scaler"] = self._scaler.state_dict()
         return kept
 
-    def load(self, state: Mapping[str, Any], topology: Optional[tuple[int, int]] = None) -> bool:
+    def load(self, state: Mapping[str, Any], topology: Optional[Topology] = None) -> bool:
         """Go on from what a rank kept, maybe of another topology; return whether its plan, if any, is followed."""
         assert self.engine is not None
         kept = state["engine"]

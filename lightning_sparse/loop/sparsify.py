@@ -22,6 +22,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
+from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.fingerprint import fingerprint
 from lightning_sparse.loop.checks import check_parameters, check_reducer, check_rounds
@@ -283,7 +284,7 @@ class Sparsifier(Loop):
         self.load({**state, "engine": {**state["engine"], "memory": kept}})
 
     @override
-    def load(self, state: Mapping[str, Any], topology: Optional[tuple[int, int]] = None) -> bool:
+    def load(self, state: Mapping[str, Any], topology: Optional[Topology] = None) -> bool:
         is_followed = super().load(state, topology)
         self._is_shared = self._settings.local_steps is None
         self._turn()

@@ -5,6 +5,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,15 +29,21 @@ class DDPWrapping:
         arguments: Mapping[str, Any],
         is_plain: bool = False,
         is_silent: bool = False,
+        island: Optional[ProcessGroup] = None,
     ) -> DistributedDataParallel:
-        """Return the model, wrapped for plain DDP, for ranks that exchange no gradients, or else for the engine."""
+        """Return the model, wrapped for plain DDP, for ranks that exchange no gradients, or else for the engine.
+
+        Ranks of an ``island`` that is silent to others exchange theirs as plain DDP does.
+        """
         given = {**arguments, "bucket_cap_mb": None if is_plain else bucket_cap_mb(module)}
         if is_silent:  # broadcast_buffers=False would leave buffers as they are, whose changes its user averages
             given.pop("broadcast_buffers", None)
         ddp = self._built(module, device_ids, given)
         if is_silent:
             del ddp  # it has made the replicas alike
-            ddp = self._silent(module, device_ids, arguments)
+            inside = {**arguments, "init_sync": False, "process_group": island}
+            is_alone = island is None
+            ddp = self._silent(module, device_ids, arguments) if is_alone else self._built(module, device_ids, inside)
         check_reducer(ddp)
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         return ddp

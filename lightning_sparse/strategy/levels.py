@@ -27,7 +27,10 @@ def ranks_of_node(settings: Settings, nodes: Sequence[int]) -> int:
     elif sizes[0] == 1:
         reason = "each node has one rank: there is nobody to average with first"
     if reason is not None and settings.levels == 2:
-        raise ValueError(f"levels=2 was given, but {reason}. Leave it out, which takes two levels where there are")
+        cure = "which takes two levels where there are"
+        if settings.asks_for_islands:
+            cure = "and every rank makes its local steps by itself; on one node nothing else would be exchanged"
+        raise ValueError(f"levels=2 was given, but {reason}. Leave it out, {cure}")
     is_wanted = settings.levels != 1 and settings.can_have_levels
     return sizes[0] if is_wanted and reason is None else 1
 

@@ -15,7 +15,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.feedback import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.collectives import Collectives, gather_together
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
@@ -141,7 +141,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
             the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
             has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
-            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``).
+            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``). With ``local_steps``, 2 has the ranks of a node
+            train in step, and rounds go between nodes. See the page on local steps.
         gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
@@ -193,6 +194,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop = Loop(self.settings, self._say)
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
+        self._island: Optional[Collectives] = None  # of ranks of this node that make their local steps together
         self._choice: Optional[BackendChoice] = None
         self._termination: Optional[Termination] = None
         self._has_failed = self.has_uneven_batches = self._has_own_position = False
@@ -275,7 +277,19 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._trained = TrainedParameters(model)
         arguments = {**self._ddp_kwargs, **changes}
         device_ids, is_silent = self.determine_ddp_device_ids(), self._loop.is_silent(is_plain)
-        return self._wrapping.wrap(model, device_ids, arguments, is_plain, is_silent)
+        island = None if self._island is None else self._island.group
+        return self._wrapping.wrap(model, device_ids, arguments, is_plain, is_silent, island)
+
+    @override
+    def configure_ddp(self) -> None:
+        checkpointer = self._checkpointer
+        count = checkpointer.node_ranks = self._ranks_of_node()
+        checkpointer.are_islands = count > 1 and self.settings.asks_for_islands
+        if checkpointer.are_islands and self._island is None:
+            nodes = [list(range(first, first + count)) for first in range(0, self.world_size, count)]
+            own = nodes[self.global_rank // count]
+            self._island = Collectives(own, self.root_device, self._timeout, nodes)
+        super().configure_ddp()
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -288,7 +302,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().setup_optimizers(trainer)
         self._let_go()  # of what was there before, where users have optimizers set up anew
         self._has_failed = False
-        self._checkpointer.node_ranks = self._ranks_of_node()
         value = trainer.gradient_clip_val
         self._loop.start(
             self._ddp,
@@ -327,6 +340,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         fit_loop.run = run_from_position  # type: ignore[method-assign]
         self._replaced.append((fit_loop, "run"))
 
+    @property
+    def _ranks_in_step(self) -> int:
+        return 1 if self._island is None else self._island.ranks
+
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -336,7 +353,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         def run_to_one() -> None:
             if self.settings.local_steps is not None:
                 fit_loop.setup_data()
-                self.has_uneven_batches = check_batches(trainer, self.settings.local_steps, self._has_own_position)
+                self.has_uneven_batches = check_batches(
+                    trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step
+                )
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -388,11 +407,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         several = self.num_nodes > 1 and self.settings.levels != 1
         nodes = gather_together(self.node_rank) if several else [0] * self.world_size
         count = ranks_of_node(self.settings, nodes)
+        together = "train in step, and rounds of local steps go between nodes."
+        if not self.settings.asks_for_islands:
+            together = "average their gradients before they exchange with other nodes."
         if count > 1:
-            self._say(
-                f"two levels, the {count} ranks of each of {self.world_size // count} nodes average their gradients"
-                " before they exchange with other nodes."
-            )
+            self._say(f"two levels, the {count} ranks of each of {self.world_size // count} nodes {together}")
         return count
 
     @override
@@ -456,7 +475,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
         self._loop.begin(self.lightning_module.automatic_optimization)
-        if not self._loop.replicas.are_apart:
+        if not self._loop.replicas.are_apart or self._loop.is_island:
             tolerant = ("find_unused_parameters", "static_graph")
             self._trained.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
         super().pre_backward(closure_loss)
@@ -605,6 +624,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._answer_signals(has_ended=False)
         self._let_go()
         self._loop.end(self._has_failed, keep=on_host)  # on a GPU it takes as much memory as the model
+        if self._island is not None:
+            self._island.close(self._has_failed)
+            self._island = None
         self._choice = None
         super().teardown()
         self._wrapping.close()

@@ -29,7 +29,7 @@ def samples_of(batch: Any) -> Optional[int]:
         return None
 
 
-def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool) -> bool:
+def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in_step: int = 1) -> bool:
     """Return whether ranks may have different numbers of batches; refuse, on all alike, what cannot go with that."""
     epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
     batches = [epoch.batches for epoch in epochs]
@@ -39,7 +39,7 @@ def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool) ->
     if not is_position_own and epochs[0].has_ended:
         _end_epoch(trainer)
         is_position_own = True
-    refused = next(_refusals(trainer, local, epochs, is_position_own), None)
+    refused = next(_refusals(trainer, local, epochs, is_position_own, in_step), None)
     if refused is not None:
         raise ValueError(f"ranks have different numbers of batches ({numbers}), and {refused}")
     return True
@@ -64,8 +64,15 @@ def _end_epoch(trainer: Trainer) -> None:
     current.completed += others
 
 
-def _refusals(trainer: Trainer, local: LocalSteps, epochs: Sequence[_Epoch], is_position_own: bool) -> Iterator[str]:
+def _refusals(
+    trainer: Trainer, local: LocalSteps, epochs: Sequence[_Epoch], is_position_own: bool, in_step: int
+) -> Iterator[str]:
     """Yield what cannot go with different numbers of batches, and what to do."""
+    if any(epoch.batches != epochs[rank - rank % in_step].batches for rank, epoch in enumerate(epochs)):
+        yield (
+            f"levels=2 has the {in_step} ranks of a node train in step: give those of a node equally many; nodes may"
+            " have different numbers"
+        )
     fewest = min(epoch.batches for epoch in epochs)
     if fewest == 0:
         yield "Lightning trains nothing on a rank that has none: give each at least one"

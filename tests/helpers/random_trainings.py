@@ -119,6 +119,11 @@ class Training:
         return self.local is not None or not agrees(self.subject)
 
     @property
+    def are_islands(self) -> bool:
+        """Whether ranks of a node train in step, and rounds go between nodes."""
+        return self.local is not None and self.levels == 2
+
+    @property
     def has_adam(self) -> bool:
         """Whether the optimizer is of Adam's kind."""
         return self.optimizer in ("adamw", "amsgrad")
@@ -144,7 +149,7 @@ class Training:
     @property
     def can_be_uneven(self) -> bool:
         """Whether ranks may have different numbers of batches: nothing but rounds, validations and epochs is common."""
-        if self.local is None or (self.by_hand and self.local.synchronous_steps):
+        if self.local is None or self.are_islands or (self.by_hand and self.local.synchronous_steps):
             return False
         numbers = [self.batches - self.fewer * rank for rank in range(self.ranks)]
         validations = {number // self.validates if self.validates else 0 for number in numbers}
@@ -176,7 +181,7 @@ class Training:
         By hand, and where batches are accumulated, DDP does not make buffers alike before each forward; nor ever those
         of an average, nor, once that has been validated in the model's place, the model's before the next forward.
         """
-        is_ddp = self.local is None or self.local.synchronous_steps > 0
+        is_ddp = self.local is None or self.are_islands or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
         has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))

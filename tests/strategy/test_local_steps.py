@@ -10,7 +10,6 @@ import pytest
 import torch
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import LearningRateFinder, StochasticWeightAveraging
-from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,40 +19,11 @@ from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.strategy.uneven import samples_of
 from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
-from tests.helpers.devices import DEVICE
 from tests.helpers.fits import Tensors, assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
-from tests.helpers.resuming import BATCHES, Numbered
+from tests.helpers.resuming import Numbered
+from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
 from tests.helpers.trainers import Rows, Small, run_fit, weights
-
-ROUNDS: dict[str, dict[str, Any]] = {
-    "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, 0.7, 0.9, nesterov=True)},
-    "sparse": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
-    "quantized": {"compressor": "dense", "wire": "4bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
-    "late": {"density": 0.1, "local_steps": LocalSteps(4, overlap_steps=2)},
-    "synchronous": {
-        "density": 0.1,
-        "local_steps": LocalSteps(4, overlap_steps=1, synchronous_steps=3),
-        "find_unused_parameters": True,
-    },
-}
-
-
-class Local(Numbered):
-    """A model with BatchNorm, trained by AdamW on rows of this rank's own."""
-
-    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
-        super().__init__(save_after, path)
-        self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
-
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
-        self.network(self.rows(batch_index))
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW with a learning rate that falls step by step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Narrow(Local):
@@ -337,23 +307,6 @@ def test_any_loop_trains_one_model(
     assert first.total["total_wire_bytes"] > 0
 
 
-class Overflowing(Local):
-    """A model whose gradients overflow on one rank, in one step."""
-
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        loss = super().training_step(batch, batch_index)
-        return loss * (float("inf") if self.global_rank == 1 and batch_index == 1 else 1.0)
-
-    def on_train_end(self) -> None:
-        self.notes = self.trainer.precision_plugin.scaler.get_scale()
-
-
-def scaling() -> list[Any]:
-    """Return a plugin with a gradient scaler."""
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
-    return [MixedPrecision("16-mixed", DEVICE.type, scaler)]
-
-
 def test_ranks_may_skip_different_steps(pair: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
     first, second = fits(pair, partial(Overflowing, 6, path), ROUNDS["diloco"], plugins=scaling())
@@ -385,31 +338,6 @@ def test_synchronous_steps_are_those_of_ddp_to_the_bit(
     for one, other in zip(ours, theirs):
         for place in ("batches", "end", "optimizers", "notes"):
             assert_same(getattr(one, place), getattr(other, place))
-
-
-class Worker(Numbered):
-    """A rank of the reference, in this process."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-        (self.optimizer,), (self.schedule,) = self.configure_optimizers()
-
-    def backward_on(self, seen: int) -> None:
-        epoch, number = divmod(seen, BATCHES)
-        seed = 10_000 * self.rank + 100 * epoch + number
-        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
-        self.optimizer.zero_grad()
-        (self.network(rows) - rows).square().mean().backward()
-
-
-@torch.no_grad()
-def average(everybody: list[list[Tensor]]) -> None:
-    """Replace tensors by their means over workers."""
-    for each in zip(*everybody):
-        mean = sum(each) / len(each)
-        for tensor in each:
-            tensor.copy_(mean)
 
 
 def averaging_after(synchronous: int, every: int, **arguments: Any) -> dict[str, Any]:

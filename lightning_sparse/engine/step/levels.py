@@ -28,6 +28,14 @@ class LocalGradient(NamedTuple):
     is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where that is not tracked
 
 
+class Topology(NamedTuple):
+    """Who keeps what."""
+
+    ranks: int
+    node_ranks: int = 1  # that share what is kept; 1 where each keeps all
+    are_islands: bool = False  # and make their local steps together
+
+
 class OneLevel:
     """All ranks exchange with all, and each sees to the whole of every gradient.
 
@@ -320,6 +328,31 @@ class TwoLevels(Divided):
         for rank, row in enumerate(rows):
             there = tensor[rank * numel + first :][:columns]
             there.copy_(row[: len(there)])
+
+
+class Islands(TwoLevels):
+    """The ranks of a node train one model in step, so that all hold each change, and every rank exchanges its share."""
+
+    are_in_step = True
+
+    @override
+    def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
+        return group
+
+    @override
+    def write_back(self, names: Sequence[str]) -> None:
+        return
+
+    @override
+    def part_of(self, flat: Tensor) -> Tensor:
+        return self.share_of(flat)
+
+    @override
+    def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            alike = [place for place, part in enumerate(parts) if part.dtype is dtype]
+            shares = torch.cat([parts[place] for place in alike])
+            self._inside.run(self._hand_out(shares, [tensors[place] for place in alike], dtype), names)
 
 
 def _within(numels: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -10,6 +10,7 @@ from uuid import uuid4
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (
@@ -38,6 +39,7 @@ class Checkpointer:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
         self.loaded: Optional[tuple[str, Optional[Save]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
+        self.are_islands = False  # whose ranks make their local steps together
         self.same_shards: Optional[ProcessGroup] = None  # ranks that hold the same shards, where the model has some
         self._strategy = strategy
         self._resumes = resumes
@@ -66,7 +68,8 @@ class Checkpointer:
             self._strategy.checkpoint_io.teardown()
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
-        save = Save(name, self._strategy.world_size, compressor, self.node_ranks, self.same_shards is not None)
+        ranks, node_ranks, are_islands = self._topology
+        save = Save(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
@@ -85,8 +88,8 @@ class Checkpointer:
             self._remove_saves(filepath, set(saves_beside(filepath)) - {save.name})
 
     @property
-    def _topology(self) -> tuple[int, int]:
-        return self._strategy.world_size, self.node_ranks
+    def _topology(self) -> Topology:
+        return Topology(self._strategy.world_size, self.node_ranks, self.are_islands)
 
     @property
     def _is_asynchronous(self) -> bool:

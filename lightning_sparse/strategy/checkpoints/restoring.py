@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
+from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
 
@@ -39,7 +40,7 @@ def restore(
         unused.append(f"what {save.compressor} had learned, because {type(compressor).__name__} goes on")
     usable |= {part: state[part] for part in ("averager", "plan") if part in state}
     if "rounds" in state and "rounds" in present:
-        usable["rounds"] = state["rounds"]
+        usable["rounds"] = {**state["rounds"], "momentum": _fitted_momenta(state["rounds"], engine, save, parameters)}
     try:
         if not loop.load({**kept, "engine": usable}, save.topology):
             unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
@@ -63,7 +64,7 @@ def _other_memory(
     return ""
 
 
-def remarks(save: Save, topology: tuple[int, int], unused: Sequence[str], source: str) -> Iterator[str]:
+def remarks(save: Save, topology: Topology, unused: Sequence[str], source: str) -> Iterator[str]:
     """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
     if save.topology != topology:
         group = "in replicas" if save.is_sharded else "on nodes"
@@ -110,6 +111,20 @@ def _fitted_memory(
                 ) from error
         fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
     return fitted, sorted(gone)
+
+
+def _fitted_momenta(
+    rounds: Mapping[str, Any], engine: Engine, save: Save, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return outer momenta, or this rank's part of each where the ranks of an island divide it anew."""
+    momenta: dict[str, Tensor] = rounds["momentum"]
+    if _are_shares(engine, save):
+        return momenta
+    return {
+        name: engine.levels.part_of(each[: parameters[name].numel()])
+        for name, each in momenta.items()
+        if name in parameters
+    }
 
 
 def _kept_numel(numel: int, engine: Engine, save: Save) -> int:

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
+from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 from lightning_sparse.strategy.lightning import CheckpointIO
 
@@ -37,17 +38,18 @@ class Save(NamedTuple):
     compressor: str  # its class
     node_ranks: int = 1  # that, one after the other, had shares of the same parameters; 1 where each kept all
     is_sharded: bool = False  # those shares were FSDP's shards, and the ranks one replica
+    are_islands: bool = False  # those ranks made their local steps together
 
     @property
-    def topology(self) -> tuple[int, int]:
-        """Who kept what: how many ranks there were, and how many of them shared."""
-        return self.ranks, self.node_ranks
+    def topology(self) -> Topology:
+        """Who kept what."""
+        return Topology(self.ranks, self.node_ranks, self.are_islands)
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
         header = {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
-        sharded = {"is_sharded": True} if self.is_sharded else {}
-        return {**header, **sharded} if self.node_ranks == 1 else {**header, **sharded, "node_ranks": self.node_ranks}
+        header |= {name: True for name in ("is_sharded", "are_islands") if getattr(self, name)}
+        return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
 
 
 def read_header(content: Any, source: str) -> Optional[Save]:
@@ -67,7 +69,8 @@ def read_header(content: Any, source: str) -> Optional[Save]:
             f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
             f" {_VERSION}): use that version. {CURE}"
         )
-    return Save(name, ranks, compressor, node_ranks, header.get("is_sharded") is True)
+    is_sharded, are_islands = (header.get(name) is True for name in ("is_sharded", "are_islands"))
+    return Save(name, ranks, compressor, node_ranks, is_sharded, are_islands)
 
 
 def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def mean_of_shares(
         if not shape.numel():
             continue
         own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
-        parts = save.ranks // save.node_ranks if save.is_sharded or _is_shared(place) else save.ranks
+        parts = save.ranks // save.node_ranks if save.is_sharded or _is_shared(place, save) else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
         _put(share.sums, place, mean)
@@ -168,8 +171,10 @@ def _summed(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
         yield place, part
 
 
-def _is_shared(place: Place) -> bool:
+def _is_shared(place: Place, save: Save) -> bool:
     """Tell whether ranks of a node have shares of what is at a place, where there are two levels."""
+    if save.are_islands and place[:3] == ("engine", "rounds", "momentum"):
+        return True
     return len(place) == 4 and place[:2] == ("engine", "memory") and place[2] not in {*NUMBERS, *WHOLE}
 
 
@@ -178,7 +183,7 @@ def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
     if save.node_ranks == 1:
         return part
     for place, share in list(_summed(part)):
-        if _is_shared(place):
+        if _is_shared(place, save):
             whole = share.new_zeros(save.node_ranks, share.numel())
             whole[rank % save.node_ranks] = share
             _put(part, place, whole.view(-1))
@@ -204,7 +209,7 @@ def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: tuple[int, int]
+    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: Topology
 ) -> Union[dict[str, Any], Share]:
     """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed."""
     places = [place for place in dict.fromkeys((followed(path), str(path))) if save.name in saves_beside(place)]

@@ -1,0 +1,82 @@
+"""Rounds of local steps, models for them, and the workers of a slow reference."""
+
+from typing import Any
+
+import torch
+from pytorch_lightning.plugins import MixedPrecision
+from torch import nn
+
+from lightning_sparse import LocalSteps
+from tests.helpers.devices import DEVICE
+from tests.helpers.resuming import BATCHES, Numbered
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, 0.7, 0.9, nesterov=True)},
+    "sparse": {"density": 0.1, "wire": "2bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
+    "quantized": {"compressor": "dense", "wire": "4bit", "local_steps": LocalSteps(4, residual_decay=0.9)},
+    "late": {"density": 0.1, "local_steps": LocalSteps(4, overlap_steps=2)},
+    "synchronous": {
+        "density": 0.1,
+        "local_steps": LocalSteps(4, overlap_steps=1, synchronous_steps=3),
+        "find_unused_parameters": True,
+    },
+}
+
+
+class Local(Numbered):
+    """A model with BatchNorm, trained by AdamW on rows of this rank's own."""
+
+    def __init__(self, save_after=None, path=""):
+        super().__init__(save_after, path)
+        self.network = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
+
+    def validation_step(self, batch, batch_index):
+        self.network(self.rows(batch_index))
+
+    def configure_optimizers(self):
+        """Return AdamW with a learning rate that falls step by step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Overflowing(Local):
+    """A model whose gradients overflow on one rank, in one step."""
+
+    def training_step(self, batch, batch_index):
+        loss = super().training_step(batch, batch_index)
+        return loss * (float("inf") if self.global_rank == 1 and batch_index == 1 else 1.0)
+
+    def on_train_end(self):
+        self.notes = self.trainer.precision_plugin.scaler.get_scale()
+
+
+def scaling():
+    """Return a plugin with a gradient scaler."""
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
+    return [MixedPrecision("16-mixed", DEVICE.type, scaler)]
+
+
+class Worker(Numbered):
+    """A rank of the reference, in this process."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        (self.optimizer,), (self.schedule,) = self.configure_optimizers()
+
+    def backward_on(self, seen):
+        epoch, number = divmod(seen, BATCHES)
+        seed = 10_000 * self.rank + 100 * epoch + number
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+        self.optimizer.zero_grad()
+        (self.network(rows) - rows).square().mean().backward()
+
+
+@torch.no_grad()
+def average(everybody):
+    """Replace tensors by their means over workers."""
+    for each in zip(*everybody):
+        mean = sum(each) / len(each)
+        for tensor in each:
+            tensor.copy_(mean)
