@@ -25,8 +25,10 @@ def read_as(wires: Tensor, dtype: torch.dtype) -> Tensor:
 
 def held_of(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: its shard of a DTensor, all of any other; the same memory."""
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
     with torch.no_grad():
-        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        local: Tensor = tensor.to_local()
     return local
 
 
