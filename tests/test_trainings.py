@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.helpers.random_trainings import (
 )
 
 _DRAWS = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "0:100")
+_ISLANDS = tuple(islice((seed for seed in count(100) if drawn(seed).are_islands), 3))  # which are seldom drawn
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
 _PATIENCE = 10.0  # after the first of them has an answer
 _CUTTING_SECONDS = 90.0
@@ -57,6 +59,8 @@ def unlike(training, outcomes):
         "save": [[outcome.saved] for outcome in outcomes],
         "end": [[outcome.end] for outcome in outcomes],
     }
+    for first in range(0, len(outcomes), 2) if training.are_islands else ():
+        places[f"step of node {first // 2}"] = [outcome.batches for outcome in outcomes[first : first + 2]]
     for place, states_of in places.items():
         for number, states in enumerate(zip(*states_of, strict=True), 1):
             first, *others = (
@@ -64,7 +68,7 @@ def unlike(training, outcomes):
                     name: values
                     for name, values in state.items()
                     # With local steps a teacher is averaged from the end of the first round on.
-                    if name.rpartition(".")[2] not in left_out
+                    if name.rpartition(".")[2] not in (_OWN + _AVERAGED if "node" in place else left_out)
                     and not (training.local and place != "end" and name.startswith("teacher"))
                 }
                 for state in states
@@ -136,7 +140,7 @@ def kind_of(failures):
     return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
-@pytest.mark.parametrize("seed", range(*map(int, _DRAWS.split(":"))))
+@pytest.mark.parametrize("seed", [*range(*map(int, _DRAWS.split(":"))), *_ISLANDS])
 def test_whatever_is_drawn(pools, tmp_path, seed):
     training = drawn(seed)
     failures = failures_of(pools, training, tmp_path)
