@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor, available_compressors, register_compressor
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.strategy.names import TABLES, register_names

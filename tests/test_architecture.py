@@ -26,7 +26,7 @@ ROOMS = [
 # The same inside the engine: memory, wire, collectives and observe stand on the ground and do not know each other.
 ENGINE = [
     {"memory", "wire", "collectives", "observe"},
-    {"planning"},
+    {"planner"},
     {"step"},
     {"adam"},
     {"settings"},

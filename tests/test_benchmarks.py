@@ -64,13 +64,11 @@ def test_lines_compare_within_the_run():
     seen = {
         "still": [results.Measurement([0.1, 0.1], 0.0, 0.0)],
         "ddp": [results.Measurement([0.3, 0.4], 8e6, 12e6), results.Measurement([0.5, 0.6, 9.0], 8e6, 14e6)],
-        "planned": [results.Measurement([0.1], 0.0, 0.0, predicted) for predicted in (0.2, 0.4, None, 0.3)],
     }
-    still, ddp, planned = results.summarise("model", seen, "ddp", "still")
+    still, ddp = results.summarise("model", seen, "ddp", "still")
     assert (ddp.median_ms, ddp.sent_mb, ddp.link_mb) == pytest.approx((500.0, 8.0, 13.0))
     assert (ddp.to_ddp, ddp.to_no_communication) == pytest.approx((1.0, 5.0))
     assert (still.to_ddp, still.to_no_communication) == pytest.approx((0.2, 1.0))
-    assert planned.predicted_ms == pytest.approx(300.0)
 
 
 def test_steps_of_two_batches_are_averaged(monkeypatch):

@@ -10,9 +10,9 @@ import torch
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.schedule import FixedSize, Layerwise, Single
-from lightning_sparse.testing.laws.marks import each_schedule, each_wire
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.subjects import each_schedule, each_wire
 from tests.compressors.virtual import Net
 from tests.helpers.devices import DEVICE, needs_cuda
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, batch, sparse_ddp, watch_gradients

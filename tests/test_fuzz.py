@@ -14,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from lightning_sparse.compressors.group_selection import grouped
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.selection import Selection, SelectionSize, grouped
 from lightning_sparse.engine.wire import WIRES, build_wires
 from lightning_sparse.functional.codes import (
     BLOCK,
@@ -27,9 +26,13 @@ from lightning_sparse.functional.codes import (
     unpack_codes,
 )
 from lightning_sparse.functional.elements import copy_elements, index_codec, round_to
-from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
-from lightning_sparse.functional.norms import layer_deltas
-from lightning_sparse.functional.signs import shift_by_sign, sign_totals
+from lightning_sparse.functional.reductions import (
+    layer_deltas,
+    magnitude_histogram,
+    magnitude_quantile,
+    shift_by_sign,
+    sign_totals,
+)
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.testing.equality import differences
 from lightning_sparse.testing.pool import Pool, RemoteError
+from lightning_sparse.testing.tensors import differences
 from tests.helpers import random_trainings
 from tests.helpers.random_trainings import (
     MAY_NOT_MATTER,

@@ -27,7 +27,7 @@ from lightning_sparse.cli.plan.rehearsal import EchoCollectives, rehearsed_pipel
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory.residual import Memory
-from lightning_sparse.engine.observe.record import Recorder
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import OneLevel
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.compressors.group_selection import FlatSelection
+from lightning_sparse.compressors.base import ErrorFeedback
+from lightning_sparse.compressors.selection import FlatSelection
 
 _POOL_ELEMENTS = 1 << 24  # of which gradients are cut; more than that where a tensor is larger
 

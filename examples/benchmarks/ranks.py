@@ -41,7 +41,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
-from lightning_sparse.schedule.cost.network import sent_bytes
+from lightning_sparse.schedule.network import sent_bytes
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DENSITY = 0.01

@@ -14,7 +14,6 @@ class Measurement(NamedTuple):
         seconds: for each batch.
         sent_bytes: that left the rank, as counted, for each batch.
         link_bytes: that the host's device transmitted, for each batch.
-        predicted_seconds: of a batch, with the exchange as the strategy's plan foresaw it; ``None`` without a plan.
         longest: batch of those that share a step, or a round of local steps, relative to the median batch; median over
             steps or rounds.
     """
@@ -22,7 +21,6 @@ class Measurement(NamedTuple):
     seconds: list[float]
     sent_bytes: float
     link_bytes: float
-    predicted_seconds: Optional[float] = None
     longest: float = 1.0
 
 
@@ -38,7 +36,6 @@ class Line(NamedTuple):
         to_no_communication: median relative to that of ``no communication`` in the same run, or ``None``.
         sent_mb: megabytes (10**6) that left a rank, as counted, for each batch; the largest of all ranks.
         link_mb: megabytes that a host transmitted for each batch; mean over ranks and rounds.
-        predicted_ms: what the plans foresaw, median over ranks and rounds; ``None`` without a plan.
         longest: batch of a step or a round, relative to the median batch; median over ranks and rounds.
     """
 
@@ -50,7 +47,6 @@ class Line(NamedTuple):
     to_no_communication: Optional[float]
     sent_mb: float
     link_mb: float
-    predicted_ms: Optional[float] = None
     longest: float = 1.0
 
 
@@ -93,7 +89,6 @@ def summarise(
             _ratio(medians[row], medians.get(no_communication)),
             max(seen.sent_bytes for seen in some) / 1e6,
             statistics.fmean(seen.link_bytes for seen in some) / 1e6,
-            _predicted_ms(some),
             statistics.median(seen.longest for seen in some),
         )
         for row, some in measurements.items()
@@ -110,14 +105,12 @@ def as_text(lines: Sequence[Line]) -> str:
         ("x no comm", 9),
         ("sent MB", 9),
         ("link MB", 9),
-        ("predicted", 9),
         ("longest", 7),
     ]
     head = " ".join([" " * (width + 1), *(f"{title:>{columns}s}" for title, columns in titles)])
     body = [
         f"{line.row:{width}s}  {line.median_ms:6.1f} ms {line.spread_ms:6.1f} ms {_written(line.to_ddp):>7s}"
         f" {_written(line.to_no_communication):>9s} {line.sent_mb:9.3f} {line.link_mb:9.3f}"
-        f" {'-' if line.predicted_ms is None else f'{line.predicted_ms:.1f} ms':>9s}"
         f" {line.longest:7.2f}"
         for line in lines
     ]
@@ -133,11 +126,6 @@ def as_csv(lines: Iterable[Line], comments: Iterable[str]) -> str:
     for line in lines:
         writer.writerow([f"{field:.4f}" if isinstance(field, float) else field for field in line])
     return text.getvalue()
-
-
-def _predicted_ms(measurements: Sequence[Measurement]) -> Optional[float]:
-    predicted = [seen.predicted_seconds for seen in measurements if seen.predicted_seconds is not None]
-    return 1e3 * statistics.median(predicted) if predicted else None
 
 
 def _ratio(value: float, reference: Optional[float]) -> Optional[float]:

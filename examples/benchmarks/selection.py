@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.memory.residual import ResidualMemory
-from lightning_sparse.engine.observe.record import Clock
+from lightning_sparse.engine.observe import Clock
 
 _NAME = "parameter"
 _ROW = 512  # elements of an embedding row

@@ -1,6 +1,6 @@
 """What a link looks like: how rates and delays are written, and what follows from them."""
 
-from lightning_sparse.schedule.cost.network import parse_bandwidth, parse_latency
+from lightning_sparse.schedule.network import parse_bandwidth, parse_latency
 
 
 def parse_rate(rate: str) -> int:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Densities
-from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
-from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, Densities, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.observe.record import Recorder
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker

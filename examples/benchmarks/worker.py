@@ -3,11 +3,10 @@
 import argparse
 import json
 import time
-from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,7 @@ from rows import ROWS, Row
 from training import begin_rank, train
 
 from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
-from lightning_sparse.engine.observe.record import Clock
-from lightning_sparse.schedule import Plan
-from lightning_sparse.schedule.cost.network import sent_bytes
+from lightning_sparse.schedule.network import sent_bytes
 
 _TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
 
@@ -64,35 +61,6 @@ class StepWatch(Callback):
         return (transmitted[-1] - transmitted[0]) / (len(transmitted) - 1) / self._batches_per_step
 
 
-class PlanWatch(Callback):
-    """Keep what the strategy plans, which ends with the training, and what backward and exchange took.
-
-    Args:
-        steps: how many of the last steps count.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._plan: Optional[Plan] = None
-        self._seconds: deque[float] = deque(maxlen=steps)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Look."""
-        if isinstance(trainer.strategy, SparseDDPStrategy):
-            self._plan = None if trainer.strategy.is_plain else trainer.strategy.exchange_plan()
-            assert trainer.strategy.engine is not None
-            if trainer.strategy.is_plain or trainer.strategy.engine.rounds is not None:
-                return
-            last = trainer.strategy.engine.recorder.last
-            assert last is not None
-            self._seconds.append(Clock.seconds(last.marks.backward_start, last.marks.end))
-
-    def predicted_seconds(self, seconds: float) -> Optional[float]:
-        """Return the time of a batch of which backward and exchange take what was planned, the rest what it took."""
-        if self._plan is None or self._plan.predicted is None:
-            return None
-        return seconds - median(self._seconds) + self._plan.predicted.total
-
-
 def transmitted_bytes() -> int:
     """Return what ``eth0`` has transmitted since it is up, frame headers included; 0 without such a device."""
     for line in Path("/proc/net/dev").read_text().splitlines():
@@ -107,18 +75,11 @@ def measure(row: Row, name: str, hosts: int, steps: int, warm_up: int, slower: f
     torch.manual_seed(0)
     module = BenchmarkModule(workload(name, slower))
     batches = row.batches_per_step * row.local_steps
-    watch, plan_watch = StepWatch(warm_up + row.trial_steps, batches), PlanWatch(steps)
-    trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch, plan_watch])
+    watch = StepWatch(warm_up + row.trial_steps, batches)
+    trainer = train(row, module, hosts, (warm_up + row.trial_steps + steps + 1) * row.local_steps, [watch])
     seconds = watch.seconds()
     sent_bytes = _sent_bytes(row, trainer, module) / batches
-    predicted = plan_watch.predicted_seconds(median(seconds))
-    return Measurement(
-        [second / slower for second in seconds],
-        sent_bytes,
-        watch.link_bytes(),
-        None if predicted is None else predicted / slower,
-        watch.longest(),
-    )
+    return Measurement([second / slower for second in seconds], sent_bytes, watch.link_bytes(), watch.longest())
 
 
 def _sent_bytes(row: Row, trainer: Trainer, module: BenchmarkModule) -> float:

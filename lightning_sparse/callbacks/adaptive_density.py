@@ -11,21 +11,22 @@ from lightning_sparse.callbacks.base import (
     checked_interval,
     engine_of,
     log_scalars,
+    mean_over_ranks,
     parameter_tag,
     say,
     sparse_strategy,
     step_of,
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
-from lightning_sparse.callbacks.over_ranks import mean_over_ranks
 from lightning_sparse.callbacks.tensorboard import log_text, table
-from lightning_sparse.compressors.base import RULES, is_other_density
+from lightning_sparse.compressors.base import RULES
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _KEY = "lightning_sparse_rules"
+_CHANGE = 1.25  # times: a density that falls a little in every step is not worth a line in every step
 _NEWS = 2.0  # times: a rule that steers a density changes it a little after every measurement
 
 
@@ -170,7 +171,7 @@ class AdaptiveDensity(StepObserver):
     def _report(self, trainer: Trainer, winners: Mapping[str, Rule], context: RuleContext) -> None:
         present = engine_of(sparse_strategy(trainer)).present_densities()
         logged = {**self._asked, **self._logged}
-        if not any(is_other_density(logged[name], density) for name, density in present.items()):
+        if not any(_is_other(logged[name], density) for name, density in present.items()):
             return
         self._logged = present
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
@@ -178,7 +179,7 @@ class AdaptiveDensity(StepObserver):
                 trainer, {parameter_tag("density", name): value for name, value in present.items()}, context.step
             )
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
-        raised = [name for name, density in present.items() if is_other_density(self._asked[name], density)]
+        raised = [name for name, density in present.items() if _is_other(self._asked[name], density)]
         deciders = {_decider(reasons[name]) for name in raised}
         told = {**self._asked, **self._told}
         steered = [name for name, rule in winners.items() if not rule.follows_steps]
@@ -218,6 +219,10 @@ def _summary(densities: Mapping[str, float], reasons: Mapping[str, str]) -> str:
         why = reasons[most] if is_one else f"{rule}, {most}: {reasons[most].partition(': ')[2]}"
         parts.append(f"{len(names)} parameter{'s' if len(names) > 1 else ''} at {extent} ({why})")
     return "; ".join(parts)
+
+
+def _is_other(before: float, after: float) -> bool:
+    return not 1 / _CHANGE < after / before < _CHANGE
 
 
 def _decider(reason: str) -> str:

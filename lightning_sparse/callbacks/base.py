@@ -1,8 +1,13 @@
-"""The base of this package's callbacks: which strategy they look at, at which steps, and what they refuse."""
+"""The base of this package's callbacks: which strategy they look at, at which steps, what they refuse and gather."""
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, cast
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.engine import Engine
@@ -124,3 +129,51 @@ def checked_interval(name: str, steps: int) -> int:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, at least 1; 1 looks at every step")
     return steps
+
+
+# The slowest rank is the one that all wait for, and samples of all ranks are trained on.
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "exposed_seconds": max,
+    "exposed_share": max,
+    "step_samples": math.fsum,
+}
+
+
+def gather(strategy: SparseDDPStrategy, row: Tensor) -> Tensor:
+    """Gather ``[n]`` from every rank as ``[ranks, n]``, on the CPU."""
+    if strategy.has_uneven_batches:
+        return row.cpu().unsqueeze(0)
+    # Lightning's all_gather warns with torch 2.13. A sum of rows that only one rank fills is the same to the bit.
+    rows = torch.zeros(strategy.world_size, row.numel(), dtype=row.dtype, device=strategy.root_device)
+    rows[strategy.global_rank] = row.to(strategy.root_device)
+    return _sum(strategy, rows)
+
+
+def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[list[float]]:
+    """Gather equally many numbers from every rank."""
+    rows: list[list[float]] = gather(strategy, torch.tensor(numbers, dtype=torch.float64)).tolist()
+    return rows
+
+
+def mean_over_ranks(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[float]:
+    """Return the mean over ranks of each of equally many numbers."""
+    return list(map(fmean, zip(*gather_rows(strategy, numbers))))
+
+
+def reduce_over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean over ranks by name; exposed times are those of the slowest rank, samples those of all."""
+    columns = zip(*gather_rows(strategy, list(mine.values())))
+    return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, columns)}
+
+
+def sum_over_ranks(strategy: SparseDDPStrategy, counts: Tensor) -> Tensor:
+    """Add up counts over ranks; on the CPU."""
+    return _sum(strategy, counts.to(strategy.root_device, copy=True))
+
+
+def _sum(strategy: SparseDDPStrategy, tensor: Tensor) -> Tensor:
+    if strategy.has_uneven_batches:
+        return tensor.cpu()
+    total = strategy.reduce(tensor, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total.cpu()

@@ -14,13 +14,12 @@ from lightning_sparse.callbacks.base import (
     log_scalars,
     parameter_tag,
     sparse_strategy,
+    sum_over_ranks,
 )
-from lightning_sparse.callbacks.over_ranks import sum_over_ranks
 from lightning_sparse.callbacks.statistics import Throughput, parameters_over_ranks, statistics_over_ranks
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_magnitudes, log_text, plan_page
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe.record import StepFacts
-from lightning_sparse.engine.observe.samples import ParameterSamples
+from lightning_sparse.engine.observe import ParameterSamples, StepFacts
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 

@@ -5,10 +5,16 @@ from typing import Optional, Union
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, is_logged, log_scalars, sparse_strategy
-from lightning_sparse.callbacks.over_ranks import reduce_over_ranks
+from lightning_sparse.callbacks.base import (
+    StepObserver,
+    engine_of,
+    is_logged,
+    log_scalars,
+    reduce_over_ranks,
+    sparse_strategy,
+)
 from lightning_sparse.callbacks.statistics import memory_statistics
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy

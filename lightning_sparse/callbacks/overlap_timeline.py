@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Optional, Union
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, say, sparse_strategy
-from lightning_sparse.callbacks.over_ranks import gather_rows
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, gather_rows, say, sparse_strategy
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe.record import Clock, Mark, StepMarks
+from lightning_sparse.engine.observe import Clock, Mark, StepMarks
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 

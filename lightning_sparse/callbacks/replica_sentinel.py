@@ -6,9 +6,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, sparse_strategy
-from lightning_sparse.callbacks.over_ranks import gather
-from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.callbacks.base import StepObserver, checked_interval, gather, sparse_strategy
+from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.registry import one_of
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy

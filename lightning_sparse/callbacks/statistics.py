@@ -8,11 +8,9 @@ from typing import Any, Optional
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_sparse.callbacks.base import engine_of
-from lightning_sparse.callbacks.over_ranks import mean_over_ranks, reduce_over_ranks
+from lightning_sparse.callbacks.base import engine_of, mean_over_ranks, reduce_over_ranks
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe.record import StepFacts, compression_ratio, mean_stats
-from lightning_sparse.engine.observe.samples import ParameterSamples
+from lightning_sparse.engine.observe import ParameterSamples, StepFacts, compression_ratio, mean_stats
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from lightning_sparse.engine.observe.record import StepMarks
+from lightning_sparse.engine.observe import StepMarks
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 
@@ -103,18 +103,11 @@ def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
     facts["groups"] = len(plan.groups)
     facts["backward and exchange, measured"] = _milliseconds(plan.seconds)
     facts["after backward, measured"] = _milliseconds(plan.exposed_seconds)
-    columns, origin = ["group", "parameters"], ""
-    rows = [[position, _names(names)] for position, names in enumerate(plan.groups)]
-    if plan.predicted is not None:
-        facts["backward and exchange, predicted"] = _milliseconds(plan.predicted.total)
-        facts["after backward, predicted"] = _milliseconds(plan.predicted.exposed_seconds)
-        columns += ["ready at", "selected from", "exchanged from", "ends at (all predicted)"]
-        rows = [[*row, *map(_milliseconds, times)] for row, times in zip(rows, plan.predicted.groups)]
-        origin = "Times of groups count from the start of backward.\n\n"
     facts["tried, the fastest by number of groups"] = ", ".join(
         f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried
     )
-    return f"{_list(facts)}\n\n{origin}{table(columns, rows)}"
+    rows = [[position, _names(names)] for position, names in enumerate(plan.groups)]
+    return f"{_list(facts)}\n\n{table(['group', 'parameters'], rows)}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

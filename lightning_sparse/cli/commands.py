@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_sparse.cli.parser import SparseCLI
-from lightning_sparse.cli.plan import plan
+from lightning_sparse.cli.plan.command import plan
 from lightning_sparse.cli.submit import check_step, submit
 from lightning_sparse.registry import unknown_name
 from lightning_sparse.strategy.lightning import ArgsType

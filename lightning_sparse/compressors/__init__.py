@@ -4,13 +4,11 @@ import inspect
 
 from lightning_sparse.compressors.a2sgd import A2SGD
 from lightning_sparse.compressors.base import Compressor, Gather, element_count
-from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.dense import QSGD, Dense
 from lightning_sparse.compressors.dgc import DGC
-from lightning_sparse.compressors.exdyna import ExDyna
+from lightning_sparse.compressors.exdyna import ExDyna, MiCRO
 from lightning_sparse.compressors.lags import LAGS
-from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.omgs import OMGS
-from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sdagc import SDAGC
 from lightning_sparse.compressors.topk import TopK
 

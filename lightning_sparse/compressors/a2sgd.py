@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Compressor, Gather
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.signs import shift_by_sign, sign_totals
+from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
 
 
 class A2SGD(Compressor):

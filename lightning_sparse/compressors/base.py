@@ -2,17 +2,115 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Optional
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.functional.elements import held_of
+
+FROM_OPTIMIZER = "optimizer"
+
+
+class ErrorFeedback(NamedTuple):
+    """Settings of error feedback: how what is not sent is kept.
+
+    Attributes:
+        keeps_residual: whether what was not sent is kept; only an unbiased or an exact method can afford to drop it.
+        momentum: accumulated before selection, instead of in the optimizer after it (momentum correction of Deep
+            Gradient Compression): a number, ``"optimizer"`` to take over the SGD optimizer's, ``None`` for none.
+        nesterov: whether that momentum is Nesterov's; follows the optimizer where ``momentum`` does.
+        masks_momentum: whether a sent element's momentum starts again from zero (momentum factor masking).
+        clip_norm: largest norm of the mean gradient; every rank clips its own, before it is accumulated, to this over
+            the square root of the number of ranks. ``None`` not to clip.
+        follows_learning_rate: whether the residual is in units of the update, learning rate times gradient, so that
+            another rate does not change what was gathered under the old one.
+        decay: factor of the residual before a gradient is added. Only where a residual is all that is kept.
+    """
+
+    keeps_residual: bool = True
+    momentum: Union[float, str, None] = None
+    nesterov: bool = False
+    masks_momentum: bool = True
+    clip_norm: Optional[float] = None
+    follows_learning_rate: bool = False
+    decay: float = 1.0
+
+    def checked(self) -> "ErrorFeedback":
+        """Pass through; raise ``ValueError`` for a momentum outside ``[0, 1)`` or a ``clip_norm`` not above 0."""
+        is_number = isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1
+        if not is_number and self.momentum not in (None, FROM_OPTIMIZER):
+            raise ValueError(
+                f"momentum={self.momentum!r} must be 'optimizer' (taken over from the SGD optimizer), a number with"
+                " 0 <= momentum < 1, or None (left to the optimizer)"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm} must be a positive norm, or None not to clip")
+        return self
+
+
+class Clipping(NamedTuple):
+    """Largest norm of the mean gradient and largest magnitude of an element; ``None`` where they are not clipped."""
+
+    norm: Optional[float] = None
+    value: Optional[float] = None
+
+
+NOT_CLIPPED = Clipping()
+
+
+def same_everywhere(power: float) -> float:
+    """Round off a power's last digits, which differ by library: two ranks would send different numbers of elements."""
+    return float(f"{power:.12g}")
+
+
+class ModelLayout(NamedTuple):
+    """Which parameters are exchanged, and between whom.
+
+    Attributes:
+        names: parameter names in the order of their definition, never in that of DDP's buckets.
+        numels: for each its number of elements; of the shards that a rank holds where a model is sharded.
+        rank: this rank within the process group that exchanges.
+        ranks: size of that process group.
+        device: where the gradients are.
+        frozen: names of the model's other parameters, which are not exchanged now: frozen, or without an element.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    rank: int
+    ranks: int
+    device: torch.device
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole model."""
+        return sum(self.numels)
+
+    def positions(self) -> dict[str, int]:
+        """Return for each name its place in the order of definition."""
+        return {name: position for position, name in enumerate(self.names)}
+
+    def starts(self) -> dict[str, int]:
+        """Return for each name where its elements start when all are laid end to end."""
+        return dict(zip(self.names, accumulate(self.numels, initial=0)))
+
+
+def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:
+    """Lay out a model whose parameters are exchanged where they require a gradient, and have an element."""
+    parameters = dict(module.named_parameters())
+    numels = {name: held_of(tensor).numel() for name, tensor in parameters.items() if tensor.requires_grad}
+    trained = {name: numel for name, numel in numels.items() if numel}
+    frozen = tuple(name for name in parameters if name not in trained)
+    return ModelLayout(tuple(trained), tuple(trained.values()), rank, ranks, device, frozen)
+
 
 Gather = Callable[[Tensor], Tensor]
 PLAN, RULES = "plan", "rules"  # who may request more than the user asked for
-_DEPARTURE = 1.25  # a density that falls a little in every step is not worth a plan, or a line, in every step
 
 
 class Compressor(ABC):
@@ -142,29 +240,14 @@ class Densities:
 
     def __init__(self, compressor: Compressor, density: float) -> None:
         self._compressor = compressor
-        self._density = density
+        self.density = density  # of the model, as the user asked for it; a warm-up changes it
         self._requested: dict[str, dict[str, float]] = {PLAN: {}, RULES: {}}
-        self._noted: dict[str, float] = {}
         self.sends_all = False  # and nothing is left over
         self.ceiling = 1.0  # the most that a rule, or a plan made from now on, gets of a parameter
-        self.have_changed = False  # for a plan to note, and to set back
-
-    @property
-    def density(self) -> float:
-        """That of the model, as the user asked for it; a warm-up changes it."""
-        return self._density
-
-    @density.setter
-    def density(self, density: float) -> None:
-        self.have_changed = self.have_changed or density != self._density
-        self._density = density
 
     def request(self, requester: str, densities: Mapping[str, float]) -> None:
         """Replace the minimum densities that :data:`PLAN` or :data:`RULES` has requested, by parameter name."""
         self._requested[requester] = dict(densities)
-        if requester == RULES and _departs(self._noted, self._requested[RULES]):
-            self._noted = self._requested[RULES]
-            self.have_changed = True
 
     def of(self, name: str) -> float:
         """Return the fraction of elements to send of a parameter."""
@@ -172,21 +255,9 @@ class Densities:
 
     def wanted(self, name: str) -> float:
         """Return the least density that a plan may send: the user's, or a rule's."""
-        asked = self._compressor.density_of(name, self._density)
+        asked = self._compressor.density_of(name, self.density)
         return max(asked, min(self._requested[RULES].get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
         """Return the least number of a parameter's elements that a plan may send."""
         return element_count(numel, self.wanted(name))
-
-
-def _departs(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
-    """Return whether a request has come or gone, or is another by more than a plan is exact to."""
-    if before.keys() != after.keys():
-        return True
-    return any(is_other_density(before[name], density) for name, density in after.items())
-
-
-def is_other_density(before: float, after: float) -> bool:
-    """Return whether a density is another by a quarter, enough to act on it."""
-    return not 1 / _DEPARTURE < after / before < _DEPARTURE

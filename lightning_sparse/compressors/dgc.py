@@ -6,7 +6,7 @@ Training", ICLR 2018 (arXiv 1712.01887).
 
 from typing import ClassVar, Optional, Union
 
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.compressors.topk import TopK
 
 

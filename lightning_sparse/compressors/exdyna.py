@@ -1,7 +1,8 @@
-"""ExDyna: each rank selects in a partition of its own, cut so that all find equally much.
+"""ExDyna: each rank selects in a partition of its own, cut so that all find equally much; and MiCRO, its forerunner.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGrid 2024
-(arXiv 2402.13781).
+(arXiv 2402.13781); "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
+Training", HiPC 2023 (arXiv 2310.00967).
 """
 
 import math
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Compressor, Gather
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import Compressor, Gather, ModelLayout
 from lightning_sparse.compressors.selection import Selection
-from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
+from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching_each, top_k_indices
 
 _SMALLEST = 2.0**-126  # of a normal fp32 number; a threshold of zero would select everything
@@ -277,3 +277,13 @@ def _within(owned: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
 def _positions(mean: Selection) -> Tensor:
     assert mean.indices is not None
     return mean.indices.flatten()
+
+
+class MiCRO(ExDyna):
+    """Send what reaches one threshold, each rank looking in an equal part of the model.
+
+    :class:`~lightning_sparse.compressors.ExDyna` with partitions that stay as they are cut first. Where the large
+    elements lie close together, messages are padded to the count of the rank that finds most.
+    """
+
+    rebalances: ClassVar[bool] = False

@@ -9,9 +9,7 @@ from typing import ClassVar, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import checked_density
-from lightning_sparse.compressors.feedback import ErrorFeedback
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout, checked_density
 from lightning_sparse.compressors.topk import TopK
 from lightning_sparse.registry import one_of
 
@@ -29,7 +27,7 @@ class LAGS(TopK):
         adapts_density: send more of a layer where its exchange hides behind backward anyway, all of it if all hides,
             and never less than the strategy's density or its warm-up's, whose inverse is ``c_u`` of the paper. What
             hides is measured in the first steps, so two runs no longer give the same bits: off by default. Needs
-            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.hidden_density.hidden_densities`.
+            ``schedule="merged"``; see :func:`~lightning_sparse.schedule.hiding.hidden_densities`.
 
     Raises:
         ValueError: for an unknown ``error_feedback``, or a density outside ``(0, 1]``; at the start of training, for a

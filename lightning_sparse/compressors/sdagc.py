@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Gather
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
-from lightning_sparse.compressors.group_selection import FlatSelection, on_device
-from lightning_sparse.compressors.layout import ModelLayout
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
+from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, on_device
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.compressors.group_selection import FlatSelection
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import FlatSelection, Selection
 from lightning_sparse.functional.topk import batched_top_k_indices
 
 

@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional
 from typing_extensions import Self
 
-from lightning_sparse.schedule.cost.network import DIRECT_BYTES, sent_bytes
+from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

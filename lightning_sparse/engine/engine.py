@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.compressors.base import Densities
-from lightning_sparse.compressors.layout import ModelLayout, layout_of
+from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.memory.residual import Hyperparameters
-from lightning_sparse.engine.observe.record import Recorder, mean_stats
-from lightning_sparse.engine.planning.planner import Planner, StepPlanner
+from lightning_sparse.engine.observe import Recorder, mean_stats
+from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, NoStream

@@ -34,7 +34,7 @@ from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepConte
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
 from lightning_sparse.functional.elements import laid_flat, round_to
-from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.schedule import Schedule
 
 COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges

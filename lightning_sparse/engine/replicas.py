@@ -12,10 +12,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe.record import Recorder
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.functional.reductions import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
 

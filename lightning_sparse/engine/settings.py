@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.base import checked_density
-from lightning_sparse.compressors.feedback import (
+from lightning_sparse.compressors.base import (
     FROM_OPTIMIZER,
     NOT_CLIPPED,
     Clipping,
     ErrorFeedback,
+    checked_density,
     same_everywhere,
 )
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density

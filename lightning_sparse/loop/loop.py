@@ -16,8 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
-from lightning_sparse.compressors.layout import layout_of
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.engine import Wrapper

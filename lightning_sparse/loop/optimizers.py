@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import Clipping
+from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.loop.checks import check_parameters, check_reducer, check_rounds
 from lightning_sparse.loop.loop import CLOSED, Loop
 from lightning_sparse.loop.optimizers import handled
@@ -214,7 +214,8 @@ class Sparsifier(Loop):
         Tensors, numbers and words, for ``torch.save``; tensors are not copied. Empty on one process. All ranks must
         call: with local steps they compare what training has written without an optimizer.
         """
-        self._check_open()
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
         self._take_up()
         state = self.state()
         if state is None:
@@ -388,10 +389,6 @@ class Sparsifier(Loop):
             if engine is not None and engine.rounds is not None:
                 self._model.register_forward_pre_hook(_refuse_training)
             self.end(has_failed)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError(CLOSED)
 
     def _layouts(self) -> dict[str, list[Any]]:
         """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""

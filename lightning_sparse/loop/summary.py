@@ -6,7 +6,7 @@ from typing import Optional
 
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors.feedback import FROM_OPTIMIZER
+from lightning_sparse.compressors.base import FROM_OPTIMIZER
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import Settings

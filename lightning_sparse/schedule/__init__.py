@@ -1,8 +1,7 @@
 """Schedules: WHEN gradients travel and WITH WHOM. They see names and sizes, never values."""
 
-from lightning_sparse.schedule.base import FixedSize, Layerwise, Schedule, Single
-from lightning_sparse.schedule.merge.exact import plan_groups
-from lightning_sparse.schedule.merged import Auto, Merged
+from lightning_sparse.schedule.base import Auto, FixedSize, Layerwise, Merged, Schedule, Single
+from lightning_sparse.schedule.merging import plan_groups
 from lightning_sparse.schedule.plan import Grouping, Plan
 
 SCHEDULES: dict[str, type[Schedule]] = {

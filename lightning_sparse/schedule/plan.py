@@ -1,11 +1,14 @@
-"""Plans: groupings that a schedule can follow, and what is known of them."""
+"""Plans: groupings that a schedule can follow, which of them are tried, and what is known of the one in force."""
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
-from lightning_sparse.schedule.merge.simulator import Prediction
-from lightning_sparse.schedule.step_profile import Profile
+_PARTS = (1, 2, 4, 8, 16)  # groups of the groupings that are tried
+_WHOLE_SHARES = (1 / 64, 1 / 32, 1 / 16)  # of the model, sent whole to see what that takes
+_WORTH = 1.05  # times as long a step may be seen to take if it sends more: what should cost nothing, to a measurement
+_TIE = 1.02  # times as long it may be seen to take with fewer groups; a measurement hardly tells that from as long
 
 
 class Grouping(NamedTuple):
@@ -21,54 +24,43 @@ class Grouping(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The grouping in force, and the time that it is expected to take.
+    """The grouping in force.
 
     Attributes:
         groups: names of the parameters of each group.
         densities: as of :class:`Grouping`.
-        predicted: a step under it; ``None`` where sizes were too alike to fit costs to them.
         seconds: from the start of backward until all gradients could be used, as measured when the plan was adopted.
         exposed_seconds: of these, after the end of backward.
         tried: number of groups, and seconds of the fastest grouping with so many that was timed.
-        profile: costs that the prediction is made from.
     """
 
     groups: tuple[tuple[str, ...], ...]
     densities: tuple[float, ...]
-    predicted: Optional[Prediction]
     seconds: float
     exposed_seconds: float
     tried: tuple[tuple[int, float], ...]
-    profile: Optional[Profile]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for checkpoints that are read without running what a pickle asks for."""
-        fields = self._asdict()
-        del fields["predicted"]  # follows from the rest
-        return {name: _lists(value) for name, value in fields.items()}
+        return {name: _lists(value) for name, value in self._asdict().items()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Plan":
         """Return the plan that :meth:`state_dict` is of."""
-        groups = tuple(tuple(map(str, group)) for group in state["groups"])
-        profile = None if state["profile"] is None else Profile.of(*state["profile"])
         return cls(
-            groups,
+            tuple(tuple(map(str, group)) for group in state["groups"]),
             tuple(map(float, state["densities"])),
-            None if profile is None else profile.predict(tuple(accumulate(map(len, groups)))),
             float(state["seconds"]),
             float(state["exposed_seconds"]),
             tuple((int(count), float(seconds)) for count, seconds in state["tried"]),
-            profile,
         )
 
     def __str__(self) -> str:
-        expected = "" if self.predicted is None else f" (predicted {1e3 * self.predicted.total:.1f})"
         tried = ", ".join(f"{groups}: {1e3 * seconds:.1f}" for groups, seconds in self.tried)
         groups = "1 group" if len(self.groups) == 1 else f"{len(self.groups)} groups"
         return (
             f"gradients travel in {groups}{self._densities()}; backward and exchange take"
-            f" {1e3 * self.seconds:.1f} ms{expected}, {1e3 * self.exposed_seconds:.1f} ms of it after backward."
+            f" {1e3 * self.seconds:.1f} ms, {1e3 * self.exposed_seconds:.1f} ms of it after backward."
             f" Tried, the fastest by number of groups, ms: {tried}"
         )
 
@@ -81,3 +73,61 @@ class Plan(NamedTuple):
 
 def _lists(value: Any) -> Any:
     return [_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def first_groupings(elements: Sequence[int]) -> list[Grouping]:
+    """Return groupings into groups of about equally many elements, for tensors of so many each."""
+    return [Grouping(tuple(_equal_parts(elements, parts))) for parts in _PARTS]
+
+
+def _equal_parts(elements: Sequence[int], parts: int) -> list[int]:
+    """Return where groups stop that hold about equally many elements, each at least its share."""
+    share = -(-sum(elements) // parts)
+    stops, held = [], 0
+    for stop, size in enumerate(elements, start=1):
+        held += size
+        if held >= share or stop == len(elements):
+            stops.append(stop)
+            held = 0
+    return stops
+
+
+def partly_whole_groupings(elements: Sequence[int]) -> list[Grouping]:
+    """Return groupings that send a few small parts of the model whole, beside the rest as ever."""
+    groupings = []
+    for share in _WHOLE_SHARES:
+        start, stop = _run_of(elements, share * sum(elements))
+        stops = [place for place in (start, stop) if place] + [len(elements)] * (stop < len(elements))
+        groupings.append(Grouping(tuple(stops), tuple(1.0 if place == stop else 0.0 for place in stops)))
+    return groupings
+
+
+def _run_of(elements: Sequence[int], wanted: float) -> tuple[int, int]:
+    """Return where neighbours start and stop that together hold about as many elements as wanted.
+
+    >>> _run_of([10, 400, 30, 30, 30], 90)
+    (2, 5)
+    """
+    sums = list(accumulate(elements, initial=0))
+    runs = []
+    for start in range(len(elements)):
+        beyond = bisect_left(sums, sums[start] + wanted, lo=start + 1)
+        runs += [(start, stop) for stop in (beyond - 1, beyond) if start < stop < len(sums)]
+    # Of division, unlike logarithms, every machine has the same last digit: ranks are not asked to agree on this.
+    held = {run: max(1, sums[run[1]] - sums[run[0]]) for run in runs}
+    return min(runs, key=lambda run: max(held[run] / wanted, wanted / held[run]))
+
+
+def best_of(seconds: Mapping[Grouping, float]) -> Grouping:
+    """Return the fastest grouping by the seconds of a step; of those about as fast, the one of the fewest groups.
+
+    A busy network can delay each message, and the fastest of many is often the luckiest. A grouping that sends more
+    than it has to may be seen to take some more.
+
+    >>> best_of({Grouping((6,)): 0.101, Grouping((2, 4, 6)): 0.1, Grouping((1, 6)): 0.12})
+    Grouping(stops=(6,), densities=())
+    """
+    fastest = min(seconds, key=lambda grouping: seconds[grouping] * (1.0 if grouping.densities else _WORTH))
+    of_kind = [grouping for grouping in seconds if bool(grouping.densities) == bool(fastest.densities)]
+    alike = [grouping for grouping in of_kind if seconds[grouping] <= _TIE * seconds[fastest]]
+    return min(alike, key=lambda grouping: (len(grouping.stops), seconds[grouping]))

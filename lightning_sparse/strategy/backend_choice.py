@@ -2,20 +2,83 @@
 
 Everything is decided between two steps, from times that all ranks have agreed on. Only while the two are compared are
 ranks asked after every step, and a device waited for. Where the two are not to be told apart, or compression is not
-worth what it delays, it is DDP (:mod:`~lightning_sparse.schedule.comparison`).
+worth what it delays, it is DDP.
 """
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.schedule import Plan
-from lightning_sparse.schedule.comparison import Comparison, Turn, compare
+
+_LEAST_GAIN = 0.02  # of a step of DDP, which delays no gradient
+_GAIN_OF_A_TENTH = 0.05  # more of it for sending a tenth: what is sent late has to be made up for in steps
+_SIGMAS = 2.0
+_TO_SIGMA = 1.4826  # from a median of deviations, for normal ones
+_ERROR_OF_MEDIAN = 1.2533  # over that of a mean, for normal errors
+
+Turn = tuple[Sequence[float], Sequence[float]]  # seconds of steps with compression, and of DDP's
+
+
+class Comparison(NamedTuple):
+    """Steps with compression against steps of DDP, in seconds."""
+
+    ours: float
+    theirs: float
+    gain: float  # median over turns of the time that compression saves
+    error: float  # of the gain, at two sigmas
+    wanted: float  # gain that is worth the delay of gradients
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the error decides nothing."""
+        return abs(self.gain - self.wanted) > self.error
+
+    @property
+    def pays(self) -> bool:
+        """Whether compression is worth it, beyond the error."""
+        return self.gain - self.wanted > self.error
+
+    def __str__(self) -> str:
+        return (
+            f"a step takes {1e3 * self.theirs:.1f} ms with DDP and {1e3 * self.ours:.1f} ms with compression"
+            f" (the difference may be wrong by {1e3 * self.error:.1f} ms)"
+        )
+
+
+def wanted_gain(density: float) -> float:
+    """Return the part of a step of DDP that compression has to save: 2 %, and 5 % more for each tenth of the density.
+
+    A rule of thumb:
+
+    >>> [round(wanted_gain(density), 2) for density in (1.0, 0.1, 0.01, 0.001)]
+    [0.02, 0.07, 0.12, 0.17]
+    """
+    return _LEAST_GAIN + _GAIN_OF_A_TENTH * math.log10(1 / min(1.0, max(density, 1e-9)))
+
+
+def compare(turns: Sequence[Turn], density: float) -> Comparison:
+    """Compare steps timed in turns, so that what else the machine does hits both; medians forgive one turn in three."""
+    ours, theirs = ([median(steps) for steps in side] for side in zip(*turns))
+    gains = [their - our for our, their in zip(ours, theirs)]
+    errors = ((_ERROR_OF_MEDIAN * spread(steps) / math.sqrt(len(steps)) for steps in turn) for turn in turns)
+    inside = median(math.hypot(*turn) for turn in errors)
+    error = _SIGMAS * max(spread(gains), inside) / math.sqrt(len(turns))
+    theirs_seconds = median(theirs)
+    return Comparison(median(ours), theirs_seconds, median(gains), error, wanted_gain(density) * theirs_seconds)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return one sigma of values that are normal but for a few that were disturbed."""
+    centre = median(values)
+    return _TO_SIGMA * median(abs(value - centre) for value in values)
+
 
 _SETTLING_STEPS = 2  # after a change: DDP rebuilds its buckets
 _TIMED_STEPS = 6
@@ -71,7 +134,8 @@ class BackendChoice(Uncopied):
             stale = yield from self._stay_plain() if chosen else self._stay_sparse()
         while True:
             self.chosen = None
-            yield from self._await_plan(stale)
+            while self._engine.planner.plan is stale:
+                yield
             comparison, turns = yield from self._compare()
             is_plain = not comparison.pays
             yield from self._settle(is_plain)
@@ -106,10 +170,6 @@ class BackendChoice(Uncopied):
             patience = min(2 * patience, _MAX_PATIENCE)
             if has_changed:
                 self._departure = min(2 * self._departure, _MAX_DEPARTURE)
-
-    def _await_plan(self, known: Optional[Plan]) -> Steps:
-        while self._engine.planner.plan is known:
-            yield
 
     def _compare(self) -> Generator[None, float, tuple[Comparison, int]]:
         """Compare the engine with DDP, which take turns until it is clear which is better, and count the turns."""

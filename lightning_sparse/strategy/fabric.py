@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import Clipping
+from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners

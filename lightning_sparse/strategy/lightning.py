@@ -3,6 +3,8 @@
 They are the same code, but each has classes of its own. All of ours take Lightning's names from here; the choice falls
 when the first of them is imported. Type checkers take it for ``pytorch_lightning``.
 """
+# All that is imported here is so for other files.
+# ruff: noqa: F401
 
 import sys
 from importlib.util import find_spec
@@ -60,36 +62,3 @@ else:
 
 OTHER = "pytorch_lightning" if NAME == "lightning.pytorch" else "lightning.pytorch"
 CURE = f"for {NAME}, which this process has imported first; to use {OTHER}, import that before {NAME}"
-
-__all__ = [
-    "CURE",
-    "NAME",
-    "ArgsType",
-    "AsyncCheckpointIO",
-    "Callback",
-    "CheckpointIO",
-    "DDPStrategy",
-    "FabricDDPStrategy",
-    "GradClipAlgorithmType",
-    "LightningArgumentParser",
-    "LightningCLI",
-    "LightningEnvironment",
-    "LightningModule",
-    "Logger",
-    "MisconfigurationException",
-    "ModelCheckpoint",
-    "ModelParallelStrategy",
-    "ParallelStrategy",
-    "SIGTERMException",
-    "SLURMEnvironment",
-    "Strategy",
-    "StrategyRegistry",
-    "TensorBoardLogger",
-    "Timer",
-    "TorchCheckpointIO",
-    "Trainer",
-    "_MultiProcessingLauncher",
-    "_SubprocessScriptLauncher",
-    "_extract_batch_size",
-    "get_filesystem",
-]

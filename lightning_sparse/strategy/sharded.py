@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.feedback import Clipping
+from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first, gather_together
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refusal_of_shares, refuse, rounds_of

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the laws, if a compressor is to be held to them; a ``UsageError`` says that it cannot be built."""
-    chosen = _chosen(config)
+    chosen: Optional[str] = config.getoption("--compressor")
     if chosen is None:
         return
     try:
@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     promise = getattr(metafunc.function, "promise", None)
     if promise is None:
         return
-    chosen = _chosen(metafunc.config)
+    chosen: Optional[str] = metafunc.config.getoption("--compressor")
     names = COMPRESSOR_NAMES if chosen is None else [chosen]
     metafunc.parametrize("compressor", [name for name in names if promise(subject_of(name))])
 
@@ -73,8 +73,3 @@ def pools() -> Iterator[dict[int, Pool]]:
 def pair(pools: dict[int, Pool]) -> Pool:
     """Two ranks."""
     return pools[2]
-
-
-def _chosen(config: pytest.Config) -> Optional[str]:
-    name: Optional[str] = config.getoption("--compressor")
-    return name

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.testing.devices import moved
+from lightning_sparse.testing.tensors import moved
 
 
 class RemoteError(AssertionError):

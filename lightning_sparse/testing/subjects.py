@@ -1,8 +1,10 @@
-"""Subjects of the laws: compressors by name, or of the user's own, and what each declares."""
+"""Subjects of the laws, compressors by name or of the user's own, what each declares, and the cases that are tried."""
 
 import importlib
 from collections.abc import Callable
 from typing import Any, Optional, Union
+
+import pytest
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.wire import WIRES as _WIRES
@@ -80,3 +82,27 @@ def holds_for(promise: Promise) -> Callable[[Callable[..., None]], Callable[...,
         return law
 
     return mark
+
+
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+each_wire = pytest.mark.parametrize("wire", WIRES)
+# Every schedule, and every wire.
+each_way = pytest.mark.parametrize(
+    ("schedule", "wire"),
+    [
+        ("layerwise", "bfloat16"),
+        ("merged", "float32"),
+        ("single", "float16"),
+        ("layerwise", "2bit"),
+        ("single", "4bit"),
+    ],
+)
+# Every pair of a schedule, a wire, and a number of ranks.
+each_way_and_world = pytest.mark.parametrize(
+    ("schedule", "wire", "ranks"),
+    [
+        (schedule, wire, 3 - (row + column) % 2)
+        for row, schedule in enumerate(SCHEDULE_NAMES)
+        for column, wire in enumerate(WIRES)
+    ],
+)

@@ -15,8 +15,8 @@ from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.schedule import Schedule
-from lightning_sparse.testing.devices import DEVICE
 from lightning_sparse.testing.subjects import built
+from lightning_sparse.testing.tensors import DEVICE
 
 Tensors = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, CriticalRegime, ErrorBudget, Rule, Warmup
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.tensors import differences
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.resuming import Numbered, fit_numbered
 from tests.helpers.trainers import Small, WithAdam, make_trainer, run_fit, weights

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.callbacks.over_ranks import gather_rows
+from lightning_sparse.callbacks.base import gather_rows
 from lightning_sparse.callbacks.statistics import batch_size
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import OverlapTimeline
 from lightning_sparse.callbacks.overlap_timeline import BACKWARD, WORKER, RecordedStep, clock_offset, step_slices, trace
-from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
 from tests.helpers.loggers import events_of
 from tests.helpers.trainers import Small, run_fit
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lightning_sparse.compressors import element_count
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.compressors.selection import Selection
 from tests.helpers.devices import DEVICE
 

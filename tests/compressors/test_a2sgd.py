@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors import A2SGD
-from lightning_sparse.engine.observe.record import Clock
+from lightning_sparse.engine.observe import Clock
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, sgd_steps, sparse_ddp
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import ExDyna, MiCRO
+from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.compressors.exdyna import ThresholdState, balanced_cuts, block_edges
-from lightning_sparse.compressors.layout import ModelLayout
 from lightning_sparse.schedule import FixedSize
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation

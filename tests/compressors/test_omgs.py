@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors import DGC, OMGS, Compressor
-from lightning_sparse.compressors.group_selection import WholeSelection
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import Selection, WholeSelection
 from lightning_sparse.engine.step.selecting import GroupSelector, Workspace
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule import FixedSize, Schedule

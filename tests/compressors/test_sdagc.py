@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import SDAGC, element_count
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import ModelLayout
 from tests.compressors.virtual import assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 

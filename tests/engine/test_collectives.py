@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Collectives, ExchangeError, _all_gather_into, waited_in_vain
-from lightning_sparse.schedule.cost.network import DIRECT_BYTES
+from lightning_sparse.schedule.network import DIRECT_BYTES
 
 
 def gathered(rank, nbytes, dtype, has_out):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.functional.fingerprint import fingerprint
+from lightning_sparse.functional.reductions import fingerprint
 from tests.helpers.devices import devices
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]

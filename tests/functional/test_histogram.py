@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.functional.histogram import magnitude_histogram, magnitude_quantile
+from lightning_sparse.functional.reductions import magnitude_histogram, magnitude_quantile
 from lightning_sparse.functional.topk import indices_reaching, indices_reaching_each
 from tests.helpers.devices import devices, moved
 

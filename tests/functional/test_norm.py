@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.functional.norms import norm_of
+from lightning_sparse.functional.reductions import norm_of
 from tests.helpers.devices import devices
 
 

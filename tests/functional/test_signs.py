@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.functional.signs import shift_by_sign, sign_totals
+from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
 from tests.helpers.devices import devices
 
 SIZES = [1, 997, (1 << 18) + 3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sparse.testing.devices import DEVICE, moved
+from lightning_sparse.testing.tensors import DEVICE, moved
 
 # For functions that need no processes, cheap enough to be tested on every device at hand.
 devices = pytest.mark.parametrize("device", ["cpu"] if DEVICE.type == "cpu" else ["cpu", "cuda"])

@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-import lightning_sparse.engine.planning.planner as planner_module
-import lightning_sparse.schedule.groupings as groupings_module
+import lightning_sparse.engine.planner as planner_module
+import lightning_sparse.schedule.plan as plan_module
 import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
@@ -21,7 +21,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.step.hook import GradientStream
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
-from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
 
 TIMEOUT = 6.0  # seconds that an exchange waits for its peers, on a machine that may be busy with other tests
@@ -50,7 +50,7 @@ POINTS = {
     ),
     # The others have all they need of this step, and hear of it in what Lightning itself broadcasts before the next.
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
-    "planning": Point("lightning_sparse.engine.planning.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
+    "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
     "changing wrappers": Point(SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
@@ -93,7 +93,7 @@ def impatient():
     """Plan after a few steps, and decide after a few more; the same on every rank."""
     with ExitStack() as stack:
         for module, values in (
-            (groupings_module, {"_PARTS": (1, 2)}),
+            (plan_module, {"_PARTS": (1, 2)}),
             (planner_module, {"_ROUNDS": 1, "_CONTEST_ROUNDS": 1, "_STEPS": 1}),
             (choice_module, {"_SETTLING_STEPS": 1, "_TIMED_STEPS": 1, "_TURNS": 1, "_MOST_TURNS": 1}),
         ):

@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_exactly
 from tests.helpers.trainers import weights
 

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.tensors import differences
 from tests.helpers.trainers import Small, make_trainer, weights
 
 BATCHES = 6  # an epoch

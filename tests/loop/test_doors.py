@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy, sparsify
-from lightning_sparse.testing.equality import assert_same, differences
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
 from tests.helpers.doors import ROWS, Net, optimizer_of, rows_of, tensors_of
 from tests.helpers.resuming import Numbered, fit_numbered

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import LocalSteps, sparsify
 from lightning_sparse.loop.checks import check_rounds
-from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
 from tests.helpers.doors import Net, Tensors, optimizer_of, rows_of, tensors_of

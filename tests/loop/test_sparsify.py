@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, bucket_cap_mb, sparsify
 from lightning_sparse.compressors import DGC, TopK
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch, parameters_of
 from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import train_as_on_page

@@ -9,30 +9,52 @@ Shi et al., "Communication-efficient distributed deep learning with merged gradi
 4. It looks one tensor ahead: it never accepts a merge that pays only together with the next one.
 """
 
-from lightning_sparse.schedule.merge.exact import groups_between
-from lightning_sparse.schedule.merge.simulator import checked_problem
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from lightning_sparse.schedule.merging import Cost
+
+
+class Problem(NamedTuple):
+    """Sums over the first k tensors, for k from 0, and costs of elements."""
+
+    elements: list[int]
+    ready: list[float]
+    select_cost: Cost
+    exchange_cost: Cost
+
+    def select_seconds(self, start, stop):
+        """Return the cost of selecting from the tensors from ``start`` up to but without ``stop``, merged."""
+        return self.select_cost(self.elements[stop] - self.elements[start])
+
+    def exchange_seconds(self, start, stop):
+        """Return the cost of exchanging them, merged."""
+        return self.exchange_cost(self.elements[stop] - self.elements[start])
 
 
 def greedy_groups(sizes, backward_seconds, select_cost, exchange_cost):
     """Merge as the authors of OMGS-SGD do, with the arguments of :func:`~lightning_sparse.schedule.plan_groups`."""
-    return groups_between(greedy_stops(checked_problem(sizes, backward_seconds, select_cost, exchange_cost)))
+    elements, ready = list(accumulate(sizes, initial=0)), list(accumulate(backward_seconds, initial=0.0))
+    stops = greedy_stops(Problem(elements, ready, select_cost, exchange_cost))
+    return [list(range(*edges)) for edges in pairwise((0, *stops))]
 
 
 def greedy_stops(problem):
     """Return where groups stop that are merged as in the released code; selecting stops backward, as in its problem."""
-    if problem.tensors <= 2:
-        return [problem.tensors]
+    tensors = len(problem.ready) - 1
+    if tensors <= 2:
+        return [tensors]
     backward_free = problem.ready[1] + problem.select_seconds(0, 1)
     channel_free = backward_free + problem.exchange_seconds(0, 1)
     stops, start = [], 1
-    for stop in range(2, problem.tensors):
+    for stop in range(2, tensors):
         selected = backward_free + problem.ready[stop] - problem.ready[start] + problem.select_seconds(start, stop)
         if _extra_wait(problem, start, stop, max(0.0, channel_free - selected)) >= _saved(problem, start, stop):
             backward_free = selected
             channel_free = max(channel_free, selected) + problem.exchange_seconds(start, stop)
             stops.append(stop)
             start = stop
-    return [*stops, problem.tensors]
+    return [*stops, tensors]
 
 
 def _extra_wait(problem, start, stop, queued):

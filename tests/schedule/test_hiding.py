@@ -1,68 +1,100 @@
-"""What can be sent for nothing, against the definition."""
+"""What can be sent for nothing, against the definition; lines through timings of a busy machine."""
 
 import random
 
 import pytest
 
-from lightning_sparse.schedule.cost.model import CostModel
-from lightning_sparse.schedule.hidden_density import hidden_densities
-from lightning_sparse.schedule.merge.exact import earliest_stops
-from lightning_sparse.schedule.merge.simulator import simulate
-from lightning_sparse.schedule.step_profile import Profile
+from lightning_sparse.schedule.hiding import (
+    GroupCosts,
+    GroupSample,
+    GroupShape,
+    Line,
+    costs_of,
+    fit,
+    hidden_densities,
+)
 
 
 def made_up(seed, has_dense):
+    """Return costs and groups."""
     chance = random.Random(seed)
-    tensors = chance.randint(1, 12)
-    elements, counts, ready = [0], [0], [0.0]
-    for _ in range(tensors):
-        size = chance.choice([10, 100, 1000, 5000])
-        elements.append(elements[-1] + size)
-        counts.append(counts[-1] + max(1, size // 100))
-        ready.append(ready[-1] + chance.choice([0.0, 1e-3, 5e-3, 2e-2]))
-    select = CostModel(chance.choice([0.0, 1e-4]), chance.choice([0.0, 1e-7]))
-    exchange = CostModel(chance.choice([1e-4, 2e-3]), chance.choice([1e-7, 1e-5, 1e-4]))
-    dense = CostModel(2 * exchange.startup, exchange.per_unit / 2) if has_dense else None
-    profile = Profile(tuple(elements), tuple(counts), tuple(ready), select, exchange, 0.0, dense)
-    return profile, earliest_stops(
-        profile.ready, lambda start, stop: profile.select_seconds(start, stop) + profile.exchange_seconds(start, stop)
-    )
+    groups, ready = [], 0.0
+    for _ in range(chance.randint(1, 6)):
+        elements = chance.choice([10, 100, 1000, 5000])
+        ready += chance.choice([0.0, 1e-3, 5e-3, 2e-2])
+        groups.append(GroupShape(elements, max(1, elements // 100), ready))
+    select = Line(chance.choice([0.0, 1e-4]), chance.choice([0.0, 1e-7]))
+    exchange = Line(chance.choice([1e-4, 2e-3]), chance.choice([1e-7, 1e-5, 1e-4]))
+    dense = Line(2 * exchange.startup, exchange.per_unit / 2) if has_dense else None
+    return GroupCosts(select, exchange, dense), groups
 
 
 @pytest.mark.parametrize("has_dense", [False, True])
 def test_each_group_sends_the_most_that_is_over_before_the_next_is_ready(has_dense):
     raised = whole = 0
     for seed in range(300):
-        profile, stops = made_up(seed, has_dense)
+        costs, groups = made_up(seed, has_dense)
         free = 0.0
-        for group, density in enumerate(hidden_densities(profile, stops)):
-            start, stop = ([0, *stops][group], stops[group])
-            numel = profile.elements[stop] - profile.elements[start]
-            fewest = profile.counts[stop] - profile.counts[start]
-            begin = max(free, profile.ready[stop])
-            deadline = profile.ready[stops[group + 1]] if group + 1 < len(stops) else 0.0
+        for place, (group, density) in enumerate(zip(groups, hidden_densities(costs, groups))):
+            begin = max(free, group.ready)
+            room = 0.8 * (groups[place + 1].ready - begin) if place + 1 < len(groups) else 0.0
+            most = group.elements if has_dense else group.elements - 1
             hiding = [
-                count
-                for count in range(fewest, numel + 1)
-                if profile.group_seconds(start, stop, count) <= 0.8 * (deadline - begin) + 1e-12
+                count for count in range(group.counts, most + 1) if costs.seconds(group.elements, count) <= room + 1e-12
             ]
-            faster_whole = profile.dense is not None and profile.group_seconds(
-                start, stop, numel
-            ) <= profile.group_seconds(start, stop, fewest)
-            expected = numel if faster_whole else max(hiding, default=fewest)
-            assert abs(round(density * numel) - expected) <= 1, (seed, group)
-            raised += fewest < expected < numel
-            whole += expected == numel
-            free = begin + profile.group_seconds(start, stop, round(density * numel))
+            faster_whole = has_dense and costs.seconds(group.elements, group.elements) <= costs.seconds(
+                group.elements, group.counts
+            )
+            expected = group.elements if faster_whole else max(hiding, default=group.counts)
+            assert abs(round(density * group.elements) - expected) <= 1, (seed, place)
+            raised += group.counts < expected < group.elements
+            whole += expected == group.elements
+            free = begin + costs.seconds(group.elements, round(density * group.elements))
     assert raised > 20
     assert not has_dense or whole > 20
 
 
 def test_nothing_that_is_sent_for_nothing_makes_the_step_longer():
     for seed in range(300):
-        profile, stops = made_up(seed, has_dense=True)
-        free = 0.0
-        for start, stop, density in zip([0, *stops], stops, hidden_densities(profile, stops)):
-            counts = round(density * (profile.elements[stop] - profile.elements[start]))
-            free = max(free, profile.ready[stop]) + profile.group_seconds(start, stop, counts)
-        assert free == pytest.approx(simulate(profile, stops, "worker").total, abs=1e-9)
+        costs, groups = made_up(seed, has_dense=True)
+        free = least = 0.0
+        for group, density in zip(groups, hidden_densities(costs, groups)):
+            free = max(free, group.ready) + costs.seconds(group.elements, round(density * group.elements))
+            least = max(least, group.ready) + costs.seconds(group.elements, group.counts)
+        assert free <= least + 1e-9
+
+
+TRUE = Line(1e-3, 8e-9)
+SIZES = [2**power for power in range(16, 27)]
+
+
+@pytest.mark.parametrize(("noise", "outliers", "error"), [(0.0, 0.0, 1e-9), (0.1, 0.0, 0.15), (0.05, 0.15, 0.15)])
+def test_a_line_is_found_again_on_a_busy_machine(noise, outliers, error):
+    for seed in range(20):
+        chance = random.Random(seed)
+        samples = []
+        for size in SIZES * 6:
+            spoilt = chance.choice((3, 10, 0.05)) if chance.random() < outliers else 1
+            samples.append((size, TRUE(size) * chance.lognormvariate(0, noise) * spoilt))
+        found = fit(samples)
+        assert found is not None
+        assert all(found(size) == pytest.approx(TRUE(size), rel=error) for size in (1e6, 1e7, 6e7)), seed
+
+
+def test_what_does_not_rise_is_flat_and_sizes_alike_tell_nothing():
+    assert fit([(10, 3.0), (20, 2.0), (40, 1.0)]) == Line(2.0, 0.0)
+    assert fit([(10, 3.0), (10, 2.0), (11, 1.0)]) is None
+    assert fit([]) is None
+
+
+def test_costs_are_those_of_groups_of_one_kind():
+    parts = [GroupSample(size, size // 10, 0, 1e-8 * size, 1e-3 + 1e-6 * (size // 10)) for size in (100, 500, 1000)]
+    whole = [GroupSample(200, 0, 200, 1e-4, 2e-3)]
+    mixed = [GroupSample(700, 10, 300, 9.0, 9.0)]
+    costs = costs_of([*parts, *whole, *mixed])
+    assert costs is not None
+    assert costs.select(400) == pytest.approx(4e-6)
+    assert costs.exchange(40) == pytest.approx(1.04e-3)
+    assert costs.dense is not None
+    assert costs.dense(200) == pytest.approx(2.1e-3)
+    assert costs_of(whole) is None

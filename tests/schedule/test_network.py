@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_sparse.schedule.cost.network import DIRECT_BYTES, Network, parse_bandwidth, parse_latency
+from lightning_sparse.schedule.network import DIRECT_BYTES, Network, parse_bandwidth, parse_latency
 
 
 def test_bandwidths_and_latencies_are_read():

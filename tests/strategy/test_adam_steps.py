@@ -20,8 +20,8 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import NotingLogger, Tensors, assert_goes_on, fits, one_model, refusals

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model
 from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import Rows, Small

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import train_as_on_page

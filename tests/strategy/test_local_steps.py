@@ -17,8 +17,8 @@ from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.strategy.uneven import samples_of
-from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import Tensors, assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered

@@ -23,8 +23,8 @@ from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.settings import refuse as refuse_rows
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.strategy.sharded import of_the_shards
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening
 from tests.helpers.trainers import Rows, make_trainer
 

@@ -29,7 +29,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.strategy.names import systems
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from tests.compatibility.modules import ByHand
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model, refusals, refuse

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import refusals
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 

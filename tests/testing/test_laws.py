@@ -6,10 +6,10 @@ import torch
 
 from lightning_sparse.testing.laws.edges import *
 from lightning_sparse.testing.laws.finiteness import *
-from lightning_sparse.testing.laws.marks import each_schedule
 from lightning_sparse.testing.laws.mass import *
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.laws.replicas import *
+from lightning_sparse.testing.subjects import each_schedule
 from tests.helpers.devices import DEVICE, moved
 
 

@@ -5,7 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 from lightning_sparse.loop.summary import in_bytes
-from lightning_sparse.schedule.cost.network import Network, parse_latency
+from lightning_sparse.schedule.network import Network, parse_latency
 
 # docs/which-strategy.md says from which measured rows these come; its table is held to them.
 LOCAL_STEPS = "local steps"

@@ -8,10 +8,10 @@ from typing import Any, Optional
 
 from lightning_sparse.cli.plan.advice import Ratio, parse_compute, parse_parameters
 from lightning_sparse.cli.plan.forecast import DENSITIES, measure_candidates, predict_systems
-from lightning_sparse.cli.plan.model import profile_model
+from lightning_sparse.cli.plan.profiler import profile_model
 from lightning_sparse.cli.plan.rehearsal import SettingsOf
 from lightning_sparse.cli.plan.report import as_json, as_table, draw, figure_class
-from lightning_sparse.schedule.cost.network import Network, parse_bandwidth, parse_latency
+from lightning_sparse.schedule.network import Network, parse_bandwidth, parse_latency
 
 _DESCRIPTION = """\
 Say r, the seconds of DDP's exchange over those of a step without it, and what to take at that r; then predict the step

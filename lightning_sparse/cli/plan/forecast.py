@@ -21,11 +21,10 @@ from lightning_sparse.engine.local_steps import fitting_steps
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.engine.wire.base import Transfer
-from lightning_sparse.schedule import plan_groups
-from lightning_sparse.schedule.cost.model import CostModel
-from lightning_sparse.schedule.cost.network import Network, sent_bytes
-from lightning_sparse.schedule.merge.simulator import Cost, predict
-from lightning_sparse.schedule.step_profile import equal_parts
+from lightning_sparse.schedule.hiding import Line
+from lightning_sparse.schedule.merging import Cost, predict
+from lightning_sparse.schedule.network import Network, sent_bytes
+from lightning_sparse.schedule.plan import first_groupings
 from lightning_sparse.strategy.names import AUTO, systems
 
 DENSITIES = (0.1, 0.01, 0.001)
@@ -34,7 +33,6 @@ WORTH = 1.05  # speed-up from which on a change is worth its trouble; less is wi
 # DDP's own: buckets are closed when they have reached these sizes, the first one early, so that something travels soon.
 _FIRST_BUCKET_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
-_MOST_CHUNKS = 100
 _GRADIENT_BYTES = 4  # of an element, inside a node
 _ADAM_STEPS = 1000  # after as many, Adam's second moment learns as often as is counted here; less often later on
 
@@ -150,7 +148,7 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
     if steps == 1:
         selection = "backward" if profile.device == "cpu" else "worker"
         costs = (work.select_cost, work.exchange_cost)
-        total = predict(work.groups, profile.sizes, backward_seconds, *costs, selection).total
+        total = predict(work.groups, profile.sizes, backward_seconds, *costs, selection)
         exchange = total + work.finish_seconds - sum(profile.backward_seconds)
     else:  # once in a round, and nothing hides it
         exchange = work.select_cost(elements) + work.exchange_cost(elements) + work.finish_seconds
@@ -268,18 +266,12 @@ def _exchange_cost(sizes: Sequence[int], network: Network, settings: Settings) -
         legs.append((network.inside, Transfer("all_to_all", _GRADIENT_BYTES * sum(sizes))))
     startup = sum(leg.seconds(transfer.collective, 0) for leg, transfer in legs)
     whole = sum(leg.seconds(*transfer) for leg, transfer in legs)
-    return CostModel(startup, (whole - startup) / sum(sizes)).__call__
+    return Line(startup, (whole - startup) / sum(sizes)).__call__
 
 
 def _best_groups(
     sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
 ) -> list[list[int]]:
-    """Return the groups that end a step first, of runs of neighbours: a hundred at most, planned in milliseconds."""
-    edges = list(pairwise([0, *equal_parts(sizes, _MOST_CHUNKS)]))
-    plan = plan_groups(
-        [sum(sizes[start:stop]) for start, stop in edges],
-        [sum(backward_seconds[start:stop]) for start, stop in edges],
-        select_cost,
-        exchange_cost,
-    )
-    return [list(range(edges[chunks[0]][0], edges[chunks[-1]][1])) for chunks in plan]
+    """Return the groups that end a step first, of those that ``schedule="merged"`` tries."""
+    tried = [[list(range(*edges)) for edges in pairwise((0, *each.stops))] for each in first_groupings(sizes)]
+    return min(tried, key=lambda groups: predict(groups, sizes, backward_seconds, select_cost, exchange_cost))

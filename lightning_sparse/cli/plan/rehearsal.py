@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.layout import ModelLayout
+from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe.record import Recorder
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline
 from lightning_sparse.engine.wire import build_wires
-from lightning_sparse.schedule.cost.model import SELECTION_SHAPES, CostModel, fit
+from lightning_sparse.schedule.hiding import Line, fit
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
 _DEVICE_SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)  # below a million elements a GPU's time is that of its launches
@@ -32,12 +32,12 @@ StageSeconds = tuple[float, float]  # of one step of one group, in the stages of
 class StageCost(NamedTuple):
     """Seconds of one stage as a function of elements and of the number of workers."""
 
-    alone: CostModel = CostModel()
+    alone: Line = Line()
     # Numbers of workers, rising, and the seconds more for each element, as their contributions have to be read. Lines
     # lie in between, and beyond the last number the last line goes on.
     more: tuple[tuple[int, float], ...] = ()
 
-    def at_workers(self, workers: int) -> CostModel:
+    def at_workers(self, workers: int) -> Line:
         """Return the cost for a number of workers, by the number of elements."""
         more = 0.0
         for (few, less), (many, most) in pairwise(((1, 0.0), *self.more)):
@@ -156,7 +156,8 @@ def measure_selection(
     short = rehearsed(short_sizes, 1) if len(sizes) > 1 else None
     stages = []
     for stage in range(2):
-        model = fit([(size, times[stage]) for size, times in alone.items()], SELECTION_SHAPES)
+        model = fit((size, times[stage]) for size, times in alone.items())
+        assert model is not None, "sizes are far apart"
         more = tuple((ranks, max(0.0, crowd[stage] - alone[shared][stage]) / shared) for ranks, crowd in crowds.items())
         beside = 0.0 if short is None else max(0.0, short[stage] - model(sum(short_sizes)))
         stages.append(StageCost(model._replace(per_unit=model.per_unit + beside / sum(sizes)), more))
@@ -175,7 +176,9 @@ def measure_cast(device: torch.device) -> SelectionCost:
             runs.append(_now(device) - begin)
         return min(runs[_WARM_UP:])
 
-    return SelectionCost(StageCost(fit([(size, seconds(size)) for size in fitted_sizes(device)], ("line",))))
+    model = fit((size, seconds(size)) for size in fitted_sizes(device))
+    assert model is not None, "sizes are far apart"
+    return SelectionCost(StageCost(model))
 
 
 def _now(device: torch.device) -> float:

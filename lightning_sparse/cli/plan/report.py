@@ -7,7 +7,7 @@ from typing import Any, Union
 from lightning_sparse.cli.plan.forecast import Candidate, SystemPrediction, best_of, predict_systems
 from lightning_sparse.cli.plan.profiler import BackwardProfile
 from lightning_sparse.loop.summary import in_bytes
-from lightning_sparse.schedule.cost.network import Network
+from lightning_sparse.schedule.network import Network
 
 _HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
 _WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from lightning_sparse.compressors.feedback import same_everywhere
+from lightning_sparse.compressors.base import same_everywhere
 
 LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
 _FALL = 10  # steps of the fall for each dense one

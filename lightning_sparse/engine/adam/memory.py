@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import NOT_CLIPPED, Clipping
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.memory.residual import (

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import GroupSelection
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import GroupSelection, Selection
 from lightning_sparse.engine.memory.residual import (
     Hyperparameters,
     MemoryState,

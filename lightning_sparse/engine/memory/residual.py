@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.feedback import Clipping
-from lightning_sparse.compressors.group_selection import GroupSelection, runs
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.compressors.selection import GroupSelection, Selection, runs
 from lightning_sparse.functional.elements import copy_elements
 
 MemoryState = dict[str, dict[str, Tensor]]

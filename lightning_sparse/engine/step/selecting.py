@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection, parted
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import GroupSelection, Selection, WholeSelection, parted
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, WireFormat

@@ -44,20 +44,18 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.group_selection import GroupSelection, grouped
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
-from lightning_sparse.engine.observe.record import Mark, Recorder
-from lightning_sparse.engine.planning.planner import Planner
+from lightning_sparse.engine.observe import Mark, Recorder
+from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, Payload
 from lightning_sparse.functional.elements import round_to
-from lightning_sparse.functional.fingerprint import fingerprint
-from lightning_sparse.functional.norms import layer_deltas, norm_of
+from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
 
 __all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 

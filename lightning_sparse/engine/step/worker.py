@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe.record import Recorder
+from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")

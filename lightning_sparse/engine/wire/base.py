@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import GroupSelection, WholeSelection
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import GroupSelection, SelectionSize, WholeSelection
 
 
 class Payload(NamedTuple):

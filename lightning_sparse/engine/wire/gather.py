@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import (
     BIN_MEANS,

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, of_each, on_device, starts_of
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import (
+    FlatSelection,
+    GroupSelection,
+    SelectionSize,
+    of_each,
+    on_device,
+    starts_of,
+)
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire.base import Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat

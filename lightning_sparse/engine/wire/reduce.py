@@ -8,8 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, WholeSelection
-from lightning_sparse.compressors.selection import Selection, SelectionSize
+from lightning_sparse.compressors.selection import (
+    FlatSelection,
+    GroupSelection,
+    Selection,
+    SelectionSize,
+    WholeSelection,
+)
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.functional.codes import BLOCK, dequantize, quantize, quantized_nbytes
 from lightning_sparse.functional.elements import aligned, message_of, round_to

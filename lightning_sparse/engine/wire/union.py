@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.group_selection import FlatSelection, GroupSelection, on_device, starts_of
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize, on_device, starts_of
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
@@ -58,11 +57,13 @@ class UnionFormat(WireFormat):
     def _positions(self, selection: GroupSelection, used: Optional[Tensor]) -> Generator[Payload, Tensor, "_Union"]:
         mine = selection.flat().indices
         place, self._place = self._place, self._place + 1
-        header, room = _header(mine, used), self._room.get(place, 0)
+        room = self._room.get(place, 0)
+        header = torch.full((1,), mine.numel(), dtype=torch.int64, device=mine.device).view(torch.uint8)
+        header = header if used is None else torch.cat([header, used])
         first = _Positions(selection.numel, room)
         received = yield Payload("all_gather", message_of([header, first.written(mine[:room])]))
         # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
-        most = max(_read_counts(received))
+        most = int(max(read_as(received[:, :_COUNT_BYTES], torch.int64).flatten().tolist()))
         found = [first.read(received[:, header.numel() :])]
         if most > room:
             rest = _Positions(selection.numel, most - room)
@@ -126,12 +127,3 @@ def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int,
     # Ascending, so that whatever is padding comes after the last tensor.
     places: list[int] = torch.searchsorted(positions, on_device(starts_of(numels), positions.device)).tolist()
     return positions[: places[-1]], tuple(last - first for first, last in pairwise(places))
-
-
-def _header(positions: Tensor, used: Optional[Tensor]) -> Tensor:
-    count = torch.full((1,), positions.numel(), dtype=torch.int64, device=positions.device).view(torch.uint8)
-    return count if used is None else torch.cat([count, used])
-
-
-def _read_counts(headers: Tensor) -> list[int]:
-    return [int(count) for count in read_as(headers[:, :_COUNT_BYTES], torch.int64).flatten().tolist()]

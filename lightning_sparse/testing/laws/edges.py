@@ -6,10 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.testing.devices import DEVICE, moved
-from lightning_sparse.testing.laws.marks import each_wire
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import WIRES, any_compressor, density_for, holds_for, keeps, subject_of
+from lightning_sparse.testing.subjects import (
+    WIRES,
+    any_compressor,
+    density_for,
+    each_wire,
+    holds_for,
+    keeps,
+    subject_of,
+)
+from lightning_sparse.testing.tensors import DEVICE, moved
 from lightning_sparse.testing.wrapping import Tensors, backpropagate, residuals_like, sparse_ddp
 
 EDGE_GRADIENTS = {

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.laws.marks import each_way
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import any_compressor, density_for, holds_for
+from lightning_sparse.testing.subjects import any_compressor, density_for, each_way, holds_for
+from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, sparse_ddp
 
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))

@@ -5,10 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.testing.devices import DEVICE
-from lightning_sparse.testing.laws.marks import each_schedule, each_way, each_way_and_world
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import agrees, any_compressor, density_for, holds_for, keeps, subject_of
+from lightning_sparse.testing.subjects import (
+    agrees,
+    any_compressor,
+    density_for,
+    each_schedule,
+    each_way,
+    each_way_and_world,
+    holds_for,
+    keeps,
+    subject_of,
+)
+from lightning_sparse.testing.tensors import DEVICE
 from lightning_sparse.testing.wrapping import Edges, Tensors, batch, booked_step, sparse_ddp, watch_gradients
 
 

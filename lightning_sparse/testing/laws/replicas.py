@@ -14,19 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse.engine.engine as engine_module
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.schedule import FixedSize, Schedule
-from lightning_sparse.testing.devices import DEVICE
-from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.laws.marks import each_schedule
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import (
     agrees,
     any_compressor,
     density_for,
+    each_schedule,
     holds_for,
     is_exact,
     is_grouping_free,
     subject_of,
 )
+from lightning_sparse.testing.tensors import DEVICE, assert_same
 from lightning_sparse.testing.wrapping import Edges, Tensors, batch, parameters_of, sgd_steps, sparse_ddp
 
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_sparse.cli.plan import Network
 from lightning_sparse.cli.plan.advice import BANDS, FAR, Ratio
+from lightning_sparse.schedule.network import Network
 from tests.helpers.pages import DOCS, rows
 
 PAGE = DOCS / "which-strategy.md"

@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.cli.plan import BackwardProfile, Candidate, Network, draw
+from lightning_sparse.cli.plan.forecast import Candidate
+from lightning_sparse.cli.plan.profiler import BackwardProfile
+from lightning_sparse.cli.plan.report import draw
+from lightning_sparse.schedule.network import Network
 from lightning_sparse.strategy.names import systems
 from tests.helpers.commands import COMMAND, refusal
 from tests.helpers.pages import DOCS, shown_commands

@@ -4,22 +4,22 @@ import json
 
 import pytest
 
-from lightning_sparse.cli.plan import (
-    BackwardProfile,
+from lightning_sparse.cli.plan.forecast import (
     Candidate,
-    Network,
-    SelectionCost,
-    SettingsOf,
-    StageCost,
-    as_json,
-    as_table,
     best_of,
+    ddp_groups,
+    levels,
     measure_candidates,
     predict_systems,
+    sent_by,
+    transfers,
 )
-from lightning_sparse.cli.plan.forecast import ddp_groups, levels, sent_by, transfers
+from lightning_sparse.cli.plan.profiler import BackwardProfile
+from lightning_sparse.cli.plan.rehearsal import SelectionCost, SettingsOf, StageCost
+from lightning_sparse.cli.plan.report import as_json, as_table
 from lightning_sparse.compressors import Dense
-from lightning_sparse.schedule.cost.model import CostModel
+from lightning_sparse.schedule.hiding import Line
+from lightning_sparse.schedule.network import Network
 from lightning_sparse.strategy.names import systems
 
 MEGA = 1_000_000
@@ -29,7 +29,7 @@ PROFILE = BackwardProfile(("head", "body"), (MEGA, MEGA), (1.0, 2.0), other_seco
 NETWORK = Network(bandwidth=16e6, latency=0.0, workers=2)
 DDP = Candidate("ddp")
 # 0.1 ms a group, 5 ns an element.
-COST = SelectionCost(StageCost(CostModel(1e-4, 5e-9), ((2, 1e-10),)), StageCost(CostModel(0.0, 1e-9)))
+COST = SelectionCost(StageCost(Line(1e-4, 5e-9), ((2, 1e-10),)), StageCost(Line(0.0, 1e-9)))
 LARGE = BackwardProfile(
     tuple(f"layer{number}" for number in range(50)), (MEGA,) * 50, (0.004,) * 50, other_seconds=0.1, device="cpu"
 )
@@ -60,7 +60,7 @@ def test_buckets_are_those_of_ddp():
 
 def test_selection_and_finish_are_counted():
     # Each group costs 1 s of selection for each million elements; the finish 0.5 s for each.
-    cost = SelectionCost(StageCost(CostModel(0.0, 1e-6)), StageCost(CostModel(0.0, 5e-7)))
+    cost = SelectionCost(StageCost(Line(0.0, 1e-6)), StageCost(Line(0.0, 5e-7)))
     _, row = rows(NETWORK, topk(0.001, cost))
     # Ready at 3 s, selected from at 4 s, 6 bytes for each of 1000 elements and 32 for the last's block counts: 3 ms.
     travel = row.sent_bytes / 2 / 2e6

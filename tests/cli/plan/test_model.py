@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sparse.cli.plan import profile_model
+from lightning_sparse.cli.plan.profiler import profile_model
 from tests.cli.plan.models import Plain
 from tests.helpers.trainers import EXPECTED_WARNINGS
 

@@ -7,10 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.testing.equality import assert_same
-from lightning_sparse.testing.laws.marks import each_way
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
 from lightning_sparse.testing.laws.replicas import assert_close
+from lightning_sparse.testing.subjects import each_way
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sparse_ddp
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_sparse.engine.step.hook import GradientStream
-from lightning_sparse.testing.equality import differences
+from lightning_sparse.testing.tensors import differences
 from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sgd_steps, sparse_ddp
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 import lightning_sparse.engine.step.levels as levels_module
 from lightning_sparse.compressors import DGC
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.laws.edges import Given, edges_of
 from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
 from lightning_sparse.testing.laws.mass import balance, train_branches
 from lightning_sparse.testing.laws.replicas import assert_close, outcomes_of, train_both
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import density_for
+from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
 from tests.helpers.devices import DEVICE, moved
 

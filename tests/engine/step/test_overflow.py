@@ -9,7 +9,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.equality import assert_same
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
 from tests.helpers.trainers import Small, make_trainer

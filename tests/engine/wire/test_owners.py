@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors.group_selection import FlatSelection
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import FlatSelection, SelectionSize
 from lightning_sparse.compressors.topk import largest_of_each
 from lightning_sparse.engine.wire import build_wires, exchange_of
 from lightning_sparse.engine.wire.owners import Owners, OwnersFormat

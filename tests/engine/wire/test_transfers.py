@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparse.cli.plan import Network, SettingsOf
 from lightning_sparse.cli.plan.forecast import sent_by, step_transfers, transfers
-from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
+from lightning_sparse.cli.plan.rehearsal import SettingsOf, rehearsed_pipeline
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
-from lightning_sparse.schedule.cost.network import sent_bytes
+from lightning_sparse.schedule.network import Network, sent_bytes
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # what a density asks for is met about, by a threshold that follows the gradients

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.compressors.group_selection import grouped
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import Selection, grouped
 from lightning_sparse.engine.wire.union import UnionFormat
 from tests.helpers.devices import DEVICE, devices, moved
 from tests.helpers.lockstep import run_phases

@@ -20,8 +20,8 @@ from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchChec
 
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
-from lightning_sparse.testing.equality import assert_same
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import Fitted, Settings, Tensors, fit, fits, strategy_of
 from tests.helpers.resuming import Numbered, files_in, fit_numbered
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS
-from lightning_sparse.testing.equality import assert_same, differences
 from lightning_sparse.testing.pool import Pool
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import Tensors, assert_goes_on, fits, one_model
 from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, kept_at_end
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES

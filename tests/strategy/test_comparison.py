@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.comparison import compare, wanted_gain
+from lightning_sparse.strategy.backend_choice import compare, wanted_gain
 
 
 def turns(ours, theirs, noise, count, seed=0):

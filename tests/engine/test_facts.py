@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe.record import StepFacts, Totals, mean_stats
+from lightning_sparse.engine.observe import StepFacts, Totals, mean_stats
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
 
 
@@ -96,7 +96,7 @@ def test_sums_are_those_of_all_steps_and_what_ddp_would_have_sent():
 
 def test_time_of_plain_steps_and_pauses_does_not_count(monkeypatch):
     now = iter([0.0, 10.0, 12.0, 15.0, 100.0, 102.0])
-    monkeypatch.setattr("lightning_sparse.engine.observe.record.perf_counter", lambda: next(now))
+    monkeypatch.setattr("lightning_sparse.engine.observe.perf_counter", lambda: next(now))
     totals = Totals()
     assert math.isnan({"exposed_share": math.nan, **totals.as_stats(has_levels=False)}["exposed_share"])
     totals.resume()

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from lightning_sparse.compressors.group_selection import FlatSelection, WholeSelection, grouped, parted, runs
-from lightning_sparse.compressors.selection import Selection
+from lightning_sparse.compressors.selection import FlatSelection, Selection, WholeSelection, grouped, parted, runs
 from tests.helpers.devices import devices
 
 

@@ -7,8 +7,8 @@ import torch
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
-from lightning_sparse.engine.observe.record import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.planning.samples import averaged
+from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
+from lightning_sparse.engine.planner import averaged
 
 
 class Told(EchoCollectives):

@@ -1,4 +1,4 @@
-"""The device that tests run on: the first GPU where there is one, shared by all ranks, and the CPU elsewhere."""
+"""The device of tests, the first GPU or the CPU, which all ranks share; and equality to the bit."""
 
 import os
 from typing import Any
@@ -33,3 +33,26 @@ def moved(value: Any, device: "torch.device | str") -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(moved(each, device) for each in value)
     return value
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Return the places at which two values differ: tensors to the bit, dictionaries and sequences entry by entry."""
+    if type(one) is not type(other):
+        return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{place}: {sorted(map(str, one))} and {sorted(map(str, other))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{place}: {len(one)} and {len(other)} entries"]
+        pairs = enumerate(zip(one, other))
+        return [found for index, pair in pairs for found in differences(*pair, f"{place}[{index}]")]
+    is_same = one.equal(other) if isinstance(one, Tensor) else one == other
+    return [] if is_same else [f"{place}: {one} and {other}"]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Fail with the places at which two values differ."""
+    found = differences(one, other)
+    assert not found, "\n".join(found)

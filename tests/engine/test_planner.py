@@ -3,16 +3,13 @@
 import re
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_sparse.compressors import LAGS
-from lightning_sparse.engine.planning import planner
-from lightning_sparse.schedule.groupings import best_of
-from lightning_sparse.schedule.plan import Grouping
+from lightning_sparse.schedule.plan import Grouping, best_of
 from tests.helpers.sparse_ddp import (
     AGREEING_NAMES,
     DENSITY,
@@ -112,9 +109,8 @@ def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair):
 @pytest.mark.clock
 @pytest.mark.parametrize(("network", "is_single"), [(costly_message, True), (costly_bytes, False)])
 def test_the_plan_suits_the_network(pair, network, is_single):
-    for _, groups, _, plan in pair.run(train, "merged", network, STEPS):
+    for _, groups, _, _ in pair.run(train, "merged", network, STEPS):
         assert (len(groups[-1]) == 1) == is_single
-        assert plan.predicted.total == pytest.approx(plan.seconds, rel=0.35)
 
 
 @pytest.mark.clock
@@ -179,25 +175,6 @@ def test_no_compressor_notices_the_trials(pair, compressor):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     if compressor in AGREEING_NAMES:
         assert all(torch.equal(tensor, planned[1][0][name]) for name, tensor in planned[0][0].items())
-
-
-def count_proposals(rank):
-    """Train until there is a plan; return how often this rank has looked for one, and its groups."""
-    torch.manual_seed(0)
-    with (
-        mock.patch.object(planner, "earliest_stops", side_effect=planner.earliest_stops) as propose,
-        sparse_ddp(Edges(), "lags", 0.05, "merged", say=lambda line: None) as (ddp, engine),
-    ):
-        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine, STEPS), lr=0.01):
-            pass
-        return propose.call_count, engine.planner.plan.groups
-
-
-def test_what_rank_0_proposes_the_others_do_not_look_for(pair):
-    (count, groups), (other_count, other_groups) = pair.run(count_proposals)
-    assert count > 0
-    assert other_count == 0
-    assert groups == other_groups
 
 
 ONE, THREE, MORE = Grouping((6,)), Grouping((2, 4, 6)), Grouping((2, 6), (0.1, 0.01))

@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from lightning_sparse.engine.observe.samples import ParameterSamples
+from lightning_sparse.engine.observe import ParameterSamples
 from tests.helpers.sparse_ddp import (
     DENSITY,
     DIFFERENT_NAMES,

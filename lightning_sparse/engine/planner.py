@@ -1,40 +1,55 @@
 """Time steps under several groupings, agree on the times with all ranks, and follow the best.
 
 Nothing is added to a step but marks. They are read, and numbers travel, at a step's border: after each round of
-trials, and now and then later, to see whether the plan still does what it did. All ranks follow rank 0's plan.
+trials, and now and then later, to see whether the plan still does what it did. All ranks decide from the same means.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from statistics import median
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.observe.record import Recorder, StepMarks
-from lightning_sparse.engine.planning.samples import averaged
+from lightning_sparse.engine.observe import Clock, Recorder, StepMarks
 from lightning_sparse.schedule import Merged
-from lightning_sparse.schedule.cost.model import CostModel
-from lightning_sparse.schedule.groupings import best_of, first_groupings, partly_whole_groupings
-from lightning_sparse.schedule.hidden_density import hidden_densities
-from lightning_sparse.schedule.merge.exact import earliest_stops
-from lightning_sparse.schedule.plan import Grouping, Plan
-from lightning_sparse.schedule.step_profile import Profile, StepSample, can_profile, dense_cost, profile_of
+from lightning_sparse.schedule.hiding import GroupSample, GroupShape, costs_of, hidden_densities
+from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupings, partly_whole_groupings
 
 _ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
-_CONTEST_ROUNDS = 4  # the plan and the best of the others are closer to each other
+_CONTEST_ROUNDS = 4  # the best two are closer to each other
 _STEPS = 3  # of a turn
 _CHECK_EVERY = 50  # steps
 _CHECKED_STEPS = 10
 _DEPARTURE = 0.2  # of the exposed time
 _NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
 _FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
-_NO_DENSITY = -1.0
 _MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
+
+
+class StepSample(NamedTuple):
+    """Sizes and times of one step; sizes are equal on all ranks, times are not."""
+
+    ready: tuple[float, ...]  # seconds from the start of backward to each gradient, in the order of readiness
+    groups: tuple[GroupSample, ...]  # in the order of exchange
+    exposed_seconds: float  # from the last gradient until all means had been written
+    total_seconds: float  # from the start of backward until then
+
+    def times(self) -> list[float]:
+        """Return the times alone, in a fixed order, so that ranks can average them."""
+        per_group = [seconds for group in self.groups for seconds in (group.select_seconds, group.exchange_seconds)]
+        return [*self.ready, *per_group, *self[2:]]
+
+    def with_times(self, times: Iterator[float]) -> "StepSample":
+        """Return a copy with other times, taken from an iterator in the order of :meth:`times`."""
+        ready = tuple(next(times) for _ in self.ready)
+        groups = tuple(each._replace(select_seconds=next(times), exchange_seconds=next(times)) for each in self.groups)
+        return StepSample(ready, groups, next(times), next(times))
+
 
 Samples = dict[Grouping, list[StepSample]]
 Course = Generator[None, StepMarks, None]
@@ -134,36 +149,27 @@ class StepPlanner(Planner):
         elements = [self._numels[name] for name in self._order]
         patience, why = 1, "" if self.plan is None else "measured anew: "
         if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
-            self._go_on_with(self._remembered)
+            self.plan, self._remembered = self._remembered, None
+            self._follow(Grouping(tuple(accumulate(map(len, self.plan.groups))), self.plan.densities))
+            self._say(f"as in the run before, {self.plan}")
             why = yield from self._watch(patience)
         while True:
-            counts = self._counts()
             seen = yield from self._try(first_groupings(elements), _ROUNDS)
-            best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-            samples = list(chain.from_iterable(seen.values()))
-            profile = profile_of(elements, counts, samples) if can_profile(samples) else None
-            if profile is not None and self._adapts_density:
-                profile = profile._replace(dense=(yield from self._cost_of_whole(elements, profile)))
-            groupings = [best]
-            if profile is not None:
-                planned = self._agreed(profile)
-                groupings = [planned, Grouping(planned.stops), best]
-            contest = yield from self._try(groupings, _CONTEST_ROUNDS)
+            seconds = {grouping: _seconds(steps) for grouping, steps in seen.items()}
+            best = best_of(seconds)
+            rivals = [grouping for grouping in seconds if grouping != best]
+            contestants = [best_of({grouping: seconds[grouping] for grouping in rivals}), best] if rivals else [best]
+            if self._adapts_density:
+                whole = yield from self._try(partly_whole_groupings(elements), 1)
+                densities = self._hidden_densities(best, seen, whole)
+                contestants = [Grouping(best.stops, densities), best] if densities else contestants
+            contest = yield from self._try(contestants, _CONTEST_ROUNDS)
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
             seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
             fastest = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-            is_confirmed = self._adopt(fastest, seen, profile, why)
+            is_confirmed = self._adopt(fastest, seen, why)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
             why = yield from self._watch(patience)
-
-    def _go_on_with(self, plan: Plan) -> None:
-        """Follow a plan of a run before; if something else was to be sent then, with other groups."""
-        self.plan, self._remembered = plan, None
-        self._follow(Grouping(tuple(accumulate(map(len, plan.groups))), plan.densities))
-        counts = tuple(accumulate(self._counts(), initial=0))
-        if plan.profile is not None and plan.profile.counts != counts:
-            self._plan_for_density()
-        self._say(f"as in the run before, {self.plan}")
 
     def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepMarks, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
@@ -179,24 +185,25 @@ class StepPlanner(Planner):
         samples = iter(averaged(self._collectives, marks, self._holds_groups))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
-    def _cost_of_whole(
-        self, elements: Sequence[int], profile: Profile
-    ) -> Generator[None, StepMarks, Optional[CostModel]]:
-        seen = yield from self._try(partly_whole_groupings(elements), 1)
-        return dense_cost(list(chain.from_iterable(seen.values())), profile.exchange.startup)
+    def _hidden_densities(self, grouping: Grouping, *seen: Samples) -> tuple[float, ...]:
+        """Return densities for a grouping's groups, as seen: the same on all ranks, as the times are."""
+        names = self._groups(grouping)
+        samples = [sample for tried in seen for steps in tried.values() for sample in steps]
+        costs = costs_of([group for sample in samples for group in sample.groups])
+        if costs is None:
+            return ()
+        ready = list(accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max))
+        shapes = [
+            GroupShape(
+                sum(self._numels[name] for name in group),
+                sum(self._densities.count(name, self._numels[name]) for name in group),
+                ready[stop - 1],
+            )
+            for group, stop in zip(names, grouping.stops)
+        ]
+        return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
-    def _agreed(self, profile: Profile) -> Grouping:
-        """Return what rank 0 proposes, and finds room for; to the others it would be work for nothing."""
-        proposed = self._proposed(profile) if self._collectives.rank == 0 else Grouping(())
-        return _agreed(self._collectives, proposed, len(self._order))
-
-    def _proposed(self, profile: Profile) -> Grouping:
-        stops = earliest_stops(profile.ready, profile.task_seconds)
-        densities = hidden_densities(profile, stops) if profile.dense is not None else []
-        densities = [min(density, self._densities.ceiling) for density in densities]
-        return Grouping(tuple(stops), tuple(densities))
-
-    def _adopt(self, grouping: Grouping, seen: Samples, profile: Optional[Profile], why: str) -> bool:
+    def _adopt(self, grouping: Grouping, seen: Samples, why: str) -> bool:
         """Follow a plan from now on, and say why there is one; return whether it was followed before."""
         known, steps = self.plan, seen[grouping]
         fastest: dict[int, float] = {}
@@ -208,11 +215,9 @@ class StepPlanner(Planner):
         self.plan = Plan(
             self._groups(grouping),
             grouping.densities,
-            None if profile is None else profile.predict(grouping.stops),
             _seconds(steps),
             median(sample.exposed_seconds for sample in steps),
             tuple(sorted(fastest.items())),
-            profile,
         )
         self._say(f"{why}{self.plan}")
         return known is not None and known.groups == self.plan.groups
@@ -224,8 +229,6 @@ class StepPlanner(Planner):
             window = deque[StepMarks](maxlen=_CHECKED_STEPS)
             for _ in range(patience * _CHECK_EVERY):
                 window.append((yield))
-                if self._densities.have_changed:
-                    self._plan_for_density()
             # Callbacks of single ranks may have gradients marked: what all are to know is told without those marks.
             samples = averaged(self._collectives, list(window), self._holds_groups, has_ready=False)
             exposed = median(sample.exposed_seconds for sample in samples)
@@ -233,26 +236,6 @@ class StepPlanner(Planner):
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
                 before = 1e3 * self.plan.exposed_seconds
                 return f"measured anew, as {1e3 * exposed:.1f} ms came after backward, not {before:.1f} as before: "
-
-    def _plan_for_density(self) -> None:
-        """Plan for what the density asks for now, with the costs that are known."""
-        assert self.plan is not None
-        counts = self._counts()
-        if self.plan.profile is None:
-            return
-        profile = self.plan.profile._replace(counts=tuple(accumulate(counts, initial=0)))
-        grouping = self._agreed(profile)
-        self._follow(grouping)
-        self.plan = self.plan._replace(
-            groups=self._groups(grouping),
-            densities=grouping.densities,
-            predicted=profile.predict(grouping.stops),
-            profile=profile,
-        )
-
-    def _counts(self) -> list[int]:
-        self._densities.have_changed = False
-        return [self._densities.count(name, self._numels[name]) for name in self._order]
 
     def _follow(self, grouping: Grouping) -> None:
         self._schedule.follow(self._order[stop - 1] for stop in grouping.stops)
@@ -267,11 +250,37 @@ def _seconds(samples: Sequence[StepSample]) -> float:
     return median(sample.total_seconds for sample in samples)
 
 
-def _agreed(collectives: Collectives, proposed: Grouping, tensors: int) -> Grouping:
-    """Return what rank 0 proposes for so many tensors: another machine's logarithms may round otherwise."""
-    room = [0.0] * (tensors - len(proposed.stops))
-    densities = proposed.densities or (_NO_DENSITY,) * len(proposed.stops)
-    numbers = collectives.gather_numbers([*proposed.stops, *room, *densities, *room])[0].tolist()
-    stops = tuple(int(stop) for stop in numbers[:tensors] if stop)
-    agreed = tuple(numbers[tensors:][: len(stops)])
-    return Grouping(stops, () if _NO_DENSITY in agreed else agreed)
+def averaged(
+    collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
+) -> list[StepSample]:
+    """Average the times of steps of the same groups over ranks: one exchange, and a look at the device's clock.
+
+    ``has_ready`` tells when each gradient was ready, too; only where all ranks have marked it.
+    """
+    samples = [_sample_of(marks, holds_groups) for marks in steps]
+    if not has_ready:
+        samples = [sample._replace(ready=()) for sample in samples]
+    means = iter(collectives.mean_of_numbers([seconds for sample in samples for seconds in sample.times()]))
+    return [sample.with_times(means) for sample in samples]
+
+
+def _sample_of(marks: StepMarks, holds_groups: bool) -> StepSample:
+    """Read the marks of a step; gradients that nobody watched are left out."""
+    assert marks.end is not None
+    watched = [mark for mark in marks.ready.values() if mark is not None]
+    # Whoever drives the engine without a Trainer need not say when backward begins.
+    first = watched[0] if watched else marks.backward_end
+    start = first if marks.backward_start is None else marks.backward_start
+    backward_seconds = Clock.seconds(start, marks.backward_end)
+    ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
+    groups = [
+        GroupSample(
+            group.elements,
+            group.counts,
+            group.dense_elements,
+            group.seconds("select", "encode"),
+            group.seconds("exchange"),
+        )
+        for group in marks.groups
+    ]
+    return StepSample(tuple(ready), tuple(groups), marks.exposed_seconds, Clock.seconds(start, marks.end))

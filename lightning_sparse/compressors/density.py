@@ -1,0 +1,296 @@
+"""Rules that say how much is sent of each parameter, as training goes on; see :class:`AdaptiveDensity`."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Optional
+
+from typing_extensions import override
+
+from lightning_sparse.compressors.base import checked_density
+
+
+class RuleContext(NamedTuple):
+    """Facts that rules may use before a step; equal on all ranks.
+
+    Attributes:
+        step: optimizer steps made so far.
+        epoch: from 0.
+        asked: by parameter name, the density that the user asked for, without any warm-up.
+        present: by parameter name, the density of the step before.
+        ceiling: the most that a rule can get.
+    """
+
+    step: int
+    epoch: int
+    asked: Mapping[str, float]
+    present: Mapping[str, float]
+    ceiling: float
+
+
+class Measurement(NamedTuple):
+    """Norms of a step by parameter name, as root mean squares over ranks; so equal on all of them.
+
+    Attributes:
+        gradient_norms: of the ranks' own gradients, before anything was added to them.
+        residual_norms: of what they keep after the step.
+        update_norms: of the ranks' own updates, of those parameters of which Adam's updates are kept, not gradients.
+    """
+
+    gradient_norms: Mapping[str, float]
+    residual_norms: Mapping[str, float]
+    update_norms: Mapping[str, float] = {}
+
+
+class Rule(ABC):
+    """Wish for densities, one parameter at a time.
+
+    What it answers must follow from what it was given and nothing else: all ranks ask alike and must get the same.
+
+    Attributes:
+        measures: whether :meth:`observe` wants to be called.
+        follows_steps: whether :meth:`minimum_densities` may answer something else after every step.
+    """
+
+    measures: ClassVar[bool] = False
+    follows_steps: ClassVar[bool] = False
+
+    @abstractmethod
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        """Return the least density wished for, by parameter name; without those that may stay as the user asked."""
+
+    @abstractmethod
+    def reason(self, name: str) -> str:
+        """Say in a few words why the last wish for a parameter is what it is."""
+
+    def begin(self) -> None:
+        """Forget everything: a ``fit`` begins."""
+        return
+
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
+        """Look at a step that has been made; ``context`` was before it."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learned, as plain numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        return
+
+
+class Warmup(Rule):
+    """Let the density fall to what the user asked for step by step, exponentially as in Deep Gradient Compression.
+
+    At step ``k`` of a warm-up of ``n``, a density of ``d`` is ``d ** ((k + 1) / (n + 1))`` (arXiv 1712.01887, which
+    counts epochs). By epochs the strategy warms up itself: ``SparseDDPStrategy(warmup_epochs=4)``.
+
+    Args:
+        length: steps of the optimizer until the density is that of the user.
+
+    Raises:
+        ValueError: for a ``length`` below 1.
+
+    Example::
+
+        >>> context = RuleContext(step=1, epoch=0, asked={"weight": 0.001}, present={}, ceiling=1.0)
+        >>> round(Warmup(length=4).minimum_densities(context)["weight"], 3)
+        0.063
+    """
+
+    follows_steps: ClassVar[bool] = True
+
+    def __init__(self, length: int) -> None:
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ValueError(
+                f"length={length!r} must be a whole number of steps, at least 1; without any, leave the rule out"
+            )
+        self.length = length
+        self._step = 0
+
+    @override
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        self._step = context.step
+        if self._step >= self.length:
+            return {}
+        exponent = (self._step + 1) / (self.length + 1)
+        # A library's last digit must not make two ranks send different numbers of elements.
+        return {name: round(asked**exponent, 9) for name, asked in context.asked.items()}
+
+    @override
+    def reason(self, name: str) -> str:
+        return f"step {self._step + 1} of {self.length}"
+
+
+_SLACK = 0.7  # of the budget, below which less may be sent
+_MOST_RAISED = 2.0  # times, after one measurement
+_MOST_LOWERED = 1.25  # times: what waits grows back slowly, and is seen late
+_FALLING = 0.9  # times what was measured before: a raise is still at work
+
+
+class ErrorBudget(Rule):
+    """Keep the compression error of every layer, ``norm(residual) / norm(gradient)``, within a budget.
+
+    With Adam and AdamW updates wait, not gradients: the error is the norm of those waiting over that of one step's.
+
+    A closed loop: after each measurement the density of a layer above the budget is raised, by as much as its error
+    exceeds it but at most twice, unless the error is falling already; below 0.7 of the budget it is lowered, more
+    slowly. An error settles in some ``1 / density`` steps. A layer with a zero or non-finite gradient stays as it is.
+
+    Args:
+        budget: largest ratio. ``CompressionMonitor`` shows what it is without a rule: as ``update_error`` with Adam and
+            AdamW, as ``residual_to_gradient`` with others.
+
+    Raises:
+        ValueError: if the budget is not positive.
+
+    Example::
+
+        >>> rule = ErrorBudget(budget=10.0)
+        >>> context = RuleContext(step=0, epoch=0, asked={"weight": 0.01}, present={"weight": 0.01}, ceiling=1.0)
+        >>> rule.observe(Measurement({"weight": 1.0}, {"weight": 15.0}), context)
+        >>> rule.minimum_densities(context)
+        {'weight': 0.015}
+    """
+
+    measures: ClassVar[bool] = True
+
+    def __init__(self, budget: float) -> None:
+        if not 0 < budget < math.inf:
+            raise ValueError(f"budget={budget} must be a positive ratio of norms, such as 10")
+        self.budget = budget
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        self._densities: dict[str, float] = {}
+        self._errors: dict[str, float] = {}
+
+    @override
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
+        for name, gradient_norm in measurement.gradient_norms.items():
+            residual_norm = measurement.residual_norms[name]
+            added_norm = measurement.update_norms.get(name, gradient_norm)
+            is_known = added_norm > 0 and math.isfinite(added_norm) and math.isfinite(residual_norm)
+            if is_known and name in context.asked:
+                error = residual_norm / added_norm
+                density = self._adjusted(name, error, context)
+                self._densities[name] = min(max(density, context.asked[name]), context.ceiling)
+                self._errors[name] = error
+
+    def _adjusted(self, name: str, error: float, context: RuleContext) -> float:
+        own = self._densities.get(name, context.asked[name])
+        if error > self.budget:
+            if error < _FALLING * self._errors.get(name, 0.0):
+                return own
+            return max(own, context.present[name]) * min(error / self.budget, _MOST_RAISED)
+        if error < _SLACK * self.budget:
+            return own / (min(self.budget / error, _MOST_LOWERED) if error else _MOST_LOWERED)
+        return own
+
+    @override
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        return {
+            name: density for name, density in self._densities.items() if density > context.asked.get(name, math.inf)
+        }
+
+    @override
+    def reason(self, name: str) -> str:
+        error = self._errors.get(name, 0.0)
+        place = "above" if error > self.budget else "within"
+        end = ", so its density falls" if error < _SLACK * self.budget else ""
+        return f"its error of {error:.3g} is {place} the budget of {self.budget:g}{end}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"densities": dict(self._densities), "errors": dict(self._errors)}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._densities, self._errors = dict(state["densities"]), dict(state["errors"])
+
+
+class CriticalRegime(Rule):
+    """Send more of a layer while its gradient's norm changes fast from one epoch to a later one, as Accordion does.
+
+    A layer is critical if ``|before - now| / before >= threshold``, and until there are two norms to compare. Differs
+    from the paper in this: the norm is the root mean square over ranks and measured steps, where the paper takes that
+    of the sum of an epoch's gradients; and a fall of the learning rate is not critical by itself, because many
+    schedules let it fall all the time.
+
+    Args:
+        density: of a layer in a critical regime.
+        threshold: least relative change that is critical; 0.5 in the paper.
+        every_n_epochs: epochs between the norms that are compared; the paper takes 10.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    measures: ClassVar[bool] = True
+
+    def __init__(self, density: float = 0.1, threshold: float = 0.5, every_n_epochs: int = 1) -> None:
+        if not threshold > 0:
+            raise ValueError(f"threshold={threshold} must be a positive relative change; 0.5 is a change by half")
+        if not isinstance(every_n_epochs, int) or isinstance(every_n_epochs, bool) or every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs={every_n_epochs!r} must be a whole number of epochs, at least 1")
+        self.density = checked_density("density", density)
+        self.threshold = threshold
+        self.every_n_epochs = every_n_epochs
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        self._window: Optional[int] = None
+        self._squares: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._norms: dict[str, float] = {}
+        self._changes: dict[str, float] = {}
+
+    @override
+    def observe(self, measurement: Measurement, context: RuleContext) -> None:
+        for name, norm in measurement.gradient_norms.items():
+            if math.isfinite(norm):
+                self._squares[name] = self._squares.get(name, 0.0) + norm**2
+                self._counts[name] = self._counts.get(name, 0) + 1
+
+    @override
+    def minimum_densities(self, context: RuleContext) -> dict[str, float]:
+        window = context.epoch // self.every_n_epochs
+        if self._window is not None and window != self._window:
+            self._compare()
+        self._window = window
+        # Nothing known of a change is critical, too.
+        return {name: self.density for name in context.asked if self._changes.get(name, math.inf) >= self.threshold}
+
+    def _compare(self) -> None:
+        for name, square in self._squares.items():
+            now, before = math.sqrt(square / self._counts[name]), self._norms.get(name)
+            if before is not None:
+                difference = abs(before - now)
+                self._changes[name] = difference / before if before else (math.inf if difference else 0.0)
+            self._norms[name] = now
+        self._squares, self._counts = {}, {}
+
+    @override
+    def reason(self, name: str) -> str:
+        if name not in self._changes:
+            return "how fast its gradient changes is not known yet"
+        return f"its gradient's norm changed by {100 * self._changes[name]:.0f} %"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "window": self._window,
+            "squares": dict(self._squares),
+            "counts": dict(self._counts),
+            "norms": dict(self._norms),
+            "changes": dict(self._changes),
+        }
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window = state["window"]
+        self._squares, self._counts = dict(state["squares"]), dict(state["counts"])
+        self._norms, self._changes = dict(state["norms"]), dict(state["changes"])

@@ -1,1 +1,0 @@
-"""PLANNING: which grouping of gradients is fastest, learned from finished steps."""

@@ -1,0 +1,125 @@
+"""Densities whose exchange hides behind backward: the adaptive ones of LAGS-SGD, for groups.
+
+Shi et al., "Layer-wise Adaptive Gradient Sparsification", ECAI 2020 (arXiv 1911.08727), choose for each layer the
+lowest compression ratio, at most ``c_u``, whose exchange and selection hide behind the computation of the next layer.
+As printed, the formula takes the larger of ``c_u`` and that ratio; only the smaller makes ``c_u`` an upper bound. The
+released code never runs the rule, leaves out the time of selection in it, and sends a twentieth of a layer that would
+hide as a whole. Here a group takes the place of a layer, and a whole one is sent whole.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, combinations, groupby
+from statistics import median
+from typing import NamedTuple, Optional
+
+_SAFE = 0.8  # of the time there is: what hides to the last microsecond stands out at the first disturbance
+_APART = 1.5  # times as large as the smallest size the largest has to be to tell a slope
+
+
+class Line(NamedTuple):
+    """Seconds by a size.
+
+    >>> Line(startup=1e-3, per_unit=1e-8)(1_000_000)
+    0.011
+    """
+
+    startup: float = 0.0  # seconds, whatever the size
+    per_unit: float = 0.0  # seconds per byte or element
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds that a size takes."""
+        return self.startup + self.per_unit * size
+
+
+def fit(samples: Iterable[tuple[float, float]]) -> Optional[Line]:
+    """Fit a line to timings, pairs of a size and seconds; ``None`` where all sizes are alike.
+
+    Medians of each size count; the slope is the median of those between two sizes, weighted by how far they are apart,
+    so that timings that a busy machine has spoilt change little. Neither number is negative.
+
+    >>> fit([(100, 2.0), (200, 3.0), (400, 50.0), (800, 9.0)])
+    Line(startup=1.0, per_unit=0.01)
+    """
+    by_size = groupby(sorted(samples), key=lambda sample: sample[0])
+    points = [(size, median(seconds for _, seconds in group)) for size, group in by_size]
+    if not points or points[-1][0] < _APART * points[0][0]:
+        return None
+    slopes = sorted(
+        ((more - less) / (large - small), large - small) for (small, less), (large, more) in combinations(points, 2)
+    )
+    weights = list(accumulate(weight for _, weight in slopes))
+    per_unit = max(0.0, slopes[bisect_left(weights, weights[-1] / 2)][0])
+    return Line(max(0.0, median(seconds - per_unit * size for size, seconds in points)), per_unit)
+
+
+class GroupSample(NamedTuple):
+    """Sizes and times of one group in one step."""
+
+    elements: int
+    counts: int  # elements that the density asked for, of parameters that are not sent whole
+    dense_elements: int  # of parameters that are sent whole
+    select_seconds: float  # for compensating, selecting, encoding and decoding
+    exchange_seconds: float  # in collectives, waiting for other ranks included
+
+
+class GroupCosts(NamedTuple):
+    """Seconds of a group."""
+
+    select: Line  # by elements
+    exchange: Line  # by elements sent
+    dense: Optional[Line] = None  # of all that is done with a group sent whole; none if none has been seen
+
+    def seconds(self, elements: int, counts: float) -> float:
+        """Return the seconds of a group of which so many elements are sent."""
+        if self.dense is not None and counts >= elements:
+            return self.dense(elements)
+        return self.select(elements) + self.exchange(counts)
+
+    def largest_count(self, elements: int, least: int, room: float) -> int:
+        """Return the most elements of a group that can be sent in the time there is, and the least at least."""
+        partly = self.seconds(elements, min(least, elements - 1))
+        if self.dense is not None and self.dense(elements) <= max(room, partly):
+            return elements
+        spare = (room - self.seconds(elements, 0)) / max(self.exchange.per_unit, 1e-18)
+        return int(max(least, min(spare, elements - 1)))
+
+
+def costs_of(groups: Sequence[GroupSample]) -> Optional[GroupCosts]:
+    """Fit what groups take; ``None`` where those seen are too much of one size to tell startup from slope."""
+    parts = [group for group in groups if not group.dense_elements]
+    select = fit((group.elements, group.select_seconds) for group in parts)
+    exchange = fit((group.counts, group.exchange_seconds) for group in parts)
+    if select is None or exchange is None:
+        return None
+    whole = [group for group in groups if group.elements == group.dense_elements]
+    points = [(group.elements, group.select_seconds + group.exchange_seconds) for group in whole]
+    dense = fit(points)
+    if dense is None and points:  # the startup of a message tells it from the slope
+        startup = exchange.startup
+        dense = Line(startup, max(0.0, median((seconds - startup) / size for size, seconds in points)))
+    return GroupCosts(select, exchange, dense)
+
+
+class GroupShape(NamedTuple):
+    """A group to be sent."""
+
+    elements: int
+    counts: int  # that the density asks for
+    ready: float  # seconds from the start of backward
+
+
+def hidden_densities(costs: GroupCosts, groups: Sequence[GroupShape]) -> list[float]:
+    """Return for each group the largest density whose exchange ends before the next group is ready, up to 1.
+
+    The last group, and one whose exchange is late already, get the density of their counts: nothing hides them. No
+    group is sent whole unless the costs of that are known, and it arrives earlier so, or in time.
+    """
+    densities, free = [], 0.0
+    for group, following in zip(groups, [*groups[1:], None]):
+        begin = max(free, group.ready)
+        room = 0.0 if following is None else _SAFE * (following.ready - begin)
+        counts = costs.largest_count(group.elements, group.counts, room)
+        densities.append(counts / max(1, group.elements))
+        free = begin + costs.seconds(group.elements, counts)
+    return densities

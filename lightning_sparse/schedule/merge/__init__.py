@@ -1,1 +1,0 @@
-"""Which gradients travel together: exact and simulated answers to one problem."""
