@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_sparse.testing.equality import assert_same, differences
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps
 from lightning_sparse.engine.settings import Settings, rounds_of
 from lightning_sparse.strategy.levels import ranks_of_node
+from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
