@@ -25,9 +25,9 @@ def rows_of(rank, step):
     return torch.randn(ROWS, 32, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def optimizer_of(net, settings):
+def optimizer_of(net, settings=None):
     """Return AdamW, or the SGD of a compressor that carries its momentum, and a learning rate that falls by step."""
-    if settings.get("compressor") == "dgc":
+    if settings is not None and settings.get("compressor") == "dgc":
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
