@@ -117,7 +117,9 @@ class Rounds(Replicas):
         self.notes: dict[Any, Callable[[], bool]] = {}  # what each exchange tells all ranks that any of them has noted
         self._noted = 0  # by the exchange that was applied last, and not heard yet
         self._missed_steps = 0  # that others have made, since all ranks last met
-        self._step = 0
+        self.pace = (1, 1)  # steps of an epoch: of this rank, and of the rank with the most
+        self._epoch = (0, 0)  # the step at which it began, and steps that this rank has made since
+        self._step = self._skipped = 0
         self._steps_of: dict[int, int] = {}
         self._is_told_of_batches = False
         self._forget_batches()
@@ -186,7 +188,7 @@ class Rounds(Replicas):
     def begin(self) -> None:
         if self._has_begun:
             return
-        self._has_begun, self._steps_of = True, {}
+        self._has_begun, self._steps_of, self._epoch = True, {}, (self._step, 0)
         self.adopt()
 
     @override
@@ -220,7 +222,8 @@ class Rounds(Replicas):
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
         """Count a step of an optimizer; apply the exchange that is due, and begin one at the end of a round.
 
-        A round counts those of the optimizer with the most, skipped or not: ranks call this equally often.
+        A round counts those of the optimizer with the most, skipped or not. A rank with fewer in an epoch makes its
+        share of a round: each of its steps stands for as many as the rank with the most makes meanwhile.
         """
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         self._is_resumed = False
@@ -229,14 +232,36 @@ class Rounds(Replicas):
         self._is_stale = True
         if self._steps_of[optimizer] <= self._step:
             return
-        self._step += 1
         if not self._is_told_of_batches:
             self._add_batch(samples=1)
-        self._apply_until(self._step)
-        if (self._step - self._origin) % self._every == 0:
-            self._submit(self._local.overlap_steps, agreed)
-        self._apply_until(self._step)
-        self._choose_length()
+        steps = self._count_in_epoch()
+        self._skip(steps - 1)
+        self._skipped += steps - 1
+        for _ in range(steps):
+            self._step += 1
+            self._apply_until(self._step)
+            if (self._step - self._origin) % self._every == 0:
+                self._submit(self._local.overlap_steps, agreed)
+            self._apply_until(self._step)
+            self._choose_length()
+
+    def _count_in_epoch(self) -> int:
+        """Count a step of this rank; return how many of the rank with the most it stands for."""
+        own, most = self.pace
+        began, made = self._epoch[0], self._epoch[1] + 1
+        self._epoch = (began, made)
+        return 1 if most == 1 else max(0, began + made * most // own - self._step)
+
+    def skipped(self) -> int:
+        """Return how many steps those of this rank have stood for beside themselves, since it was last asked."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    def _skip(self, steps: int) -> None:
+        """Count steps of other ranks, for which this one has no batch, as if it had made them."""
+        self._missed_steps += steps
+        if steps:
+            self._steps_of = {number: self._steps_of.get(number, 0) + steps for number in self._steps_of or (0,)}
 
     def _choose_length(self) -> None:
         """Choose, when some rounds have been timed, how many steps one has from now on, the same on all ranks."""
@@ -306,16 +331,16 @@ class Rounds(Replicas):
             return None
         self._is_stale = any(told.is_stale for told in everywhere)
         self.are_uneven, self._missed_steps = are_uneven, 0
+        if PLACES[place] == "the end of an epoch":
+            self._epoch = (self._step, 0)
         return True
 
     def _miss(self, steps: int) -> None:
-        """Count steps of other ranks, during which this one had no batch, as if it had made them."""
+        """Go on to the step of other ranks, while this one has no batch."""
         self._step += steps
-        self._missed_steps += steps
+        self._skip(steps)
         if self._pending is not None:
             self._pending.due += steps
-        if steps:
-            self._steps_of = {number: self._steps_of.get(number, 0) + steps for number in self._steps_of or (0,)}
 
     def hears(self, note: Any) -> bool:
         """Return whether an exchange that was applied brought one of ``notes``; ``False`` once it has been asked."""
@@ -542,6 +567,7 @@ class Rounds(Replicas):
             "origin": self._origin,
             "steps_of": dict(self._steps_of),
             "begun": self._begun,
+            "epoch": self._epoch,
             "seen": (self._samples, self._batches),
             "is_stale": self._is_stale,
             "local": dict(own),
@@ -578,7 +604,8 @@ class Rounds(Replicas):
             self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
         self._samples, self._batches = state.get("seen", (0.0, 0.0))
-        self._missed_steps = 0
+        self._epoch = state.get("epoch", (self._step, 0))
+        self._missed_steps = self._skipped = 0
         for name, tensor in state["unshared"].items():
             if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
                 unshared[name].copy_(tensor)

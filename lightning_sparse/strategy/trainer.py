@@ -49,7 +49,7 @@ from lightning_sparse.strategy.lightning import (
 )
 from lightning_sparse.strategy.position import Position, Reader, read, write
 from lightning_sparse.strategy.signals import Termination
-from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, samples_of
+from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, pace_of, samples_of, skip
 from lightning_sparse.strategy.whereabouts import (
     ReportingLauncher,
     ScriptLauncher,
@@ -353,9 +353,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         def run_to_one() -> None:
             if self.settings.local_steps is not None:
                 fit_loop.setup_data()
-                self.has_uneven_batches = check_batches(
+                batches = check_batches(
                     trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step
                 )
+                self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
+                if self.rounds is not None:
+                    self.rounds.pace = pace_of(trainer, batches)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -387,7 +390,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
                 if signals.heard():
                     signals.answer()
         if have_met and replicas.are_uneven:
-            catch_up(self._trainer, self.optimizers)
+            catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         if not have_met:
             rank_zero_warn(
                 f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
@@ -422,7 +425,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
-        self._loop.agrees_on_rates = any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
+        has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
+        if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
+            catch_up(trainer, self.optimizers, trainer.num_training_batches)
+        self._loop.agrees_on_rates = has_one_pace and any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
         if self._loop.corrects_adam:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
@@ -492,7 +498,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self.rounds is not None:
+            skip(self._trainer, self.rounds.skipped())
+        return output
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

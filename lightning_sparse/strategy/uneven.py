@@ -1,5 +1,6 @@
 """Ranks with different numbers of batches, in rounds of local steps: what Lightning cannot do is refused."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -29,12 +30,15 @@ def samples_of(batch: Any) -> Optional[int]:
         return None
 
 
-def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in_step: int = 1) -> bool:
-    """Return whether ranks may have different numbers of batches; refuse, on all alike, what cannot go with that."""
+def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in_step: int = 1) -> list[float]:
+    """Return how many batches each rank has, infinitely many of an iterable, whose length nobody knows.
+
+    Where they are different, what cannot go with that is refused, on all alike.
+    """
     epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
     batches = [epoch.batches for epoch in epochs]
     if len(set(batches)) == 1:
-        return batches[0] == float("inf")  # of an iterable, whose length nobody knows
+        return batches
     numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(batches))
     if not is_position_own and epochs[0].has_ended:
         _end_epoch(trainer)
@@ -42,7 +46,15 @@ def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in
     refused = next(_refusals(trainer, local, epochs, is_position_own, in_step), None)
     if refused is not None:
         raise ValueError(f"ranks have different numbers of batches ({numbers}), and {refused}")
-    return True
+    return batches
+
+
+def pace_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]:
+    """Return the optimizer steps of an epoch of this rank, and of the rank with the most; 1 where none has more."""
+    if float("inf") in batches or len(set(batches)) == 1:
+        return 1, 1
+    steps = [math.ceil(each / trainer.accumulate_grad_batches) for each in batches]
+    return steps[trainer.global_rank], max(steps)
 
 
 def _epoch_of(trainer: Trainer) -> _Epoch:
@@ -126,8 +138,35 @@ def check_logged(trainer: Trainer) -> None:
             )
 
 
-def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
-    """Go on with the step number and the learning rates of the rank that has made the most steps; all must call.
+def skip(trainer: Trainer, steps: int) -> None:
+    """Count steps for which this rank has no batch as made, also for learning rates; of automatic optimization.
+
+    Others, and schedules that step seldom, catch up where all ranks meet.
+    """
+    limit = trainer.max_steps
+    if limit is not None and limit >= 0:  # the step that is being made counts as well
+        steps = min(steps, limit - trainer.global_step - 1)
+    if steps <= 0 or not trainer.lightning_module.automatic_optimization:
+        return
+    _count(trainer, steps)
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau:
+            for _ in range(steps):
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+
+
+def _count(trainer: Trainer, steps: int) -> None:
+    """Count steps as made."""
+    loop = trainer.fit_loop.epoch_loop
+    by_hand = loop.manual_optimization.optim_step_progress.total
+    is_automatic = trainer.lightning_module.automatic_optimization
+    total = loop.automatic_optimization.optim_progress.optimizer.step.total if is_automatic else by_hand
+    total.ready += steps
+    total.completed += steps
+
+
+def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) -> None:
+    """Go on with the step number and the learning rates of the rank with the most batches; all must call.
 
     A rank without a batch is refused: what it logs for all ranks it has never heard of, and others would wait for it.
     """
@@ -137,23 +176,17 @@ def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
         {name: each for name, each in group.items() if isinstance(each, (int, float, tuple))} for group in groups
     ]
     loop = trainer.fit_loop.epoch_loop
-    # Of steps without its wrapper Lightning knows nothing.
-    made = (trainer.global_step, loop.batch_progress.current.ready)
-    everywhere = gather_together((made, [each.state_dict() for each in schedulers], settings))
-    for rank, ((_, theirs), *_) in enumerate(everywhere):
+    states = [each.state_dict() for each in schedulers]
+    everywhere = gather_together((batches, trainer.global_step, loop._batches_that_stepped, states, settings))
+    for rank, (theirs, *_) in enumerate(everywhere):
         if theirs == 0:
             raise ValueError(f"rank {rank} had no batch in an epoch in which others had some: give it at least one")
-    most, states, settings = max(everywhere, key=lambda theirs: theirs[0])
-    if made == most:
+    most, step, stepped, states, settings = max(everywhere, key=lambda theirs: theirs[0])
+    if batches == most:
         return
-    missed = most[0] - trainer.global_step
     for scheduler, state in zip(schedulers, states):
         scheduler.load_state_dict(state)
     for group, setting in zip(groups, settings):
         group.update(setting)
-    by_hand = loop.manual_optimization.optim_step_progress.total
-    is_automatic = trainer.lightning_module.automatic_optimization
-    total = loop.automatic_optimization.optim_progress.optimizer.step.total if is_automatic else by_hand
-    total.ready += missed
-    total.completed += missed
-    loop._batches_that_stepped += missed
+    _count(trainer, step - trainer.global_step)
+    loop._batches_that_stepped = stepped

@@ -53,6 +53,7 @@ class Uneven(Small):
         by_hand: bool = False,
         teaches: bool = False,
         steps_bare: bool = False,
+        has_cycle: bool = False,
     ) -> None:
         super().__init__()
         if teaches:
@@ -61,6 +62,7 @@ class Uneven(Small):
         self.is_known = is_known
         self.automatic_optimization = not by_hand
         self.steps_bare = steps_bare  # without Lightning's wrapper, which counts steps
+        self.has_cycle = has_cycle  # of the learning rate, as long as the training of each rank
         self.validated: list[tuple[int, float]] = []
         self.trained: list[int] = []
 
@@ -90,7 +92,10 @@ class Uneven(Small):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        if self.has_cycle:
+            total = int(self.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -119,7 +124,8 @@ def fit(
     """Fit with so many batches on each rank."""
     for message in (".*is left out: some.*", ".*your dataloader is not resumable.*"):
         warnings.filterwarnings("ignore", message=message)
-    strategy = SparseDDPStrategy(**{"compressor": "topk", "density": 0.1, "local_steps": local})
+    how, settings = {**how}, {"compressor": "topk", "density": 0.1, "local_steps": local}
+    strategy = SparseDDPStrategy(**{**settings, **how.pop("strategy", {})})
     module = Uneven(batches, **how)
     arguments = {"use_distributed_sampler": False, "max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
     fitted = make_trainer(rank, strategy, **arguments)
@@ -150,6 +156,7 @@ def assert_one_model(ends: list[End]) -> None:
         ((13, 8, 3), LocalSteps(4, overlap_steps=2), {"teaches": True}, {}, 26),
         ((13, 8, 3), 4, {"teaches": True, "by_hand": True}, {"precision": "bf16-true"}, 26),
         ((3, 8, 13), 4, {"by_hand": True, "steps_bare": True}, {}, 0),
+        ((3, 8, 13), 4, {"has_cycle": True}, {"max_epochs": 1}, 13),
         ((13, 8, 3), 2, {}, {"accumulate_grad_batches": 2}, 14),
         ((13, 8, 3), 4, {}, {"max_steps": 18, "max_epochs": -1}, 18),
         ((13, 8, 3), 4, {}, {"limit_train_batches": 5}, 10),
@@ -158,7 +165,7 @@ def assert_one_model(ends: list[End]) -> None:
     ],
     ids=[
         "at once", "midst", "late", "late at the end", "synchronous", "few rounds", "auto", "iterable", "by hand",
-        "a teacher, late", "a teacher, in bfloat16", "bare",
+        "a teacher, late", "a teacher, in bfloat16", "bare", "cycle",
         "accumulating", "max_steps", "limited", "monitored", "monitored iterable",
     ],
 )  # fmt: skip
@@ -176,8 +183,57 @@ def test_ranks_with_fewer_batches_wait_in_rounds(
     limit = arguments.get("limit_train_batches", 13)
     for end, number in zip(ends, batches):
         assert end.trained.count(0) == min(number, limit)
-    if not how.get("by_hand") or how.get("steps_bare"):
+    if not (how.get("by_hand") or how.get("has_cycle")) or how.get("steps_bare"):
         assert ends[0].rate == pytest.approx(1e-3 * 0.95 ** (steps or 2 * 13))
+
+
+def share_by_share(batches: tuple[int, ...], every: int, epochs: int) -> dict[str, Tensor]:
+    """Train ranks one after the other, each its share of every round, as a page says it."""
+    ranks, longest = len(batches), max(batches)
+    shared = Uneven(batches)
+    copies = [deepcopy(shared) for _ in batches]
+    optimizers = [torch.optim.AdamW(copy.parameters(), lr=1e-3) for copy in copies]
+    seen = [0] * ranks  # batches since the last exchange
+
+    def exchange() -> None:
+        with torch.no_grad():
+            for parameter, *theirs in zip(shared.parameters(), *(copy.parameters() for copy in copies)):
+                changes = [own - parameter for own in theirs]
+                parameter += sum(count * change for count, change in zip(seen, changes)) / sum(seen)
+                for own in theirs:
+                    own.copy_(parameter)
+        seen[:] = [0] * ranks
+
+    for epoch in range(epochs):
+        made = [0] * ranks
+        for step in range(epoch * longest + 1, (epoch + 1) * longest + 1):  # of the rank with the most
+            for rank, copy in enumerate(copies):
+                place = epoch * longest + made[rank] * longest // batches[rank]  # after the steps that it has made
+                if place >= step or made[rank] == batches[rank]:
+                    continue
+                rows = Rows(ROWS * batches[rank]).rows[ROWS * made[rank] : ROWS * (made[rank] + 1)]
+                optimizers[rank].param_groups[0]["lr"] = 1e-3 * 0.95**place
+                optimizers[rank].zero_grad()
+                ((copy.network(rows) - rows).square().mean() * (1 + rank)).backward()
+                optimizers[rank].step()
+                made[rank] += 1
+                seen[rank] += 1
+            if step % every == 0:
+                exchange()
+    if any(seen):
+        exchange()
+    return weights(shared)
+
+
+@pytest.mark.parametrize("batches", [(12, 6, 3), (13, 8, 3), (2, 9, 1)])
+def test_a_rank_with_fewer_batches_makes_its_share_of_each_round(
+    pools: dict[int, Pool], batches: tuple[int, ...]
+) -> None:
+    dense = {"strategy": {"compressor": "dense", "density": None}}
+    ends = pools[3].run(fit, batches, 4, dense, {"limit_val_batches": 0})
+    assert_one_model(ends)
+    for name, expected in share_by_share(batches, every=4, epochs=2).items():
+        torch.testing.assert_close(ends[0].weights[name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_end_of_an_epoch_begins_no_rounds_in_synchronous_steps(pools: dict[int, Pool]) -> None:
