@@ -9,6 +9,7 @@ from typing import Any, Optional
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.strategy.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
 from lightning_sparse.strategy.signals import Signals
 
@@ -20,7 +21,7 @@ class RequeueAtStepEnd(Callback):
     the job hangs. Here the handler takes a note, and notes are reduced while the next step runs, so all ranks learn of
     a signal at the end of the same step. There they save ``hpc_ckpt_<n>.ckpt`` in the Trainer's ``default_root_dir``,
     from which the requeued job goes on, and end. A signal is answered after a validation, and where a round of local
-    steps has ended.
+    steps has ended; where some ranks have no batch left by then, and others have, at the end of the epoch.
 
     It replaces Lightning's handler, and does nothing outside of SLURM or where ``SLURMEnvironment(auto_requeue=False)``
     is among the Trainer's plugins. ``lightning-sparse fit`` has it always.
@@ -45,7 +46,7 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signals is not None and trainer.world_size > 1:
-            self._signals.connect(trainer.strategy, lambda: self._answer(trainer))
+            self._signals.connect(trainer.strategy, lambda: self._answer(trainer, "waits"))
 
     @override
     def on_train_batch_end(
@@ -58,6 +59,13 @@ class RequeueAtStepEnd(Callback):
             self._signals.is_noted = False  # answered now, and not again after the next step
         self._signals.tell()
         if is_agreed:
+            is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
+            self._answer(trainer, "ends" if is_last else "trains")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._signals is not None and _is_uneven(trainer) and any(gather_together(self._signals.is_noted)):
+            self._signals.is_noted = False
             self._save_and_requeue(trainer)
 
     @override
@@ -71,11 +79,12 @@ class RequeueAtStepEnd(Callback):
             self._signals.close()
             self._signals = None
 
-    def _answer(self, trainer: Trainer) -> None:
-        """Answer on a rank that waits for others with more batches."""
+    def _answer(self, trainer: Trainer, place: str) -> None:
+        """Answer on all ranks if training can go on from where each is; if not, later."""
         assert self._signals is not None
-        self._signals.is_noted = False
-        self._save_and_requeue(trainer)
+        self._signals.is_noted = _is_uneven(trainer) and len(set(gather_together(place))) > 1
+        if not self._signals.is_noted:
+            self._save_and_requeue(trainer)
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
         # Lightning's own name for the file, since it is Lightning that looks for it.
@@ -86,6 +95,10 @@ class RequeueAtStepEnd(Callback):
         if trainer.strategy.broadcast(_requeue() if trainer.is_global_zero else None):
             # Steps after the checkpoint would be done, and logged, twice.
             raise SystemExit(0)
+
+
+def _is_uneven(trainer: Trainer) -> bool:
+    return getattr(trainer.strategy, "has_uneven_batches", False) and trainer.world_size > 1
 
 
 def _requeue() -> bool:

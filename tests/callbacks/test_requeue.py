@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import RequeueAtStepEnd
 from lightning_sparse.strategy import signals
+from tests.helpers.jobs import JOB, put_scontrol
 from tests.helpers.trainers import Small, make_trainer, run_fit
 
-JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 STEPS = 16
 
 
@@ -66,15 +66,6 @@ def fit_outside(rank):
     watching = SignalAt(-1)
     run_fit(rank, SparseDDPStrategy(), callbacks=[RequeueAtStepEnd(), watching], max_steps=2)
     return watching.handler == signal.SIG_DFL
-
-
-def put_scontrol(folder, status):
-    """Put a command in place of SLURM's that writes down what is asked of it."""
-    path = folder / "scontrol"
-    path.write_text(
-        f'#!/bin/sh\necho "$*" >> {folder}/asked\n[ {status} = 0 ] || echo no such job >&2\nexit {status}\n'
-    )
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(("signalled", "backend"), [((0,), "gloo"), ((1,), "gloo"), ((0, 1), "gloo"), ((1,), "nccl")])

@@ -8,21 +8,24 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+from unittest import mock
 
 import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
-from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor
+from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor, RequeueAtStepEnd
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import refusals
+from tests.helpers.jobs import JOB, put_scontrol
 from tests.helpers.trainers import Rows, Small, make_trainer, weights
 
 ROWS = 4  # of a batch
@@ -92,7 +95,7 @@ class Uneven(Small):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         if self.has_cycle:
             total = int(self.trainer.estimated_stepping_batches)
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total)
@@ -187,7 +190,7 @@ def test_ranks_with_fewer_batches_wait_in_rounds(
         assert ends[0].rate == pytest.approx(1e-3 * 0.95 ** (steps or 2 * 13))
 
 
-def share_by_share(batches: tuple[int, ...], every: int, epochs: int) -> dict[str, Tensor]:
+def share_by_share(batches, every, epochs):
     """Train ranks one after the other, each its share of every round, as a page says it."""
     ranks, longest = len(batches), max(batches)
     shared = Uneven(batches)
@@ -195,7 +198,7 @@ def share_by_share(batches: tuple[int, ...], every: int, epochs: int) -> dict[st
     optimizers = [torch.optim.AdamW(copy.parameters(), lr=1e-3) for copy in copies]
     seen = [0] * ranks  # batches since the last exchange
 
-    def exchange() -> None:
+    def exchange():
         with torch.no_grad():
             for parameter, *theirs in zip(shared.parameters(), *(copy.parameters() for copy in copies)):
                 changes = [own - parameter for own in theirs]
@@ -226,14 +229,23 @@ def share_by_share(batches: tuple[int, ...], every: int, epochs: int) -> dict[st
 
 
 @pytest.mark.parametrize("batches", [(12, 6, 3), (13, 8, 3), (2, 9, 1)])
-def test_a_rank_with_fewer_batches_makes_its_share_of_each_round(
-    pools: dict[int, Pool], batches: tuple[int, ...]
-) -> None:
+def test_a_rank_with_fewer_batches_makes_its_share_of_each_round(pools, batches):
     dense = {"strategy": {"compressor": "dense", "density": None}}
     ends = pools[3].run(fit, batches, 4, dense, {"limit_val_batches": 0})
     assert_one_model(ends)
     for name, expected in share_by_share(batches, every=4, epochs=2).items():
         torch.testing.assert_close(ends[0].weights[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def fit_share(rank, shares):
+    return fit(rank, (24, 24), 4, {}, {"use_distributed_sampler": True, "limit_train_batches": shares[rank]})
+
+
+def test_a_share_of_the_batches_is_one_argument(pair):
+    ends = pair.run(fit_share, (1.0, 0.5))
+    assert_one_model(ends)
+    assert [len(end.trained) for end in ends] == [24, 12]
+    assert ends[0].step == 24
 
 
 def test_the_end_of_an_epoch_begins_no_rounds_in_synchronous_steps(pools: dict[int, Pool]) -> None:
@@ -280,7 +292,7 @@ def test_training_goes_on_from_the_end_of_an_epoch(pools: dict[int, Pool], tmp_p
         assert other.trained == [1] * batches
 
 
-def test_a_resume_with_nothing_left_makes_one_of_what_was_written_last(pair: Pool, tmp_path: Path) -> None:
+def test_a_resume_with_nothing_left_makes_one_of_what_was_written_last(pair, tmp_path):
     path, how, more = str(tmp_path / "end.ckpt"), {"teaches": True}, {"max_epochs": 1}
     whole = pair.run(fit, (8, 5), 4, how, {**more, "callbacks": [SaveAt(path, 1, is_epoch=True)]})
     for one, other in zip(whole, pair.run(fit, (8, 5), 4, how, more, path)):
@@ -322,14 +334,15 @@ def test_early_stopping_stops_all_ranks(pair: Pool) -> None:
 
 
 class SignalAt(Callback):
-    """Send this process SIGTERM in a batch."""
+    """Send this process a signal in a batch of the first epoch."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch, number=signal.SIGTERM):
         self.batch = batch
+        self.number = number
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if (trainer.current_epoch, batch_idx) == (0, self.batch):
+            os.kill(os.getpid(), self.number)
 
 
 def fit_signalled(rank: int) -> bool:
@@ -346,6 +359,49 @@ def fit_signalled(rank: int) -> bool:
 
 def test_a_signal_ends_those_that_wait(pools: dict[int, Pool]) -> None:
     assert pools[3].run(fit_signalled) == [True] * 3
+
+
+def fit_requeued(rank, batches, how, folder, batch):
+    """Fit in a job of SLURM that rank 0 is told to leave in a batch; return the epoch of each that was trained."""
+    job = {
+        **JOB,
+        "SLURM_NTASKS": "3",
+        "SLURM_NTASKS_PER_NODE": "3",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "PATH": folder,
+    }
+    module, before = Uneven(batches, **how), signal.getsignal(signal.SIGUSR1)
+    callbacks = [RequeueAtStepEnd(), *([SignalAt(batch, signal.SIGUSR1)] if rank == 0 else [])]
+    strategy = SparseDDPStrategy("topk", 0.1, local_steps=4)
+    settings = {"use_distributed_sampler": False, "max_epochs": 2, "limit_val_batches": 0, "callbacks": callbacks}
+    with mock.patch.dict(os.environ, job):
+        trainer = make_trainer(rank, strategy, plugins=[SLURMEnvironment()], default_root_dir=folder, **settings)
+        try:
+            trainer.fit(module)
+        except SystemExit:
+            return module.trained
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("is_known", "batch", "begun"),
+    [(True, 1, 4), (True, 13, 14), (False, 1, 14), (False, 9, 14)],
+    ids=["midst", "last", "some have ended", "most have ended"],
+)
+def test_a_job_goes_back_from_where_all_ranks_can_go_on(pools, tmp_path, is_known, batch, begun):
+    put_scontrol(tmp_path, 0)
+    how, batches, more = {"is_known": is_known}, (14, 8, 3), {"limit_val_batches": 0}
+    trained = pools[3].run(fit_requeued, batches, how, str(tmp_path), batch)
+    assert len(trained[0]) == begun
+    ends = pools[3].run(fit, batches, 4, how, more, str(tmp_path / "hpc_ckpt_1.ckpt"))
+    assert_one_model(ends)
+    assert [len(before) + len(end.trained) for before, end in zip(trained, ends)] == [2 * each for each in batches]
+    if begun == batches[0]:
+        for one, other in zip(pools[3].run(fit, batches, 4, how, more), ends):
+            assert_same(one.weights, other.weights)
 
 
 class Logging(Uneven):
