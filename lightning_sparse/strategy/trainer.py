@@ -353,9 +353,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         def run_to_one() -> None:
             if self.settings.local_steps is not None:
                 fit_loop.setup_data()
-                batches = check_batches(
-                    trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step
-                )
+                batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
                 self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
                 if self.rounds is not None:
                     self.rounds.pace = pace_of(trainer, batches)
