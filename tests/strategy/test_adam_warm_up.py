@@ -73,16 +73,16 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair: Pool) -> None:
 def test_a_training_that_stops_early_is_compressed_soon(pair: Pool) -> None:
     found = densities(pair, partial(Watched, stop_after=130), **LONG)
     assert found[:10] == [1.0] * 10
-    falling = found[10:110]
+    falling = found[10:60]
     assert all(later <= earlier + 1e-9 for earlier, later in pairwise(falling))
     assert falling[20] < 0.8
-    assert max(found[110:]) < 1.2 * DENSITY
+    assert max(found[60:]) < 1.2 * DENSITY
 
 
 def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair: Pool) -> None:
     found = densities(pair, partial(Watched, growth=1.2, stop_after=105), **LONG)
-    assert found[:100] == [1.0] * 100
-    assert found[104] <= 1.0
+    assert found[:60] == [1.0] * 60  # a hundredth of them all
+    assert found[104] < 1.0
     found = densities(pair, partial(Watched, growth=1.2), max_epochs=4)
     assert found[9] == 1.0  # 24 steps in all: a hundredth is less than the least
     assert found[14] < 0.1

@@ -7,7 +7,7 @@ from typing import NamedTuple, Optional
 from lightning_sparse.compressors.base import same_everywhere
 
 LEAST_DENSE_STEPS, MOST_DENSE_STEPS = 10, 100
-_FALL = 10  # steps of the fall for each dense one
+_FALL = 5  # steps of the fall for each dense one
 _STAIR = 1.25  # a density that falls a little in every step would be planned for in every step
 
 
@@ -32,10 +32,10 @@ class AdamCorrection:
             hundredth of a training whose length is known, if that is more than 10. It is known when its mean over a
             parameter's elements has changed by less than a factor of 1.65 since half as many steps, on average over
             elements.
-        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for ten times
-            the dense steps, and no more than a tenth of a training whose length is known.
+        fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for five
+            times the dense steps, and no more than a tenth of a training whose length is known.
         refresh_steps: least steps between two mean gradients that the second moment learns from; the interval grows to
-            a tenth of the steps made. Each of them takes half of what DDP sends in a step.
+            a fifth of the steps made. Each of them takes half of what DDP sends in a step.
 
     Raises:
         ValueError: for a number out of range.
@@ -69,8 +69,8 @@ class AdamCorrection:
 
         Example::
 
-            >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=500)
-            (WarmUp(dense_steps=10, fall_steps=100), WarmUp(dense_steps=10, fall_steps=50))
+            >>> AdamCorrection().warm_up(10), AdamCorrection().warm_up(10, total_steps=400)
+            (WarmUp(dense_steps=10, fall_steps=50), WarmUp(dense_steps=10, fall_steps=40))
         """
         if self.fall_steps is not None:
             return WarmUp(dense_steps, self.fall_steps)
