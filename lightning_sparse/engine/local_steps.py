@@ -641,6 +641,8 @@ def _weight(everywhere: Sequence[tuple[float, float]], rank: int, in_step: int =
     [1.5, 0.5]
     >>> [_weight([(4, 1), (2, 1), (1, 1), (1, 1)], rank, in_step=2) for rank in range(4)]
     [1.5, 1.5, 0.5, 0.5]
+    >>> _weight([(0, 0), (0, 0)], rank=0)  # steps without a batch
+    1.0
     """
     samples, batches = ([row[column] for row in everywhere] for column in (0, 1))
     counts = batches if math.isnan(math.fsum(samples)) else samples
