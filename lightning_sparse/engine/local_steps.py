@@ -33,7 +33,7 @@ from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.engine.wire.base import Payload
-from lightning_sparse.functional.elements import laid_flat, round_to
+from lightning_sparse.functional.elements import held_of, laid_flat, round_to
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.schedule import Schedule
 
@@ -82,10 +82,11 @@ class _Told(NamedTuple):
 class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
-    A rank's change counts by the samples that it has seen, or by batches, or by steps where it is told of no batches.
-    Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model is asked
-    for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that begins,
-    and what it returns on the worker before that exchange.
+    What a rank holds, a copy of the model or its shard of one, goes to the ranks that hold the same of other replicas.
+    A replica's change counts by the samples that its ranks have seen, or by batches, or by steps where nobody tells of
+    batches. Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model
+    is asked for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that
+    begins, and what it returns on the worker before that exchange.
     """
 
     are_apart = True
@@ -111,7 +112,7 @@ class Rounds(Replicas):
         self._pipeline = pipeline
         self._recorder = pipeline.recorder
         self._levels = pipeline.levels
-        self._everybody = pipeline.levels.everybody
+        self._everybody, self._holders = pipeline.levels.everybody, pipeline.levels.holders
         self._schedule = schedule
         self._worker = worker
         self.notes: dict[Any, Callable[[], bool]] = {}  # what each exchange tells all ranks that any of them has noted
@@ -125,7 +126,7 @@ class Rounds(Replicas):
         self._forget_batches()
         self._has_begun = False
         self._pending: Optional[_PendingSync] = None
-        self._averager = ReplicaAverager(module, self._everybody.collectives)
+        self._averager = ReplicaAverager(module, self._holders.collectives)
         self._is_resumed = False
         self._names: frozenset[str] = frozenset()
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
@@ -142,13 +143,13 @@ class Rounds(Replicas):
         if self._is_resumed and self._names == frozenset(names):
             return
         self._module = module
-        present = dict(self._named())
+        present = {name: held_of(tensor) for name, tensor in self._named()}
         beside = [*floats(module.named_buffers()), *(name for name in self._beside if name in present)]
         self._names = frozenset(names)
         self._shared = {
             name: known
             if (known := self._shared.get(name)) is not None and known.shape == present[name].shape
-            else _wide(present[name].detach())
+            else _wide(present[name])
             for name in dict.fromkeys((*names, *beside))
         }
         has_buffers = any(each._buffers for each in module.modules())
@@ -167,11 +168,8 @@ class Rounds(Replicas):
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
-        return {
-            name: tensor.detach()
-            for name, tensor in self._named()
-            if name in self._shared and tensor.shape == self._shared[name].shape
-        }
+        held = {name: held_of(tensor) for name, tensor in self._named() if name in self._shared}
+        return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _unshared(self) -> dict[str, Tensor]:
         """Return what ranks may write without an optimizer: frozen parameters, and buffers that are new or reshaped."""
@@ -293,7 +291,8 @@ class Rounds(Replicas):
 
     @override
     def detach(self) -> None:
-        trained = {name for name, each in self._module.named_parameters() if each.requires_grad}
+        parameters = self._module.named_parameters()
+        trained = {name for name, each in parameters if each.requires_grad and held_of(each).numel()}
         if not (self._is_resumed and self._names == trained):
             self.synchronize()
 
@@ -452,10 +451,10 @@ class Rounds(Replicas):
         self._pipeline.close_step()
 
     def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
-        """Average changes over ranks, in place: all of each, whatever the compressor."""
+        """Average changes over replicas, in place: all of each, whatever the compressor."""
         if not changes:
             return
-        flat = self._everybody.call(Payload("all_reduce", torch.cat(list(changes)).div_(self._everybody.ranks)), names)
+        flat = self._holders.call(Payload("all_reduce", torch.cat(list(changes)).div_(self._holders.ranks)), names)
         for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
             change.copy_(mean)
 

@@ -15,6 +15,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
@@ -129,13 +130,13 @@ class ReplicaAverager:
 
 
 def floats(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return, detached, those of floating point with an element; no frozen ones of a kind of their own (quantized)."""
+    """Return what this rank holds of those of floating point; no frozen ones of a kind of their own (quantized)."""
     return {
-        name: tensor.detach()
-        for name, tensor in named
-        if tensor.is_floating_point()
-        and tensor.numel()
-        and (tensor.requires_grad or (type(tensor.detach()) is Tensor and tensor.layout is torch.strided))
+        name: held
+        for name, tensor, held in ((name, tensor, held_of(tensor)) for name, tensor in named)
+        if held.is_floating_point()
+        and held.numel()
+        and (tensor.requires_grad or (type(held) is Tensor and held.layout is torch.strided))
     }
 
 

@@ -6,7 +6,7 @@ less above a density of about 0.8 %; 4 bytes below one of 0.003 %, where most bl
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ def held_of(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
+
+
+def held_as(held: Tensor, like: Any) -> Tensor:
+    """Return the tensor of which a rank holds this, where ``like`` is another of its kind: a DTensor, or any."""
+    if not hasattr(like, "to_local"):
+        return held
+    form = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    whole: Tensor = type(like).from_local(held.to(like.device), like.device_mesh, like.placements, **form)
+    return whole
 
 
 def laid_flat(tensor: Tensor, like: Optional[Tensor] = None) -> Tensor:

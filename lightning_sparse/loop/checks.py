@@ -1,13 +1,19 @@
 """What is checked of a model before its gradients are exchanged, whoever drives the training."""
 
-from collections.abc import Mapping
-from typing import Optional
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine.settings import LocalSteps, refuse
+from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.settings import LocalSteps, Row, Settings, refusal_of_shares, refuse
+from lightning_sparse.functional.elements import held_of
+from lightning_sparse.loop.optimizers import listed
+
+_SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 
 
 def check_parameters(model: Module) -> None:
@@ -80,4 +86,60 @@ def warning_of_meeting(
     return (
         f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
         f" for ever where ranks launch the two in another order: give SparseDDPStrategy({cure}), or see docs/limits.md"
+    )
+
+
+def of_the_settings(settings: Settings) -> Iterator[Row]:
+    """Yield what there is no place for where every rank holds a shard of the model."""
+    compressor, local = type(settings.compressor).__name__, settings.local_steps or LocalSteps()
+    yield (
+        not settings.can_have_levels,
+        f"compressor={compressor} {refusal_of_shares(settings.compressor)}, and here each rank has shards alone: choose"
+        " 'topk', 'lags', 'omgs', 'dgc' or 'dense'",
+    )
+    yield (
+        local.overlap_steps or local.synchronous_steps,
+        f"overlap_steps={local.overlap_steps} would send beside FSDP's own collectives, which NCCL may not bring to an"
+        f" end, and synchronous_steps={local.synchronous_steps} are DDP's: leave both out (0), or use SparseDDPStrategy"
+        " where the model fits",
+    )
+
+
+def refuse_together(rows: Iterator[Row]) -> None:
+    """Raise on every rank what the first that has one has to say."""
+    reasons = gather_together(next((reason for is_refused, reason in rows if is_refused), ""))
+    refuse(*((True, reason) for reason in reasons if reason))
+
+
+def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[Row]:
+    """Yield what cannot be trained in shards that replicas exchange; what comes later goes by what came before."""
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    whole = [name for name, each in trained.items() if not hasattr(each, "device_mesh")]
+    kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
+    yield (
+        bool(whole),
+        f"fully_shard has cut {kind}, and what is left whole nobody averages in a replica: call {_SHARD} of its"
+        " layers, then of the module that holds the rest; a model that fits is better served by strategy='sparse_lags'",
+    )
+    elsewhere = [name for name, each in trained.items() if each.device_mesh.mesh.flatten().tolist() != ranks]
+    yield (
+        bool(elsewhere),
+        f"fully_shard has cut {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and"
+        f" between replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica",
+    )
+    yield from of_the_shards({name: held_of(each) for name, each in trained.items()}, device)
+
+
+def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[Row]:
+    """Yield what a rank cannot exchange of the shards that it holds, on a device."""
+    elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
+    yield (
+        bool(elsewhere),
+        f"shards of {listed(elsewhere)} are not on {device}, where gradients are exchanged: leave CPUOffloadPolicy out;"
+        " replicas of more ranks take less memory of each",
+    )
+    yield (
+        not any(shard.numel() for shard in held.values()),
+        "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
+        " data_parallel_size",
     )

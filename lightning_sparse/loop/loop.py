@@ -12,6 +12,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
+from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
 from lightning_sparse.loop.summary import (
@@ -346,7 +348,8 @@ class Loop:
         kept = {"engine": state, "clipping": list(self.clipping)}
         if self._settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
-            kept["optimizers"] = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+            states = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
+            kept["optimizers"] = [_mapped(lambda tensor, _: held_of(tensor), state) for state in states]
             if self._scaler is not None:
                 kept["scaler"] = self._scaler.state_dict()
         return kept
@@ -360,7 +363,8 @@ class Loop:
             self.expect_clipping(Clipping(*state.get("clipping", ())))
         if self._settings.replicas_diverge:
             for optimizer, own in zip(self.optimizers, state.get("optimizers", ())):
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
+                present = optimizer.state_dict()
+                optimizer.load_state_dict({**present, "state": _mapped(held_as, own, present["state"])})
             if self._scaler is not None and "scaler" in state:
                 self._scaler.load_state_dict(state["scaler"])
         return "plan" not in kept or self.engine.restore_plan(kept["plan"], topology or self.engine.topology)
@@ -392,6 +396,16 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
+
+
+def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
+    """Return nested dictionaries with their tensors changed, each by what is in its place in others ``like`` them."""
+    if isinstance(state, Tensor):
+        return change(state, like)
+    if not isinstance(state, dict):
+        return state
+    others = like if isinstance(like, dict) else {}
+    return {key: _mapped(change, each, others.get(key)) for key, each in state.items()}
 
 
 def warn_user(message: str) -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from types import TracebackType
 from typing import Any, Optional, Union
 
@@ -19,16 +20,26 @@ from typing_extensions import Self, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.collectives import Uncopied, copy_from_first
+from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
 from lightning_sparse.engine.step.levels import Topology
+from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.loop.checks import check_parameters, check_reducer, check_rounds
+from lightning_sparse.loop.checks import (
+    check_parameters,
+    check_reducer,
+    check_rounds,
+    of_the_model,
+    of_the_settings,
+    refuse_together,
+)
 from lightning_sparse.loop.loop import CLOSED, Loop
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.schedule import Auto, Schedule
+from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
 _LOGGER = logging.getLogger(__name__)
 _SHOWN = 5  # names in a message
@@ -36,7 +47,7 @@ _BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
 
 
 def sparsify(
-    ddp_model: DistributedDataParallel,
+    ddp_model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
     compressor: Union[str, Compressor] = "topk",
     density: Optional[float] = None,
@@ -58,7 +69,10 @@ def sparsify(
     On one process it makes the same checks, and does nothing.
 
     Args:
-        ddp_model: the model, wrapped, of all processes.
+        ddp_model: the model, wrapped, of all processes; or one that ``fully_shard`` has cut over the processes of a
+            replica, which follow one another. Its shards are exchanged before the optimizer's step, or in
+            :meth:`Sparsifier.clip`; the density, the schedule and ``overlaps_backward`` are as of
+            :class:`~lightning_sparse.SparseModelParallelStrategy`.
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, but none that lets replicas drift apart.
         density: as there, like the following.
@@ -121,7 +135,7 @@ class Sparsifier(Loop):
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        ddp: Module,
         optimizers: Sequence[Optimizer],
         settings: Settings,
         scaler: Optional[GradScaler],
@@ -130,15 +144,30 @@ class Sparsifier(Loop):
         say: Callable[[str], None],
     ) -> None:
         super().__init__(settings, say)
-        _check_model(ddp)
-        _check_optimizers(ddp, optimizers, settings.local_steps is not None)
-        check_rounds(settings.local_steps, ddp, ddp.static_graph)
-        self._model = ddp
+        self._model: Wrapper
+        replica_ranks = 1
+        if any(cut_modules(ddp)) and not isinstance(ddp, DistributedDataParallel):
+            self._model = ShardedModel(ddp)
+            replica_ranks = _check_shards(ddp, optimizers, settings, scaler)
+        else:
+            self._model = _checked(ddp)
+        module = self._model.module
+        _check_optimizers(module, optimizers, settings.local_steps is not None)
+        check_rounds(settings.local_steps, module, getattr(ddp, "static_graph", False))
+        self._has_exchanged = False  # the shards of this step
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
         self._is_shown = False  # inside of shared_model
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
-        self.start(ddp, optimizers, timeout, scaler)
+        # Before those by which Adam's updates are made.
+        before = [each.register_step_pre_hook(self._exchange_shards) for each in optimizers]
+        self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
+        self._handles += before
+        if isinstance(self._model, ShardedModel) and self.engine is not None:
+            held = [*map(held_of, module.parameters()), *module.buffers()]
+            group = self.engine.levels.holders.collectives.group
+            assert group is not None
+            copy_from_first(held, group)
         self.expect_steps(total_steps)
         self.tell_of_rounds(total_steps)
         if self.engine is not None and self.engine.rounds is not None:
@@ -173,8 +202,20 @@ class Sparsifier(Loop):
             norm: largest norm of the gradient of the whole model; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
         """
+        self._exchange_shards()
         with self.clipped_before(Clipping(norm=norm, value=value)):
-            _clip(self._model.parameters(), norm, value)
+            _clip(self._model.module.parameters(), norm, value)
+
+    def _exchange_shards(self, *step: Any) -> None:
+        """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
+        if self.engine is None or not isinstance(self.engine.stream, ShardStream) or self._has_exchanged:
+            return
+        self.check_epoch()
+        self.wants_plain()
+        self.begin()
+        self.engine.stream.exchange()
+        self.end_backward()
+        self._has_exchanged = True
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -191,6 +232,7 @@ class Sparsifier(Loop):
                 yield
             finally:
                 self._is_shared, self._is_shown = before
+                reshard(self._model.module)
         self.resume()
 
     def synchronize(self) -> None:
@@ -296,7 +338,8 @@ class Sparsifier(Loop):
         if self._settings.local_steps is None:
             return None
         with self.replicas.shared_model():
-            return [int(fingerprint(each)) for each in self._model.module.parameters() if each.numel()]
+            held = map(held_of, self._model.module.parameters())
+            return [int(fingerprint(each)) for each in held if each.numel()]
 
     def _watch(self) -> None:
         """Follow rounds of local steps where nobody tells of batches, evaluations and saves."""
@@ -354,11 +397,13 @@ class Sparsifier(Loop):
     @override
     def _end_step(self, optimizer: Optimizer) -> None:
         super()._end_step(optimizer)
+        self._has_exchanged = False
         if self.engine is None or self.engine.rounds is None:
             return
         was_plain, self._is_shared = self.is_plain, self.is_plain
         self._turn()
         if was_plain and not self.is_plain:  # where DDP broadcasts buffers, it does so before each of its forwards
+            assert isinstance(self._model, DistributedDataParallel)  # of shards no step is left to it
             _sync_module_states(self._model.module, self._model.process_group, _BROADCAST_BYTES, 0, (), True)
 
     def _turn(self) -> None:
@@ -386,7 +431,9 @@ class Sparsifier(Loop):
             has_failed = True
             raise
         finally:
-            if engine is not None and engine.rounds is not None:
+            if isinstance(self._model, ShardedModel):
+                self._model.module.register_forward_pre_hook(_refuse_training)
+            elif engine is not None and engine.rounds is not None:
                 self._model.register_forward_pre_hook(_refuse_training)
             self.end(has_failed)
 
@@ -437,7 +484,7 @@ def _clip(parameters: Iterable[Parameter], norm: Optional[float], value: Optiona
         torch.nn.utils.clip_grad_norm_(trained, norm)
 
 
-def _check_model(ddp: DistributedDataParallel) -> None:
+def _checked(ddp: Module) -> DistributedDataParallel:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"ddp_model={type(ddp).__name__} must be a torch.nn.parallel.DistributedDataParallel: wrap the model first,"
@@ -462,10 +509,44 @@ def _check_model(ddp: DistributedDataParallel) -> None:
             " leave process_group out",
         ),
     )
+    return ddp
 
 
-def _check_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], counts_steps: bool) -> None:
-    trained = set(ddp.parameters())
+def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any) -> int:
+    """Check a sharded model on all ranks alike, and adapt the settings to it; return how many hold a replica."""
+    check_parameters(module)
+    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
+    world, count = dist.get_world_size(), next((mesh.size() for mesh in meshes), 1)
+    first = dist.get_rank() // count * count
+    refuse_together(
+        chain(
+            of_the_settings(settings),
+            of_the_model(module, list(range(first, first + count)), next(module.parameters()).device),
+            (
+                (
+                    world % count or count == world > 1,
+                    f"ddp_model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal"
+                    " size, two or more, exchange: call fully_shard with the mesh of one replica",
+                ),
+                (
+                    scaler is not None,
+                    "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train"
+                    " in bfloat16, or with SparseModelParallelStrategy",
+                ),
+                (
+                    len(optimizers) > 1 and settings.local_steps is None,
+                    f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
+                    " local_steps of 2 or more",
+                ),
+            ),
+        )
+    )
+    settings.schedule, settings.overlaps_backward = FixedSize(), False
+    return count
+
+
+def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], counts_steps: bool) -> None:
+    trained = set(module.parameters())
     refuse((not optimizers, "optimizer=[] names none: give the optimizer that trains the model, or all of them"))
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

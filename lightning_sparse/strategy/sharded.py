@@ -1,42 +1,40 @@
 """The strategy of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Optional, Union
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import copy_from_first, gather_together
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refusal_of_shares, refuse, rounds_of
-from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
+from lightning_sparse.engine.collectives import copy_from_first
+from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
+from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_of
-from lightning_sparse.loop.checks import check_parameters
+from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, listed
 from lightning_sparse.schedule import FixedSize, Plan
 from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
+    CheckpointError,
     PathLike,
     Save,
     on_host,
     restore,
     saved_layouts,
 )
+from lightning_sparse.strategy.checkpoints.shards import CURE
 from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
-from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of, total_steps_of
+from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of
 
 NODES = "nodes"
 _MESH = ("replicate", "data_parallel", "tensor_parallel")
-_SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 
 
 class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
@@ -56,7 +54,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         resume_compression: see there.
         optimizer_correction: see there.
         exchange: see there.
-        local_steps: 1: shards are exchanged in every step, and rounds of local steps between replicas are not there.
+        local_steps: see there; what steps by itself is a replica, and neither ``overlap_steps`` nor
+            ``synchronous_steps`` are there.
         replicas: how many replicas there are, of ranks that follow one another; ``"nodes"`` for one on each node.
         data_parallel_size: ranks over which FSDP shards, in a replica; ``"auto"`` for all that there are.
         **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
@@ -65,7 +64,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         settings: what the user chose, checked.
 
     Raises:
-        ValueError: for an unknown name, a density out of range, a compressor that cannot work on shards, or rounds.
+        ValueError: for an unknown name, a density out of range, or a compressor that cannot work on shards.
 
     Example::
 
@@ -98,14 +97,16 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             optimizer_correction,
             exchange,
             overlaps_backward=False,
+            local_steps=rounds_of(local_steps),
         )
         sizes = {"replicas": replicas, "data_parallel_size": data_parallel_size}
         layers = model_parallel.pop("tensor_parallel_size", 1)
-        refuse(*_of_shards(self.settings, local_steps, layers, sizes))
+        refuse(*_of_shards(self.settings, layers, sizes))
         self._replicas = replicas
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._is_blocked = self._has_failed = False
+        self._is_blocked = False
+        self._replaced = []
         super().__init__(data_parallel_size, tensor_parallel_size=1, **model_parallel)  # type: ignore[arg-type]
 
     def compression_stats(self) -> dict[str, float]:
@@ -144,6 +145,11 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     @property
     @override
+    def _ranks_in_step(self) -> int:
+        return self._whole_mesh.shape[1]
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
@@ -152,8 +158,17 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         module = self.lightning_module
         check_parameters(module)
+        check_rounds(self.settings.local_steps, module)
+        self._let_go()  # of what was there before, where users have optimizers set up anew
         self._has_failed = False
-        _refuse_together(_of_the_model(module, self.device_mesh, self.root_device))
+        refuse(
+            (
+                not module.automatic_optimization,
+                "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards"
+                " are exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy",
+            )
+        )
+        refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
@@ -168,25 +183,26 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         clipping = Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm)
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, shards)
-        self._give_back()  # where users have optimizers set up anew
-        if self._loop.corrects_adam:
-            self._clip_gradients = self.precision_plugin.clip_gradients
-            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
+        self._surround(trainer)
+        self._clip_before_selection()
 
-    def _give_back(self) -> None:
-        vars(self.precision_plugin).pop("clip_gradients", None)
+    @override
+    def _validate(self, validate: Callable[[], Any]) -> Any:
+        try:
+            return validate()
+        finally:
+            assert self.lightning_module is not None
+            reshard(self.lightning_module)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._loop.corrects_adam:
-            self._loop.expect_steps(total_steps_of(self._trainer))
         if self.engine is not None:
             self._checkpointer.restore(self._restore)
         elif self._checkpointer.has_loaded_save:
             self._say("one replica: what several had kept for later steps is not used.")
         self._checkpointer.loaded = None
-        self._loop.resume()
+        self._begin_steps()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,9 +227,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     def _synchronize(self, synchronizes: bool) -> None:
         self._is_blocked = not synchronizes
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(synchronizes, recurse=False)
+        for module in cut_modules(self.lightning_module):
+            module.set_requires_gradient_sync(synchronizes, recurse=False)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -224,15 +239,9 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.engine is not None and not self._is_blocked:
-            assert isinstance(self.engine.stream, ShardStream)
+        if self.engine is not None and not self._is_blocked and isinstance(self.engine.stream, ShardStream):
             self.engine.stream.exchange()
         self._loop.end_backward()
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._loop.step_of(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _held(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
@@ -260,35 +269,31 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
+        if save.node_ranks != self._ranks_in_step and (other := self._cut_elsewhere()):
+            raise CheckpointError(
+                f"{path} is of replicas of {save.node_ranks} ranks, and along another dimension than 0, as"
+                f" {listed(other)}, shards are not cut anew: resume with data_parallel_size={save.node_ranks}. {CURE}"
+            )
         whole = save._replace(node_ranks=1)  # of its shards a rank keeps all
         return restore(self._loop, kept, whole, self._held(), path)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._has_failed = True
-        super().on_exception(exception)
+    def _cut_elsewhere(self) -> list[str]:
+        assert self.lightning_module is not None
+        parameters: Any = self.lightning_module.named_parameters()
+        return [name for name, each in parameters if any(placement.dim for placement in each.placements)]
 
     @override
     def teardown(self) -> None:
-        self._give_back()
+        self._answer_signals(has_ended=False)
+        self._let_go()
         self._loop.end(self._has_failed, keep=on_host)
         super().teardown()
         self._checkpointer.close()
 
 
-def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:
+def _of_shards(settings: Settings, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:
     """Yield what there is no place for where every rank holds a shard."""
-    compressor = type(settings.compressor).__name__
-    yield (
-        not settings.can_have_levels,
-        f"compressor={compressor} {refusal_of_shares(settings.compressor)}, and here each rank has shards alone: choose"
-        " 'topk', 'lags', 'omgs', 'dgc' or 'dense'",
-    )
-    yield (
-        rounds_of(local_steps) is not None,
-        f"local_steps={local_steps!r} asks for rounds between replicas, which are not there for shards: use 1, which"
-        " exchanges in every step, or SparseDDPStrategy where the model fits",
-    )
+    yield from of_the_settings(settings)
     yield (
         layers not in (1, AUTO),  # which a command line gives where nobody has said anything
         f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"
@@ -297,49 +302,3 @@ def _of_shards(settings: Settings, local_steps: Any, layers: Any, sizes: Mapping
     for (name, size), word in zip(sizes.items(), (NODES, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         yield (not is_number and size != word, f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1")
-
-
-def _refuse_together(rows: Iterator[Row]) -> None:
-    """Raise on every rank what the first that has one has to say."""
-    reasons = gather_together(next((reason for is_refused, reason in rows if is_refused), ""))
-    refuse(*((True, reason) for reason in reasons if reason))
-
-
-def _of_the_model(module: Any, mesh: DeviceMesh, device: torch.device) -> Iterator[Row]:
-    """Yield what cannot be trained in shards that replicas exchange; what comes later goes by what came before."""
-    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    yield (
-        not module.automatic_optimization,
-        "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards are"
-        " exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy",
-    )
-    whole = [name for name, each in trained.items() if not hasattr(each, "device_mesh")]
-    kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
-    yield (
-        bool(whole),
-        f"configure_model has sharded {kind}, and what is left whole nobody averages in a replica: call {_SHARD} of its"
-        " layers, then of the module that holds the rest; a model that fits is better served by strategy='sparse_lags'",
-    )
-    ranks = mesh.mesh.flatten().tolist()
-    elsewhere = [name for name, each in trained.items() if each.device_mesh.mesh.flatten().tolist() != ranks]
-    yield (
-        bool(elsewhere),
-        f"configure_model has sharded {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and"
-        f" between replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica",
-    )
-    yield from of_the_shards({name: held_of(each) for name, each in trained.items()}, device)
-
-
-def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[Row]:
-    """Yield what a rank cannot exchange of the shards that it holds, on a device."""
-    elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
-    yield (
-        bool(elsewhere),
-        f"shards of {listed(elsewhere)} are not on {device}, where gradients are exchanged: leave CPUOffloadPolicy out;"
-        " replicas of more ranks take less memory of each",
-    )
-    yield (
-        not any(shard.numel() for shard in held.values()),
-        "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
-        " data_parallel_size",
-    )

@@ -67,6 +67,9 @@ class SparseStrategy(ParallelStrategy):
     has_uneven_batches = False  # ranks have, or may have, different numbers of them, and make steps that others do not
     _loop: Loop
     _checkpointer: Checkpointer
+    _has_failed = _has_own_position = False
+    _termination: Optional[Termination] = None
+    _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
 
     def __repr__(self) -> str:
@@ -89,10 +92,156 @@ class SparseStrategy(ParallelStrategy):
             if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
                 self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
 
+    @property
+    def rounds(self) -> Optional[Rounds]:
+        """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
+        return None if self.engine is None else self.engine.rounds
+
+    @property
+    def _ranks_in_step(self) -> int:
+        """How many ranks, one after the other, make each step together."""
+        return 1
+
+    def _surround(self, trainer: Trainer) -> None:
+        """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
+        fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        validation = epoch.val_loop
+        run, end, run_epoch, validate = fit_loop.run, fit_loop.on_run_end, epoch.run, validation.run
+
+        def run_to_one() -> None:
+            if self.settings.local_steps is not None:
+                fit_loop.setup_data()
+                batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
+                self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
+                if self.rounds is not None:
+                    self.rounds.pace = pace_of(trainer, batches)
+            run()
+            if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
+                self._loop.replicas.synchronize()
+                self._loop.replicas.adopt()
+
+        def end_as_one() -> None:
+            self._loop.replicas.synchronize()
+            end()
+
+        def run_epoch_together(data_fetcher: Any) -> None:
+            run_epoch(data_fetcher)
+            self._meet("the end of an epoch")
+
+        def validate_as_one() -> Any:
+            if not trainer.sanity_checking and not self._meet("a validation"):
+                return []
+            with self._loop.replicas.shared_model():
+                return self._validate(validate)
+
+        self._replace(fit_loop, "run", run_to_one)
+        self._replace(fit_loop, "on_run_end", end_as_one)
+        self._replace(epoch, "run", run_epoch_together)
+        self._replace(validation, "run", validate_as_one)
+
+    def _validate(self, validate: Callable[[], Any]) -> Any:
+        return validate()
+
+    def _meet(self, place: str) -> bool:
+        """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
+        replicas, rounds = self._loop.replicas, self.rounds
+        while (have_met := replicas.meet(place, self._loop.rates())) is None:
+            for signals in list(rounds.notes if rounds is not None else ()):
+                if signals.heard():
+                    signals.answer()
+        if have_met and replicas.are_uneven:
+            catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        if not have_met:
+            rank_zero_warn(
+                f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
+            )
+        return have_met
+
+    def _clip_before_selection(self) -> None:
+        """Have clipping come before selection where Adam's updates are made."""
+        if self._loop.corrects_adam:
+            self._clip_gradients = self.precision_plugin.clip_gradients
+            self._replace(self.precision_plugin, "clip_gradients", self._clip)
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Have ours stand in a method's place until :meth:`_let_go`."""
+        setattr(owner, name, method)
+        self._replaced.append((owner, name))
+
+    def _let_go(self) -> None:
+        """Give Lightning's methods back."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced = []
+
+    def _begin_steps(self) -> None:
+        """Tell the loop, and users, of the steps that begin now."""
+        trainer = self._trainer
+        self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
+        self._termination = Termination.of(trainer)
+        has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
+        if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
+            catch_up(trainer, self.optimizers, trainer.num_training_batches)
+        self._loop.agrees_on_rates = has_one_pace and any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
+        if self._loop.corrects_adam:
+            # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
+            self._loop.expect_steps(total_steps_of(trainer))
+        self._loop.resume()
+        if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
+            self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+
+    @property
+    def _has_ended_steps(self) -> bool:
+        """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
+        return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
+        if self.settings.local_steps is not None:
+            self._loop.replicas.see_batch(samples_of(args[0] if args else None))
+        output = super().training_step(*args, **kwargs)
+        if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
+            check_logged(self._trainer)
+        return output
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self.rounds is not None:
+            skip(self._trainer, self.rounds.skipped())
+        return output
+
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._loop.resume()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._loop.replicas.shared_model():
+            state = super().lightning_module_state_dict()
+            if not self._loop.replicas.are_apart:
+                return state
+            return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
+
+    @override
+    def on_train_end(self) -> None:
+        self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
+        self._answer_signals(has_ended=True)
+        super().on_train_end()
+
+    def _answer_signals(self, has_ended: bool) -> None:
+        """Have Lightning answer signals again."""
+        if self._termination is not None:
+            self._termination.close(has_ended)
+            self._termination = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        super().on_exception(exception)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -196,11 +345,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._checkpointer = Checkpointer(self, resume_compression)
         self._island: Optional[Collectives] = None  # of ranks of this node that make their local steps together
         self._choice: Optional[BackendChoice] = None
-        self._termination: Optional[Termination] = None
-        self._has_failed = self.has_uneven_batches = self._has_own_position = False
         self._reader: Optional[Reader] = None
         self._position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     @property
@@ -320,10 +467,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._surround(trainer)
         if isinstance(self.settings.schedule, Auto):
             self._choice = self._loop.choice = BackendChoice(self.engine, self.root_device, self._say)
-        if self._loop.corrects_adam:
-            self._clip_gradients = self.precision_plugin.clip_gradients
-            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # given back in teardown
-            self._replaced.append((self.precision_plugin, "clip_gradients"))
+        self._clip_before_selection()
 
     def _begin_at_position(self, trainer: Trainer) -> None:
         """Have training go on from the position in the data that the checkpoint has."""
@@ -337,69 +481,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
                 self._reader.go_on(position)
             run()
 
-        fit_loop.run = run_from_position  # type: ignore[method-assign]
-        self._replaced.append((fit_loop, "run"))
+        self._replace(fit_loop, "run", run_from_position)
 
     @property
+    @override
     def _ranks_in_step(self) -> int:
         return 1 if self._island is None else self._island.ranks
-
-    def _surround(self, trainer: Trainer) -> None:
-        """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
-        fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        validation = epoch.val_loop
-        run, end, run_epoch, validate = fit_loop.run, fit_loop.on_run_end, epoch.run, validation.run
-
-        def run_to_one() -> None:
-            if self.settings.local_steps is not None:
-                fit_loop.setup_data()
-                batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
-                self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
-                if self.rounds is not None:
-                    self.rounds.pace = pace_of(trainer, batches)
-            run()
-            if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
-                self._loop.replicas.synchronize()
-                self._loop.replicas.adopt()
-
-        def end_as_one() -> None:
-            self._loop.replicas.synchronize()
-            end()
-
-        def run_epoch_together(data_fetcher: Any) -> None:
-            run_epoch(data_fetcher)
-            self._meet("the end of an epoch")
-
-        def validate_as_one() -> Any:
-            if not trainer.sanity_checking and not self._meet("a validation"):
-                return []
-            with self._loop.replicas.shared_model():
-                return validate()
-
-        fit_loop.run, fit_loop.on_run_end = run_to_one, end_as_one  # type: ignore[method-assign]
-        epoch.run, validation.run = run_epoch_together, validate_as_one  # type: ignore[method-assign]
-        self._replaced += [(fit_loop, "on_run_end"), (epoch, "run"), (validation, "run")]
-
-    def _meet(self, place: str) -> bool:
-        """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
-        replicas, rounds = self._loop.replicas, self.rounds
-        while (have_met := replicas.meet(place, self._loop.rates())) is None:
-            for signals in list(rounds.notes if rounds is not None else ()):
-                if signals.heard():
-                    signals.answer()
-        if have_met and replicas.are_uneven:
-            catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        if not have_met:
-            rank_zero_warn(
-                f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
-            )
-        return have_met
-
-    def _let_go(self) -> None:
-        """Give Lightning's methods back."""
-        for owner, name in self._replaced:
-            delattr(owner, name)
-        self._replaced = []
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
@@ -420,24 +507,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().on_train_start()
         leave_nothing()  # a search for a learning rate has come to an end of its own
         note_use(self._ddp, self._loop.unfinished.put_back(self.optimizers))
-        trainer = self._trainer
-        self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
-        self._termination = Termination.of(trainer)
-        has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
-        if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
-            catch_up(trainer, self.optimizers, trainer.num_training_batches)
-        self._loop.agrees_on_rates = has_one_pace and any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
-        if self._loop.corrects_adam:
-            # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
-            self._loop.expect_steps(total_steps_of(trainer))
-        self._loop.resume()
-        if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
-            self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
-
-    @property
-    def rounds(self) -> Optional[Rounds]:
-        """Rounds of local steps, while they can be made; ``None`` where every step exchanges gradients."""
-        return None if self.engine is None else self.engine.rounds
+        self._begin_steps()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -453,18 +523,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._say(f"wrapped anew, {len(self._trained)} parameters are trained from now on.")
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
-        self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
-        if self.settings.local_steps is not None:
-            self._loop.replicas.see_batch(samples_of(args[0] if args else None))
-        output = super().training_step(*args, **kwargs)
-        if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
-            check_logged(self._trainer)
-        return output
-
-    @property
-    def _has_ended_steps(self) -> bool:
-        """Whether a callback has written averages, in rounds, and lets an epoch pass without a gradient."""
-        return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
+        return super().training_step(*args, **kwargs)
 
     @override
     @contextmanager
@@ -494,33 +553,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop.end_backward()
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
-            output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self.rounds is not None:
-            skip(self._trainer, self.rounds.skipped())
-        return output
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._loop.replicas.shared_model():
-            state = super().lightning_module_state_dict()
-            if not self._loop.replicas.are_apart:
-                return state
-            return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
-
-    @override
     def on_train_end(self) -> None:
         leave_end_of_training(self._trainer)
-        self._loop.replicas.adopt()  # what callbacks have averaged is each rank's own
-        self._answer_signals(has_ended=True)
         super().on_train_end()
-
-    def _answer_signals(self, has_ended: bool) -> None:
-        """Have Lightning answer signals again."""
-        if self._termination is not None:
-            self._termination.close(has_ended)
-            self._termination = None
 
     def _rewrap(self, is_plain: bool) -> None:
         """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
@@ -620,7 +655,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._has_failed = True
+        self._has_failed = True  # also where there is better advice than this error
         if self.lightning_module is not None:
             chosen = self.lightning_module.trainer._accelerator_connector._strategy_flag
             advise_on_unused(exception, type(self), chosen)

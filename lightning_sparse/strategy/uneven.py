@@ -82,8 +82,8 @@ def _refusals(
     """Yield what cannot go with different numbers of batches, and what to do."""
     if any(epoch.batches != epochs[rank - rank % in_step].batches for rank, epoch in enumerate(epochs)):
         yield (
-            f"levels=2 has the {in_step} ranks of a node train in step: give those of a node equally many; nodes may"
-            " have different numbers"
+            f"{in_step} ranks train in step, those of a node with levels=2, or of a replica in shards: give all of one"
+            " equally many; nodes, or replicas, may have different numbers"
         )
     fewest = min(epoch.batches for epoch in epochs)
     if fewest == 0:

@@ -243,7 +243,7 @@ def test_nodes_may_have_different_numbers_of_batches(nodes, batches):
 
 def test_ranks_of_a_node_may_not(nodes):
     for answer in refusals(nodes, partial(Given, 9, 8, 4, 4), ISLANDS["diloco"], **UNEVEN):
-        assert "levels=2 has the 2 ranks of a node train in step" in answer
+        assert "2 ranks train in step, those of a node with levels=2" in answer
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 4], ids=["one", "of one", "ragged", "in turns"])

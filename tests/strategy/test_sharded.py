@@ -2,13 +2,12 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import LightningModule
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -18,18 +17,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import debug
 from torch.utils.data import DataLoader
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy, SparseModelParallelStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy, sparsify
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.settings import refuse as refuse_rows
 from lightning_sparse.functional.elements import held_of
-from lightning_sparse.strategy.sharded import of_the_shards
-from lightning_sparse.testing.pool import Pool
+from lightning_sparse.loop.checks import of_the_shards
+from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening
 from tests.helpers.trainers import Rows, make_trainer
 
 Tensors = dict[str, Tensor]
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
 }
@@ -41,15 +40,15 @@ class Sharded(LightningModule):
     Of its last layer, which has one row, the second rank of a replica holds nothing.
     """
 
-    def __init__(self, kind: str = "sgd") -> None:
+    def __init__(self, kind="sgd"):
         super().__init__()
         self.kind = kind
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(32, 63), nn.ReLU(), nn.Linear(63, 32))
         self.last = nn.Linear(32, 1)
-        self.history: list[Tensors] = []
+        self.history = []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.device_mesh is None:  # for another strategy
             return
         mesh = self.device_mesh["data_parallel"]
@@ -57,59 +56,69 @@ class Sharded(LightningModule):
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         out = self.network(rows)
         return (out - rows).square().mean() + self.last(out).square().mean()
 
-    def rows(self, batch_index: int) -> Tensor:
+    def rows(self, batch_index):
         seed = 1000 * self.global_rank + 100 * self.current_epoch + batch_index
         return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return self(self.rows(batch_index))
 
-    def on_train_batch_end(self, *batch: Any) -> None:
+    def on_train_batch_end(self, *batch):
         self.history.append(held(self))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def validation_step(self, batch, batch_index):
+        self(self.rows(batch_index))
+
+    def configure_optimizers(self):
         return KINDS[self.kind](self.parameters())
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self):
+        return DataLoader(Rows(16), batch_size=4)
+
+    def train_dataloader(self):
         return DataLoader(Rows(1024), batch_size=4)
 
 
 class Native(Sharded):
     """The same over both dimensions of a mesh: torch's HSDP."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for layer in (*self.network, self.last):
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh)
 
 
-def forget_groups() -> None:
-    """Have torch forget how it redistributed tensors over process groups that a pool has since replaced."""
+def forget_groups():
+    """Give back what fits before have left to those who use their models: process groups, whose threads never sleep.
+
+    How tensors were redistributed over them torch is to forget, too.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def held(module: nn.Module) -> Tensors:
+def held(module):
     return {name: held_of(each).clone() for name, each in module.named_parameters()}
 
 
-def fit(
-    rank: int, module: Callable[..., Sharded], settings: Optional[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
+def fit(rank, module, settings, arguments):
     """Fit a few steps on two replicas of two ranks; without settings as Lightning's own strategy does."""
     forget_groups()
     model = module()
     if settings is None:
-        strategy: Any = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
     else:
         strategy = SparseModelParallelStrategy(**{"replicas": 2, **copy.deepcopy(dict(settings))})
     with listening() as said:
-        trainer = make_trainer(rank, strategy, **{"limit_train_batches": 20, **arguments})
+        trainer = make_trainer(rank, strategy, **{"limit_train_batches": 20, "limit_val_batches": 0, **arguments})
         trainer.fit(model)
     return {
         "history": model.history,
@@ -117,18 +126,16 @@ def fit(
         "stats": strategy.compression_stats() if settings is not None else {},
         "said": said,
         "notes": getattr(model, "notes", None),
+        "saved": getattr(model, "saved", None),
         "told": getattr(trainer.logger, "told", None),
     }
 
 
-def fits(
-    pool: Pool, module: Callable[..., Sharded], settings: Optional[Mapping[str, Any]] = None, **arguments: Any
-) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = pool.run(fit, module, settings, arguments)
-    return answers
+def fits(pool, module, settings=None, **arguments):
+    return pool.run(fit, module, settings, arguments)
 
 
-def refuse(rank: int, function: Callable[..., Any], *arguments: Any) -> str:
+def refuse(rank, function, *arguments):
     """Return kind and message of the error of what must be refused."""
     try:
         function(rank, *arguments)
@@ -137,7 +144,13 @@ def refuse(rank: int, function: Callable[..., Any], *arguments: Any) -> str:
     return "was not refused"
 
 
-def assert_replicas_are_one(answers: list[dict[str, Any]]) -> None:
+def whole(answers, step, replica=0):
+    """Return the parameters of one of two replicas after a step, put together from its ranks' shards."""
+    shards = [answer["history"][step] for answer in answers[2 * replica : 2 * replica + 2]]
+    return {name: torch.cat([each[name] for each in shards]) for name in shards[0]}
+
+
+def assert_replicas_are_one(answers):
     assert_same(answers[0]["history"], answers[2]["history"])
     assert_same(answers[1]["history"], answers[3]["history"])
 
@@ -147,7 +160,7 @@ DENSE = {"plain": {}, "accumulated, clipped": {"accumulate_grad_batches": 2, "gr
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainer", DENSE.values(), ids=DENSE)
-def test_density_1_is_native_hsdp(pools: dict[int, Pool], kind: str, trainer: dict[str, Any]) -> None:
+def test_density_1_is_native_hsdp(pools, kind, trainer):
     arguments = {**trainer, "limit_train_batches": 20 * trainer.get("accumulate_grad_batches", 1)}
     dense = fits(pools[4], partial(Native, kind), None, **arguments)
     sparse = fits(pools[4], partial(Sharded, kind), {"compressor": "dense"}, **arguments)
@@ -161,30 +174,30 @@ def test_density_1_is_native_hsdp(pools: dict[int, Pool], kind: str, trainer: di
 class Booked(Sharded):
     """It notes what goes into each exchange and what comes out: gradients and residuals, and may overflow on a rank."""
 
-    def __init__(self, kind: str = "sgd", overflows_at: int = -1) -> None:
+    def __init__(self, kind="sgd", overflows_at=-1):
         super().__init__(kind)
-        self.notes: list[dict[str, Tensors]] = []
+        self.notes = []
         self.overflows_at = overflows_at
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
         return loss * torch.inf if batch_index == self.overflows_at and self.global_rank == 3 else loss
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         strategy = self.trainer.strategy
         assert isinstance(strategy, SparseModelParallelStrategy)
         assert strategy.engine is not None
-        stream: Any = strategy.engine.stream
+        stream = strategy.engine.stream
         exchange, memory = stream.exchange, strategy.engine.memory
 
-        def books() -> dict[str, Tensors]:
+        def books():
             parameters = dict(self.named_parameters())
             kept = memory.state_dict().get("residual", {})
             gradients = {name: held_of(each.grad).clone().view(-1) for name, each in parameters.items() if each.numel()}
             waiting = {name: kept[name].clone() if name in kept else 0 * each for name, each in gradients.items()}
             return {"gradient": gradients, "residual": waiting}
 
-        def book() -> None:
+        def book():
             before = {f"{kind} before": each for kind, each in books().items()}
             exchange()
             self.notes.append({**before, **{f"{kind} after": each for kind, each in books().items()}})
@@ -198,7 +211,7 @@ ADAMW = {"sgd": {}, "adamw": {"optimizer_correction": AdamCorrection(dense_steps
 
 
 @pytest.mark.parametrize("compressor", ["topk", "lags", "omgs", "dgc"])
-def test_mass_is_conserved_and_replicas_are_one(pools: dict[int, Pool], compressor: str) -> None:
+def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     momentum = {"compressor": compressor, "warmup_epochs": 0}
     answers = fits(pools[4], Booked, {**SPARSE, **momentum}, limit_train_batches=6)
     assert_replicas_are_one(answers)
@@ -218,7 +231,7 @@ def test_mass_is_conserved_and_replicas_are_one(pools: dict[int, Pool], compress
         assert answer["stats"]["wire_bytes"] < answer["stats"]["dense_bytes"] / 4
 
 
-def test_what_overflows_on_a_rank_moves_nothing_on_any(pools: dict[int, Pool]) -> None:
+def test_what_overflows_on_a_rank_moves_nothing_on_any(pools):
     scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))]}
     answers = fits(pools[4], partial(Booked, "sgd", 3), SPARSE, limit_train_batches=6, **scaled)
     assert_replicas_are_one(answers)
@@ -233,33 +246,33 @@ def test_what_overflows_on_a_rank_moves_nothing_on_any(pools: dict[int, Pool]) -
 class Saving(Sharded):
     """It saves after a step, and notes what waits at the end."""
 
-    def __init__(self, path: str, kind: str = "sgd", save_after: int = 5) -> None:
+    def __init__(self, path, kind="sgd", save_after=5):
         super().__init__(kind)
         self.path, self.save_after = path, save_after
-        self.first: dict[str, Any] = {}
-        self.notes: dict[str, Any] = {}
+        self.first = {}
+        self.notes = {}
+        self.saved = {}
 
-    def on_train_batch_end(self, *batch: Any) -> None:
+    def on_train_batch_end(self, *batch):
         super().on_train_batch_end(*batch)
         if self.trainer.global_step == self.save_after:
+            self.saved = self.kept()
             self.trainer.save_checkpoint(self.path)
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self):
         strategy = self.trainer.strategy
         assert isinstance(strategy, SparseModelParallelStrategy)
         assert strategy.engine is not None
-        return copy.deepcopy(strategy.engine.memory.state_dict())
+        return {**copy.deepcopy(strategy.engine.memory.state_dict()), "parameters": held(self)}
 
-    def on_train_batch_start(self, *batch: Any) -> None:
+    def on_train_batch_start(self, *batch):
         self.first = self.first or self.kept()
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.notes = self.kept()
 
 
-def resumed(
-    rank: int, kind: str, settings: Mapping[str, Any], path: str, steps: int = 9, later: str = ""
-) -> dict[str, Any]:
+def resumed(rank, kind, settings, path, steps=9, later=""):
     """Go on from a checkpoint, up to a number of steps, and save there if a path is given."""
     forget_groups()
     model = Saving(later, kind, steps if later else -1)
@@ -268,25 +281,42 @@ def resumed(
     strategy = kind_of(**arguments)
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     with listening() as said:
-        trainer = make_trainer(rank, strategy, max_steps=steps)
+        trainer = make_trainer(rank, strategy, max_steps=steps, limit_val_batches=0)
         trainer.fit(model, ckpt_path=path)
-    return {"history": model.history, "end": held(model), "notes": model.notes, "said": said, "first": model.first}
+    ends = {"end": held(model), "notes": model.notes, "saved": model.saved}
+    return {"history": model.history, "said": said, "first": model.first, **ends}
+
+
+ROUNDS = {
+    "sparse": {**SPARSE, "local_steps": LocalSteps(4, residual_decay=0.9)},
+    "diloco": {"compressor": "dense", "local_steps": LocalSteps(4, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
+}
+RESUMED = {
+    "SGD": ("sgd", {**SPARSE}),
+    "AdamW": ("adamw", {**SPARSE, **ADAMW["adamw"]}),
+    "SparseLoCo": ("adamw", ROUNDS["sparse"]),
+    "DiLoCo": ("adamw", ROUNDS["diloco"]),
+}
 
 
 @pytest.mark.parametrize("is_distributed", [True, False], ids=["a folder", "one file"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_goes_on_to_the_bit(pools: dict[int, Pool], tmp_path: Path, kind: str, is_distributed: bool) -> None:
+@pytest.mark.parametrize(("kind", "settings"), RESUMED.values(), ids=RESUMED)
+def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
     path = str(tmp_path / "mid.ckpt")
-    settings = {**SPARSE, **ADAMW[kind], "save_distributed_checkpoint": is_distributed}
+    settings = {**settings, "save_distributed_checkpoint": is_distributed}
     straight = fits(pools[4], partial(Saving, path, kind), settings, max_steps=9)
     again = pools[4].run(resumed, kind, settings, path)
     for one, other in zip(straight, again):
         assert_same(one["history"][5:], other["history"])
         assert_same(one["notes"], other["notes"])
         assert not any("start empty" in line for line in other["said"])
+    if "local_steps" in settings and not is_distributed:  # what is saved is the shared model, that of the last round
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        for name, weights in whole(straight, 3).items():
+            assert torch.equal(saved[name], weights)
 
 
-def as_of_four_replicas(path: str) -> None:
+def as_of_four_replicas(path):
     """Have a checkpoint of two replicas of two ranks say that it is of four, of which two are copies."""
     meta = Path(path) / "meta.pt"
     parts = sorted(Path(f"{path}.sparse").rglob("rank_*.pt"))
@@ -298,7 +328,7 @@ def as_of_four_replicas(path: str) -> None:
             torch.save(content, part.with_name(part.name.replace(f"{rank:05d}", f"{rank + 4:05d}")))
 
 
-def test_another_number_of_replicas_takes_up_the_mean(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_another_number_of_replicas_takes_up_the_mean(pools, tmp_path):
     path = str(tmp_path / "mid.ckpt")
     settings = {**SPARSE, **ADAMW["adamw"]}
     saved = fits(pools[4], partial(Saving, path, "adamw"), settings, max_steps=5)
@@ -314,31 +344,86 @@ def test_another_number_of_replicas_takes_up_the_mean(pools: dict[int, Pool], tm
     assert any("takes up the mean" in line for line in answers[0]["said"])
 
 
-def test_replicas_may_become_more_and_fewer_again(pools: dict[int, Pool], tmp_path: Path) -> None:
+WAITING = {"update": {**SPARSE, **ADAMW["adamw"]}, "residual": ROUNDS["sparse"], "parameters": ROUNDS["diloco"]}
+
+
+@pytest.mark.parametrize(("waits", "settings"), WAITING.items(), ids=WAITING)
+def test_replicas_may_become_more_and_fewer_again(pools, tmp_path, waits, settings):
     path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_three.ckpt")
-    settings = {**SPARSE, **ADAMW["adamw"]}
     two = fits(pools[4].first(2), partial(Saving, path, "adamw"), settings, max_steps=5)
     three = pools[4].first(3).run(resumed, "adamw", {**settings, "replicas": 3}, path, 7, later)
     again = pools[4].first(2).run(resumed, "adamw", settings, later)
     for before, after in ((two, three), (three, again)):
         for answer in after:
-            assert_same(answer["history"], after[0]["history"])
-            for name, update in answer["first"]["update"].items():
-                waiting = torch.stack([each["notes"]["update"][name] for each in before])
-                torch.testing.assert_close(update, waiting.mean(dim=0))
-            assert any(update.any() for update in answer["first"]["update"].values())
+            assert_same(answer["end"], after[0]["end"])
+            for name, update in answer["first"][waits].items():
+                kept = torch.stack([each["saved"][waits][name] for each in before])
+                torch.testing.assert_close(update, kept.mean(dim=0))
+            assert any(update.any() for update in answer["first"][waits].values())
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 4}, {"strategy": SparseDDPStrategy}], ids=["other shards", "whole"])
-def test_what_was_cut_otherwise_is_refused(pools: dict[int, Pool], tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_shards_are_not_resumed_whole(pools, tmp_path):
     path = str(tmp_path / "mid.ckpt")
     fits(pools[4], partial(Saving, path), {**SPARSE, "save_distributed_checkpoint": False}, max_steps=5)
-    for failure in pools[4].run(refuse, resumed, "sgd", {**SPARSE, **settings}, path):
+    for failure in pools[4].run(refuse, resumed, "sgd", {**SPARSE, "strategy": SparseDDPStrategy}, path):
         assert "CheckpointError" in failure
+        assert "in shards" in failure
+
+
+def put_together(answers, when, kind, shards):
+    """Return what waits of whole parameters, as the mean over replicas."""
+    replicas = [answers[first : first + shards] for first in range(0, len(answers), shards)]
+    names = answers[0][when][kind]
+    wholes = [
+        {name: torch.cat([each[when][kind][name] for each in replica if name in each[when][kind]]) for name in names}
+        for replica in replicas
+    ]
+    return {name: torch.stack([each[name] for each in wholes]).mean(dim=0) for name in names}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_another_number_of_shards_is_cut_anew(pools, tmp_path, ranks):
+    path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_one.ckpt")
+    settings = {**SPARSE, **ADAMW["adamw"]}
+    two = fits(pools[4], partial(Saving, path, "adamw"), settings, max_steps=5)
+    one = pools[4].first(ranks).run(resumed, "adamw", {**settings, "replicas": ranks}, path, 7, later)
+    again = pools[4].run(resumed, "adamw", settings, later)
+    for before, after, shards in ((two, one, (2, 1)), (one, again, (1, 2))):
+        expected = put_together(before, "saved", "update", shards[0])
+        waiting = put_together(after, "first", "update", shards[1])
+        for name, update in waiting.items():
+            torch.testing.assert_close(update, expected[name])
+        assert any(update.any() for update in waiting.values())
+    assert_replicas_are_one(again)
+
+
+def test_shards_in_the_midst_of_a_round_are_not_cut_anew(pools, tmp_path):
+    path = str(tmp_path / "mid.ckpt")
+    fits(pools[4], partial(Saving, path, "adamw"), ROUNDS["sparse"], max_steps=5)
+    for failure in pools[4].run(refuse, resumed, "adamw", {**ROUNDS["sparse"], "replicas": 4}, path):
         assert "data_parallel_size" in failure
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 3), (1, 8)])
+def test_rows_are_cut_as_dtensor_cuts_them(before, after):
+    whole = torch.arange(21.0).view(7, 3)
+
+    def part(shard):
+        memory = {"residual": {"w": shard.flatten()}, "squared_norms": {"w": torch.tensor([1.0, 2.0])}}
+        return {
+            "layouts": {"w": [list(shard.shape), [3, 1]]},
+            "engine": {"memory": memory if len(shard) else {}, "compressor": {}},
+        }
+
+    parts = [part(shard) for shard in whole.chunk(before)]
+    cut = [cut_anew(parts, shard, after)["engine"]["memory"] for shard in range(after)]
+    shards = [*whole.chunk(after), *[whole[:0]] * after][:after]
+    for each, shard in zip(cut, shards):
+        assert_same(each["residual"].get("w", torch.empty(0)), shard.flatten())
+    assert all((each["squared_norms"]["w"] == torch.tensor([1.0, 2.0]) * len(parts) / after).all() for each in cut[:2])
+
+
+CASES = {
     "clipped, accumulated": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_steps": 12}),
     "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "owners": ({"exchange": "owners"}, {}),
@@ -348,9 +433,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("settings", "trainer"), CASES.values(), ids=CASES)
-def test_adamw_is_corrected_on_shards(
-    pools: dict[int, Pool], settings: dict[str, Any], trainer: dict[str, Any]
-) -> None:
+def test_adamw_is_corrected_on_shards(pools, settings, trainer):
     answers = fits(pools[4], partial(Scored, "adamw"), {**SPARSE, **ADAMW["adamw"], **settings}, **trainer)
     replicas = settings.get("replicas", 2)
     shards = 4 // replicas
@@ -363,11 +446,11 @@ def test_adamw_is_corrected_on_shards(
 class Scored(Sharded):
     """It learns the same rows again and again, and notes its losses."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__(kind)
-        self.notes: list[float] = []
+        self.notes = []
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = self(self.rows(0).to(self.dtype))
         self.notes.append(float(loss.detach()))
         return loss
@@ -376,7 +459,7 @@ class Scored(Sharded):
 class ByHand(Sharded):
     """It steps by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
@@ -384,25 +467,25 @@ class ByHand(Sharded):
 class Unsharded(Sharded):
     """It is left as it is."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         return
 
 
 class PartlySharded(Sharded):
     """Of it one layer is left whole."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
 
 class OldFSDP(Sharded):
     """Part of it is wrapped by the FSDP of before."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.last = FullyShardedDataParallel(self.last, device_id=torch.device("cpu"))
 
 
-def test_statistics_are_logged(pools: dict[int, Pool]) -> None:
+def test_statistics_are_logged(pools):
     shown = {"logger": NotingLogger(), "callbacks": [CompressionMonitor()], "log_every_n_steps": 1}
     for answer in fits(pools[4], Sharded, SPARSE, limit_train_batches=4, **shown):
         assert all(each["sparse/compression_ratio"] > 4 for each in answer["told"] if "sparse/density" in each)
@@ -412,15 +495,15 @@ def test_statistics_are_logged(pools: dict[int, Pool]) -> None:
 @pytest.mark.parametrize(
     "callback", [ReplicaSentinel(), CompressionMonitor(by_parameter=True)], ids=lambda each: type(each).__name__
 )
-def test_callbacks_that_look_at_whole_parameters_are_refused(pools: dict[int, Pool], callback: Any) -> None:
+def test_callbacks_that_look_at_whole_parameters_are_refused(pools, callback):
     for failure in pools[4].run(refuse, fit, Sharded, SPARSE, {"callbacks": [callback]}):
         assert "looks at whole parameters" in failure
 
 
-REFUSED: dict[str, tuple[Callable[..., Sharded], dict[str, Any], str]] = {
+REFUSED = {
     "over the world": (Native, {}, "over other ranks than"),
-    "not at all": (Unsharded, {}, "configure_model has sharded nothing"),
-    "one layer whole": (PartlySharded, {}, "configure_model has sharded all but 'last.weight'"),
+    "not at all": (Unsharded, {}, "fully_shard has cut nothing"),
+    "one layer whole": (PartlySharded, {}, "fully_shard has cut all but 'last.weight'"),
     "FSDP1": (OldFSDP, {}, "FSDP2"),
     "by hand": (ByHand, {}, "automatic_optimization=False"),
     "replicas that do not fit": (Sharded, {"replicas": 3}, "replicas=3"),
@@ -429,19 +512,19 @@ REFUSED: dict[str, tuple[Callable[..., Sharded], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("module", "settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_models_without_shards_of_a_replica_are_refused_on_all_ranks(
-    pools: dict[int, Pool], module: Callable[..., Sharded], settings: dict[str, Any], words: str
-) -> None:
+def test_models_without_shards_of_a_replica_are_refused_on_all_ranks(pools, module, settings, words):
     for failure in pools[4].run(refuse, fit, module, {**SPARSE, **settings}, {}):
         assert words in failure, failure
 
 
-BAD: dict[str, dict[str, Any]] = {
+BAD = {
     "compressor": {"compressor": "a2sgd"},
     "compressor=SDAGC": {"compressor": "sdagc"},
     "compressor=MiCRO": {"compressor": "micro"},
     "compressor=ExDyna": {"compressor": "exdyna"},
-    "local_steps": {"local_steps": 5},
+    "local_steps": {"local_steps": 0},
+    "overlap_steps": {"local_steps": LocalSteps(5, overlap_steps=1)},
+    "synchronous_steps": {"local_steps": LocalSteps(5, synchronous_steps=1)},
     "replicas": {"replicas": 0},
     "data_parallel_size": {"data_parallel_size": 1.5},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
@@ -450,7 +533,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "arguments"), BAD.items(), ids=BAD)
-def test_bad_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None:
+def test_bad_arguments_are_refused(name, arguments):
     with pytest.raises(ValueError, match=name):
         SparseModelParallelStrategy(**arguments)
 
@@ -460,7 +543,7 @@ def test_bad_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None
     [({"w": torch.zeros(2, device="meta")}, "CPUOffloadPolicy"), ({"w": torch.zeros(0)}, "data_parallel_size")],
     ids=["offloaded", "no element"],
 )
-def test_shards_that_cannot_be_exchanged_are_refused(shards: Tensors, word: str) -> None:
+def test_shards_that_cannot_be_exchanged_are_refused(shards, word):
     with pytest.raises(ValueError, match=word):
         refuse_rows(*of_the_shards(shards, torch.device("cpu")))
     refuse_rows(*of_the_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu")))
@@ -469,22 +552,22 @@ def test_shards_that_cannot_be_exchanged_are_refused(shards: Tensors, word: str)
 class Sampled(Sharded):
     """It notes the rows that it is given, and starts from other numbers on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[Tensor] = []
+        self.notes = []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         super().configure_model()
         with torch.no_grad():
             held_of(self.network[0].weight).add_(self.global_rank / 100)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         self.notes.append(batch)
         return self(batch)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"replicas": 4}], ids=str)
-def test_data_are_divided_between_all_ranks(pools: dict[int, Pool], sizes: dict[str, Any]) -> None:
+def test_data_are_divided_between_all_ranks(pools, sizes):
     answers = fits(pools[4], Sampled, {**SPARSE, **sizes}, limit_train_batches=5)
     rows = [torch.cat(answer["notes"]) for answer in answers]
     assert not any(torch.equal(rows[0], other) for other in rows[1:])
@@ -493,7 +576,7 @@ def test_data_are_divided_between_all_ranks(pools: dict[int, Pool], sizes: dict[
         assert_same(answers[rank]["history"], answers[rank % replica]["history"])
 
 
-def test_one_replica_is_said_to_have_nobody_to_exchange_with(pools: dict[int, Pool]) -> None:
+def test_one_replica_is_said_to_have_nobody_to_exchange_with(pools):
     for answer in fits(pools[4].first(2), Sharded, {**SPARSE, "replicas": "nodes"}, limit_train_batches=3):
         assert answer["stats"] == {}
     assert any("one replica" in line for line in answer["said"]) or answer["said"] == []
@@ -502,22 +585,22 @@ def test_one_replica_is_said_to_have_nobody_to_exchange_with(pools: dict[int, Po
 class Idle(Sharded):
     """Of two replicas the second leaves a layer out now and then, and nobody uses another one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.never = nn.Linear(4, 4)
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         fully_shard(self.never, mesh=self.device_mesh["data_parallel"])
         super().configure_model()
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         out = self.network(rows)
         loss = (out - rows).square().mean()
         return loss if self.global_rank > 1 and len(self.history) % 2 else loss + self.last(out).square().mean()
 
 
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
-def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools: dict[int, Pool], trainer: dict[str, Any]) -> None:
+def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools, trainer):
     answers = fits(pools[4], Idle, SPARSE, limit_train_batches=6, **trainer)
     assert_replicas_are_one(answers)
     for answer in answers:
@@ -528,13 +611,292 @@ def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools: dict[int, 
 class Freezing(Sharded):
     """Its first layer is frozen for some steps."""
 
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.network[0].requires_grad_(batch_idx not in (2, 3))
 
 
-def test_layers_may_be_frozen_between_steps(pools: dict[int, Pool]) -> None:
+def test_layers_may_be_frozen_between_steps(pools):
     answers = fits(pools[4], Freezing, SPARSE, limit_train_batches=6)
     assert_replicas_are_one(answers)
     history = answers[0]["history"]
     assert torch.equal(history[1]["network.0.weight"], history[3]["network.0.weight"])
     assert not torch.equal(history[3]["network.0.weight"], history[5]["network.0.weight"])
+
+
+class Rooted(Sharded):
+    """Its root holds parameters of its own, which FSDP leaves whole after a forward without a backward."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.scale = nn.Parameter(torch.ones(33))
+        self.notes = []
+
+    def forward(self, rows):
+        if not self.training:
+            self.notes.append({"scale": self.scale.detach().clone()})
+        return super().forward(rows * self.scale[1:])
+
+
+@pytest.mark.parametrize("settings", [SPARSE, ROUNDS["sparse"]], ids=["every step", "rounds"])
+def test_a_validation_changes_no_bit(pools, settings):
+    module = partial(Rooted, "adamw")
+    never = fits(pools[4], module, settings, limit_train_batches=8)
+    often = {"limit_val_batches": 1, "val_check_interval": 2}
+    validated = fits(pools[4], module, settings, limit_train_batches=8, **often)
+    for one, other in zip(never, validated):
+        assert_same(one["history"], other["history"])
+        assert_same(other["notes"], validated[0]["notes"])  # the shared model, on all ranks
+        assert len(other["notes"]) == 5
+
+
+class Replica:
+    """A replica of the reference: a whole model in this process, with the batches of two ranks."""
+
+    def __init__(self, number, kind, clip):
+        self.model, self.number, self.clip = Sharded(kind), number, clip
+        self.optimizer = self.model.configure_optimizers()
+
+    def step(self, batches):
+        self.optimizer.zero_grad()
+        for batch in batches:
+            for rank in (2 * self.number, 2 * self.number + 1):
+                seed = torch.Generator().manual_seed(1000 * rank + batch)
+                (self.model(torch.randn(4, 32, generator=seed)) / 2 / len(batches)).backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+
+
+def reference(kind, local, steps, accumulated, clip):
+    """Train two replicas by themselves, and move what they share by their mean change; return it after each round."""
+    replicas = [Replica(number, kind, clip) for number in range(2)]
+    shared = {name: each.detach().clone() for name, each in replicas[0].model.named_parameters()}
+    momentum = {"momentum": local.outer_momentum, "nesterov": local.nesterov}
+    outer = torch.optim.SGD(shared.values(), local.outer_lr, **momentum)
+    history = []
+    for step in range(steps):
+        for replica in replicas:
+            replica.step(range(step * accumulated, (step + 1) * accumulated))
+        if (step + 1) % local.every:
+            continue
+        with torch.no_grad():
+            for name, tensor in shared.items():
+                held_by = [replica.model.get_parameter(name) for replica in replicas]
+                tensor.grad = tensor - (held_by[0] + held_by[1]) / 2
+            outer.step()
+            for replica in replicas:
+                for name, tensor in shared.items():
+                    replica.model.get_parameter(name).copy_(tensor)
+        history.append({name: each.clone() for name, each in shared.items()})
+    return history
+
+
+@pytest.mark.parametrize("accumulated", [1, 2], ids=["plain", "accumulated, clipped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_at_density_1_are_those_of_a_slow_reference(pools, kind, accumulated):
+    clip = None if accumulated == 1 else 0.1
+    local = ROUNDS["diloco"]["local_steps"] if accumulated == 1 else LocalSteps(4)
+    trainer = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip}
+    settings = {"compressor": "dense", "local_steps": local}
+    answers = fits(pools[4], partial(Sharded, kind), settings, limit_train_batches=12 * accumulated, **trainer)
+    expected = reference(kind, local, 12, accumulated, clip)
+    for number, shared in enumerate(expected):
+        step = 4 * accumulated * (number + 1) - 1
+        for replica in range(2):
+            for name, weights in whole(answers, step, replica).items():
+                torch.testing.assert_close(weights, shared[name], rtol=1e-5, atol=1e-5)
+        assert_same(answers[0]["history"][step], answers[2]["history"][step])
+    apart = [answers[rank]["history"][accumulated]["network.0.weight"] for rank in (0, 2)]
+    assert not torch.equal(*apart)
+
+
+class Accounted(Sharded):
+    """It notes what a round begins with and ends with, has a buffer of each rank, and may become NaN on one rank."""
+
+    def __init__(self, poisoned_at=-1):
+        super().__init__()
+        self.poisoned_at = poisoned_at
+        self.notes = []
+        self.register_buffer("seen", torch.zeros(3))
+
+    def residuals(self):
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, SparseModelParallelStrategy)
+        assert strategy.engine is not None
+        kept = strategy.engine.memory.state_dict().get("residual", {})
+        return {name: kept[name].clone() if name in kept else 0 * each.view(-1) for name, each in held(self).items()}
+
+    def training_step(self, batch, batch_index):
+        self.seen += self.global_rank
+        return super().training_step(batch, batch_index)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.note)
+        return optimizer
+
+    def note(self, *step):
+        if len(self.notes) == self.poisoned_at and self.global_rank == 3:
+            held_of(self.network[0].weight)[0, 0] = torch.nan
+        self.notes.append({"before": held(self), "waits before": self.residuals()})
+
+    def on_train_batch_end(self, *batch):
+        super().on_train_batch_end(*batch)
+        self.notes[-1] |= {"after": held(self), "waits after": self.residuals(), "seen": {"": self.seen.clone()}}
+
+
+def test_a_round_conserves_mass_and_makes_replicas_one(pools):
+    settings = {"compressor": "lags", "density": 0.1, "warmup_epochs": 0, "local_steps": 4}
+    answers = fits(pools[4], Accounted, settings, limit_train_batches=12)
+    for shard in (0, 1):
+        one, other = answers[shard]["notes"], answers[shard + 2]["notes"]
+        for step in (3, 7, 11):
+            assert_same(one[step]["after"], other[step]["after"])
+            for name, arrived in one[step]["after"].items():
+                owed = [
+                    each["before"][name].view(-1) - each["waits before"][name] + each["waits after"][name]
+                    for each in (one[step], other[step])
+                ]
+                torch.testing.assert_close(arrived.view(-1), (owed[0] + owed[1]) / 2, atol=1e-6, rtol=1e-5)
+            assert torch.equal(one[step]["seen"][""], other[step]["seen"][""])
+            assert one[step]["seen"][""][0] == (shard + 1) * (step + 1)  # of ranks with the same shard the mean
+        assert not torch.equal(one[4]["after"]["network.0.weight"], other[4]["after"]["network.0.weight"])
+        assert all(note["waits after"]["network.0.weight"].any() for note in one[3:])
+    stats = answers[0]["stats"]
+    assert stats["total_wire_bytes"] < stats["total_dense_bytes"] / 3
+    assert stats["local_steps"] == 4
+
+
+def test_a_round_with_what_is_not_finite_moves_nothing_that_waits(pools):
+    settings = {"compressor": "lags", "density": 0.1, "warmup_epochs": 0, "local_steps": 4}
+    for answer in fits(pools[4], partial(Accounted, 7), settings, limit_train_batches=8):
+        assert answer["notes"][7]["waits before"]["network.0.weight"].any()
+        assert_same(answer["notes"][7]["waits before"], answer["notes"][7]["waits after"])
+
+
+class Uneven(Sharded):
+    """Its ranks, or its replicas, have different numbers of batches."""
+
+    def __init__(self, batches):
+        super().__init__("adamw")
+        self.batches = batches
+
+    def train_dataloader(self):
+        return DataLoader(Rows(4 * self.batches[self.global_rank]), batch_size=4)
+
+
+def test_replicas_may_have_different_numbers_of_batches(pools):
+    own = {"use_distributed_sampler": False, "max_epochs": 2, "limit_train_batches": 1.0}
+    answers = fits(pools[4], partial(Uneven, {0: 7, 1: 7, 2: 5, 3: 5}), ROUNDS["sparse"], **own)
+    assert [len(answer["history"]) for answer in answers] == [14, 14, 10, 10]
+    for shard in (0, 1):
+        assert_same(answers[shard]["end"], answers[shard + 2]["end"])
+    for failure in pools[4].run(refuse, fit, partial(Uneven, {0: 7, 1: 6, 2: 5, 3: 5}), ROUNDS["sparse"], own):
+        assert "ranks train in step" in failure
+
+
+def sharded(kind, replicas=2):
+    """Build the model, and cut it over the ranks of a replica."""
+    model = Sharded(kind)
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))["shard"]
+    for layer in (*model.network, model.last, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def rows(rank, batch):
+    """Return the rows that the model draws under a Trainer."""
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(1000 * rank + batch))
+
+
+def step(rank, model, optimizer, handle, batches, clip):
+    """Make one optimizer step of several batches."""
+    for batch in batches:
+        model.set_requires_gradient_sync(batch == batches[-1])
+        (model(rows(rank, batch)) / len(batches)).backward()
+    if clip is not None:
+        handle.clip(norm=clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_hand(rank, kind, settings, accumulated, clip):
+    """Train for some steps; return the parameters after each."""
+    forget_groups()
+    model = sharded(kind)
+    optimizer = model.configure_optimizers()
+    history = []
+    with sparsify(model, optimizer, **copy.deepcopy(settings)) as handle:
+        for start in range(0, 10 * accumulated, accumulated):
+            step(rank, model, optimizer, handle, range(start, start + accumulated), clip)
+            history.append(held(model))
+    with pytest.raises(RuntimeError, match="closed"):
+        model(rows(rank, 0))
+    return history
+
+
+@pytest.mark.parametrize("accumulated", [1, 2], ids=["plain", "accumulated, clipped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_the_trainers_to_the_bit(pools, kind, accumulated):
+    clip = None if accumulated == 1 else 0.1
+    settings = {**SPARSE, **ADAMW[kind], "warmup_epochs": 0}
+    trainer = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip}
+    expected = fits(pools[4], partial(Sharded, kind), settings, limit_train_batches=10 * accumulated, **trainer)
+    for one, other in zip(pools[4].run(by_hand, kind, settings, accumulated, clip), expected):
+        assert_same(one, other["history"][accumulated - 1 :: accumulated])
+
+
+def in_rounds(rank, settings):
+    """Train in rounds, go on in another model from a save in the midst of one, evaluate, and end."""
+    forget_groups()
+    models, histories = [sharded("adamw") for _ in range(2)], [[], []]
+    optimizers = [model.configure_optimizers() for model in models]
+    handles = [sparsify(*each, **copy.deepcopy(settings)) for each in zip(models, optimizers)]
+    saved = None
+    for number in range(9):
+        for which, (model, optimizer, handle) in enumerate(zip(models, optimizers, handles)):
+            if which == 0 or number >= 5:
+                step(rank, model, optimizer, handle, range(number, number + 1), None)
+                histories[which].append(held(model))
+        if number == 4:
+            with handles[0].shared_model():
+                shared = held(models[0])
+                models[0].eval()
+                with torch.no_grad():
+                    models[0](rows(rank, 0))
+                models[0].train()
+            saved = copy.deepcopy((handles[0].state_dict(), optimizers[0].state_dict()))
+            optimizers[1].load_state_dict(saved[1])
+            with torch.no_grad():
+                for name, each in models[1].named_parameters():
+                    each.to_local().copy_(shared[name])
+            handles[1].load_state_dict(saved[0])
+    for handle in handles:
+        handle.close()
+    return histories[0], histories[1], shared, held(models[0])
+
+
+@pytest.mark.parametrize("settings", ROUNDS.values(), ids=ROUNDS)
+def test_rounds_go_on_to_the_bit_and_are_the_trainers(pools, settings):
+    answers = pools[4].run(in_rounds, settings)
+    expected = fits(pools[4], partial(Sharded, "adamw"), settings, limit_train_batches=9)
+    for (straight, again, shared, end), other in zip(answers, expected):
+        assert_same(straight, other["history"])
+        assert_same(straight[5:], again)
+        assert_same(shared, straight[3])
+        assert_same(end, other["end"])
+
+
+def built(rank, which):
+    """Sparsify what cannot be."""
+    forget_groups()
+    model = sharded("sgd", replicas=1 if which == "one replica" else 2)
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu") if which == "scaler" else None
+    sparsify(model, [optimizer] * 2 if which == "optimizer=" else optimizer, scaler=scaler)
+
+
+@pytest.mark.parametrize("which", ["one replica", "scaler", "optimizer="])
+def test_what_cannot_be_is_refused_on_all_ranks(pools, which):
+    for failure in pools[4].run(refuse, built, which):
+        assert ("mesh of one replica" if which == "one replica" else which) in failure

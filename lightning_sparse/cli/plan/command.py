@@ -11,6 +11,7 @@ from lightning_sparse.cli.plan.forecast import DENSITIES, measure_candidates, pr
 from lightning_sparse.cli.plan.profiler import profile_model
 from lightning_sparse.cli.plan.rehearsal import SettingsOf
 from lightning_sparse.cli.plan.report import as_json, as_table, draw, figure_class
+from lightning_sparse.engine.settings import refuse
 from lightning_sparse.schedule.network import Network, parse_bandwidth, parse_latency
 
 _DESCRIPTION = """\
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--latency", required=True, help="of a message one way, such as 100us, 1ms")
     add("--workers", type=int, required=True, help="processes that exchange gradients, at least 2")
     add("--ranks-per-node", type=int, default=1, help="that share the link of their node, 1 if left out")
+    add("--shards", type=int, default=1, help="of a model, one on each worker of a node (FSDP2); 1 if left out")
     add("--node-bandwidth", default="100gbit", help="of each worker inside its node, 100gbit if left out")
     add("--node-latency", default="10us", help="of a message inside a node, 10us if left out")
     add("--densities", type=float, nargs="+", default=DENSITIES, help="fractions to try, 0.1 0.01 0.001 if left out")
@@ -76,6 +78,9 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
         parse_bandwidth(options.node_bandwidth, "node-bandwidth"),
         parse_latency(options.node_latency, "node-latency"),
     ).checked()
+    is_sharded = options.shards != 1
+    if is_sharded:
+        network = _between_replicas(network, options)
     compute = None if options.compute is None else parse_compute(options.compute)
     if options.parameters is not None:
         if compute is None or model_args or options.picture:
@@ -91,12 +96,34 @@ def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
     if compute is not None:
         profile = profile.lasting(compute)
     ratio = Ratio(profile.element_bytes * profile.elements, network, profile.alone_seconds, origin)
-    candidates = measure_candidates(profile, options.densities)
+    profile = profile.sharded(options.shards)
+    candidates = measure_candidates(profile, options.densities, is_sharded)
     rows = predict_systems(profile, network, candidates)
-    numbers = {"ratio": ratio.as_json(), **as_json(profile, network, rows)}
-    _give(options.json, f"{ratio}\n\n{as_table(profile, rows)}", numbers)
+    table, numbers = as_table(profile, rows), as_json(profile, network, rows)
+    if is_sharded:  # r is DDP's, and so is what it advises
+        _give(options.json, table, numbers)
+    else:
+        _give(options.json, f"{ratio}\n\n{table}", {"ratio": ratio.as_json(), **numbers})
     if options.picture:
         draw(profile, network, candidates, options.picture)
+
+
+def _between_replicas(network: Network, options: argparse.Namespace) -> Network:
+    """Return the network of equal shards, of replicas that take a node each."""
+    refuse(
+        (options.shards < 1, f"--shards {options.shards} must be a number of workers, at least 1 (whole models)"),
+        (
+            network.node_ranks not in (1, options.shards),
+            f"--shards {options.shards} beside --ranks-per-node {network.node_ranks}: a replica on each node is what is"
+            " predicted: give the same number, or leave --ranks-per-node out",
+        ),
+        (
+            options.parameters is not None or options.picture,
+            f"--shards {options.shards} goes with neither --parameters nor --picture, which are about DDP: leave them"
+            " out",
+        ),
+    )
+    return network._replace(node_ranks=options.shards).checked().between.checked()
 
 
 def _give(file: Optional[str], text: str, numbers: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from lightning_sparse.schedule.hiding import Line
 from lightning_sparse.schedule.merging import Cost, predict
 from lightning_sparse.schedule.network import Network, sent_bytes
 from lightning_sparse.schedule.plan import first_groupings
-from lightning_sparse.strategy.names import AUTO, systems
+from lightning_sparse.strategy.names import AUTO, SHARDED, systems
 
 DENSITIES = (0.1, 0.01, 0.001)
 WORTH = 1.05  # speed-up from which on a change is worth its trouble; less is within the error of a prediction
@@ -61,13 +61,22 @@ class SystemPrediction(NamedTuple):
     fitting_steps: int = 1  # that would keep exchanges at 5 % of the time; 1 where every step exchanges
 
 
-def measure_candidates(profile: BackwardProfile, densities: Sequence[float] = DENSITIES) -> list[Candidate]:
-    """Measure in seconds what every way costs this machine: DDP, DDP in bf16, then all systems at each density."""
+def measure_candidates(
+    profile: BackwardProfile, densities: Sequence[float] = DENSITIES, is_sharded: bool = False
+) -> list[Candidate]:
+    """Measure in seconds what every way costs this machine: DDP, DDP in bf16, then all systems at each density.
+
+    Of a model in shards these are HSDP and ours, which begins when backward has ended.
+    """
     device = torch.device(profile.device)
     half = min(2, profile.element_bytes)
     candidates = [Candidate("ddp"), Candidate("ddp + bf16 hook", None, measure_cast(device), half)]
+    found = _systems(densities)
+    if is_sharded:
+        candidates, compressor = [Candidate("hsdp")], SHARDED.arguments["compressor"]
+        found = ((SHARDED.name, SettingsOf(compressor, each, overlaps_backward=False)) for each in densities)
     costs: dict[Hashable, SelectionCost] = {}
-    for name, system in _systems(densities):
+    for name, system in found:
         work = _work_of(system)
         if work not in costs:
             costs[work] = measure_selection(rehearsal(system, device), profile.sizes, fitted_sizes(device))
@@ -142,7 +151,8 @@ def _predict(profile: BackwardProfile, network: Network, candidate: Candidate) -
     if settings is None:
         work = _ddp_work(profile, network, candidate)
     else:
-        if settings.compressor.feedback.clip_norm is not None:  # nothing travels before backward has ended
+        is_late = settings.compressor.feedback.clip_norm is not None or not settings.overlaps_backward
+        if is_late:  # nothing travels before backward has ended
             backward_seconds = [sum(backward_seconds), *(0.0 for _ in profile.sizes[1:])]
         work = _system_work(profile, network, candidate, settings, backward_seconds)
     if steps == 1:

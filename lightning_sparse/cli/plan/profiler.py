@@ -56,6 +56,10 @@ class BackwardProfile(NamedTuple):
         backward_seconds = tuple(times * each for each in self.backward_seconds)
         return self._replace(backward_seconds=backward_seconds, other_seconds=times * self.other_seconds)
 
+    def sharded(self, shards: int) -> "BackwardProfile":
+        """Return the same step of a rank that holds one of so many shards of each tensor."""
+        return self._replace(sizes=tuple(-(-size // shards) for size in self.sizes))
+
 
 class BackwardProfiler(Callback):
     """Time the first steps of a ``fit`` in one process, all their backward passes and no waits for data, and end it."""

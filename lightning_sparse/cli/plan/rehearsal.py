@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -60,11 +60,13 @@ class SettingsOf(NamedTuple):
     density: Optional[float] = None  # of a method without
     wire: str = "float32"
     local_steps: int = 1
+    overlaps_backward: bool = True
 
     def build(self) -> Settings:
         """Build them, without a warm-up of the density."""
         rounds = None if self.local_steps == 1 else LocalSteps(self.local_steps)
-        return Settings(self.compressor, self.density, "merged", self.wire, 0, local_steps=rounds)
+        more: dict[str, Any] = {"overlaps_backward": self.overlaps_backward, "local_steps": rounds}
+        return Settings(self.compressor, self.density, "merged", self.wire, 0, **more)
 
 
 class EchoCollectives(Collectives):

@@ -9,7 +9,7 @@ from lightning_sparse.cli.plan.profiler import BackwardProfile
 from lightning_sparse.loop.summary import in_bytes
 from lightning_sparse.schedule.network import Network
 
-_HEADER = ("", "strategy", "density", "step ms", "x DDP", "exposed ms", "sent", "messages")
+_HEADER = ("", "strategy", "density", "step ms", "x {}", "exposed ms", "sent", "messages")
 _WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _BANDWIDTHS = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 
@@ -21,7 +21,8 @@ def as_table(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> str:
         f" {sum(profile.backward_seconds) * 1e3:.1f} ms, the rest of a step {profile.other_seconds * 1e3:.1f} ms."
     )
     best = best_of(rows)
-    cells = [_HEADER, *(_cells(row, row is best) for row in rows)]
+    header = tuple(title.format(rows[0].name.upper()) for title in _HEADER)
+    cells = [header, *(_cells(row, row is best) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
@@ -64,7 +65,7 @@ def _cells(row: SystemPrediction, is_best: bool) -> tuple[str, ...]:
 def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
     best = best_of(rows)
     if best is None:
-        verdict = f"Nothing pays: nothing is clearly faster than {rows[0].name}. Stay with strategy={rows[0].name!r}."
+        verdict = f"Nothing pays: nothing is clearly faster than {rows[0].name}. Stay with it."
     else:
         density = "" if best.density is None else f" at density {best.density:g}"
         verdict = f"* {best.name}{density} is predicted to be {best.speedup:.2f} times as fast as {rows[0].name}."

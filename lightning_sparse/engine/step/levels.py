@@ -49,6 +49,11 @@ class OneLevel:
         self.across = across
         self.everybody = across if everybody is None else everybody
 
+    @property
+    def holders(self) -> Channel:
+        """The ranks that hold the same tensors of a model, replica by replica: all of them."""
+        return self.everybody
+
     def share_numel(self, numel: int) -> int:
         """Return how many elements each rank's share of so many has."""
         return numel
@@ -205,6 +210,11 @@ class Shards(Divided):
     """Every rank holds a shard of the model, and is handed that of the gradients' mean over its replica, as by FSDP."""
 
     are_in_step = True
+
+    @property
+    @override
+    def holders(self) -> Channel:
+        return self.across
 
     @override
     def total_of(self, numbers: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A model of which every rank holds a shard: its gradients are exchanged between replicas when a backward is over."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ class ShardedModel:
 
     def __init__(self, module: Module) -> None:
         self.module = module
+
+
+def cut_modules(module: Module) -> Iterator[Any]:
+    """Yield what ``fully_shard`` was called of, in a model; to ask for torch's class would import all of FSDP."""
+    return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
+
+
+def reshard(module: Module) -> None:
+    """Have a model hold its shards alone: of what holds the rest FSDP leaves whole parameters after a bare forward."""
+    for each in cut_modules(module):
+        each.reshard()
 
 
 class ShardStream(Uncopied):

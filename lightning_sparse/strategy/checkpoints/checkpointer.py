@@ -144,14 +144,13 @@ class Checkpointer:
         self.together(restore, f"{path}: another rank could not restore what it had kept")
 
     def _check_shards(self, path: str, save: Optional[Save]) -> None:
-        """Refuse what was cut otherwise than what is kept here; on all ranks alike."""
-        before = None if save is None or not save.is_sharded else save.node_ranks
-        now = None if self.same_shards is None else self.node_ranks
-        if save is not None and before != now:
-            kept, wanted = ("whole" if ranks is None else f"in {ranks} shards" for ranks in (before, now))
+        """Refuse shards for a whole model, and the other way round; on all ranks alike."""
+        is_sharded = self.same_shards is not None
+        if save is not None and save.is_sharded != is_sharded:
+            kept, wanted = ("in shards" if each else "whole" for each in (save.is_sharded, is_sharded))
             raise CheckpointError(
                 f"{path} keeps what waits of each replica {kept}, and here it is kept {wanted}: resume with the same"
-                f" strategy and the same data_parallel_size; replicas may be more or fewer. {CURE}"
+                f" strategy. {CURE}"
             )
 
     def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:

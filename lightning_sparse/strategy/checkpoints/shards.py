@@ -1,6 +1,7 @@
 """Shards of a checkpoint, one for each rank: checked when read, and averaged for another number of ranks."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -190,6 +191,36 @@ def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
     return part
 
 
+def cut_anew(parts: Sequence[dict[str, Any]], shard: int, shards: int) -> dict[str, Any]:
+    """Return a shard of what the ranks of a replica kept, cut along dimension 0 into so many, as DTensor does.
+
+    Each of ``parts`` holds some rows of every parameter, one part after the other.
+    """
+    if any("rounds" in part["engine"] for part in parts):
+        raise CheckpointError(
+            "a round of local steps keeps optimizers' states in shards, of which other numbers cannot be made: resume"
+            f" with the same data_parallel_size. {CURE}"
+        )
+    memories = [part["engine"]["memory"] for part in parts]
+    layouts, memory = {}, {kind: dict[str, Tensor]() for each in memories for kind in each}
+    for name, (shape, _) in parts[0]["layouts"].items():
+        rows, row = sum(part["layouts"][name][0][0] for part in parts), math.prod(shape[1:])
+        size = -(-rows // shards)
+        start, stop = (min(rows, size * place) for place in (shard, shard + 1))
+        layouts[name] = [
+            [stop - start, *shape[1:]],
+            list(torch.empty(stop - start, *shape[1:], device="meta").stride()),
+        ]
+        for kind, kept in memory.items():
+            held = [each[kind][name] for each in memories if name in each.get(kind, ())]
+            if held and stop > start:
+                # Norms of shards add up to those of the whole; other numbers are the same of all.
+                factor = len(parts) / shards if kind == "squared_norms" else 1.0
+                numbers = torch.stack(held).mean(dim=0).mul_(factor) if kind in NUMBERS else None
+                kept[name] = torch.cat(held)[start * row : stop * row] if numbers is None else numbers
+    return {**parts[0], "layouts": layouts, "engine": {**parts[0]["engine"], "memory": memory}}
+
+
 def _at(part: Any, place: Sequence[Any], otherwise: Tensor) -> Tensor:
     """Return what is at a place of nested containers; zeros like ``otherwise`` where nothing is."""
     try:
@@ -221,10 +252,17 @@ def read_state(
     try:
         if save.topology == topology:
             return read(rank)
-        if save.is_sharded:  # of those that held the same shards
-            (replica, shard), replicas = divmod(rank, save.node_ranks), topology[0] // save.node_ranks
-            saved = save.ranks // save.node_ranks
-            return read_share(lambda source: read(source * save.node_ranks + shard), replica, replicas, saved)
+        if save.is_sharded:
+            shards, saved = topology.node_ranks, save.ranks // save.node_ranks
+            replica, shard = divmod(rank, shards)
+
+            def read_shard_of(source: int) -> dict[str, Any]:
+                if save.node_ranks == shards:
+                    return read(source * shards + shard)
+                parts = [read(source * save.node_ranks + each) for each in range(save.node_ranks)]
+                return cut_anew(parts, shard, shards)
+
+            return read_share(read_shard_of, replica, topology.ranks // shards, saved)
         return read_share(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):

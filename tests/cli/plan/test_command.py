@@ -88,6 +88,22 @@ def test_a_picture_of_small_differences_has_plain_numbers(tmp_path):
     assert "times" not in drawn
 
 
+def test_replicas_of_shards_exchange_equal_shares_and_hide_nothing(profiled, capsys):
+    shards = ["--shards=2", "--densities", "1", "0.01", "--json=-"]
+    main(["plan", "--bandwidth=100mbit", "--latency=1ms", "--workers=4", *shards])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["network"] == {"bandwidth": 5e7, "latency": 1e-3, "workers": 2}
+    assert [row["name"] for row in plan["rows"]] == ["hsdp", "sparse_hsdp", "sparse_hsdp"]
+    assert "ratio" not in plan
+    dense, whole, sparse = plan["rows"]
+    # 1.4 MB of a shard take 224 ms at half of 100 Mbit/s, of which HSDP's backward hides less than 30.
+    assert dense["step_seconds"] == pytest.approx(0.06 + 0.224, abs=0.03)
+    assert dense["sent_bytes"] == whole["sent_bytes"] == 1.4e6
+    assert whole["exposed_seconds"] > 0.224  # all of it, where backward is over
+    assert sparse["exposed_seconds"] == pytest.approx(sparse["step_seconds"] - 0.06)
+    assert sparse["sent_bytes"] < dense["sent_bytes"] / 30
+
+
 def test_a_picture_without_matplotlib_is_refused_at_once(capsys):
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         assert "lightning-sparse[plot]" in refusal(capsys, "plan", *MODEL, *NETWORK, "--picture=plan.png")[-1]
@@ -102,6 +118,11 @@ def test_a_picture_without_matplotlib_is_refused_at_once(capsys):
         ([*NETWORK, *MODEL, "--latency=100"], "latency='100'"),
         ([*NETWORK, *MODEL, "--workers=1"], "workers=1"),
         ([*NETWORK, *MODEL, "--ranks-per-node=3"], "--ranks-per-node"),
+        ([*NETWORK, *MODEL, "--shards=0"], "--shards 0"),
+        ([*NETWORK, *MODEL, "--shards=3"], "--ranks-per-node"),
+        ([*NETWORK, *MODEL, "--shards=2", "--ranks-per-node=4"], "--shards 2"),
+        ([*NETWORK, *MODEL, "--shards=4"], "workers=1"),
+        ([*NETWORK, "--shards=2", "--compute=1s", "--parameters=1M"], "--parameters"),
         ([*NETWORK, *MODEL, "--densities", "0.1", "7"], "density=7.0"),
         ([*NETWORK, *MODEL, "--model.flaw=frozen"], "no parameter of the model requires a gradient"),
         ([*NETWORK, *MODEL, "--compute=100"], "compute='100'"),
