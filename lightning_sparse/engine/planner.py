@@ -7,7 +7,7 @@ trials, and now and then later, to see whether the plan still does what it did. 
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
@@ -16,8 +16,8 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import PLAN, Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Clock, Recorder, StepMarks
-from lightning_sparse.schedule import Merged
-from lightning_sparse.schedule.hiding import GroupSample, GroupShape, costs_of, hidden_densities
+from lightning_sparse.schedule import Merged, plan_groups
+from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, costs_of, hidden_densities
 from lightning_sparse.schedule.plan import Grouping, Plan, best_of, first_groupings, partly_whole_groupings
 
 _ROUNDS = 2  # in which groupings take turns, so that whatever else the machine does hits all alike
@@ -155,14 +155,12 @@ class StepPlanner(Planner):
             why = yield from self._watch(patience)
         while True:
             seen = yield from self._try(first_groupings(elements), _ROUNDS)
-            seconds = {grouping: _seconds(steps) for grouping, steps in seen.items()}
-            best = best_of(seconds)
-            rivals = [grouping for grouping in seconds if grouping != best]
-            contestants = [best_of({grouping: seconds[grouping] for grouping in rivals}), best] if rivals else [best]
+            best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
+            contestants = [*self._optimum(elements, seen), best]
             if self._adapts_density:
                 whole = yield from self._try(partly_whole_groupings(elements), 1)
                 densities = self._hidden_densities(best, seen, whole)
-                contestants = [Grouping(best.stops, densities), best] if densities else contestants
+                contestants += [Grouping(best.stops, densities)] if densities else []
             contest = yield from self._try(contestants, _CONTEST_ROUNDS)
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
             seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
@@ -185,14 +183,22 @@ class StepPlanner(Planner):
         samples = iter(averaged(self._collectives, marks, self._holds_groups))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
+    def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
+        """Return the grouping that ends a step first by the costs seen, as OMGS-SGD asks; none if they tell nothing."""
+        costs, ready = _learned(seen)
+        if costs is None:
+            return []
+        sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
+        backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
+        groups = plan_groups(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
+        return [Grouping(tuple(accumulate(map(len, groups))))]
+
     def _hidden_densities(self, grouping: Grouping, *seen: Samples) -> tuple[float, ...]:
-        """Return densities for a grouping's groups, as seen: the same on all ranks, as the times are."""
+        """Return densities for a grouping's groups, as seen."""
         names = self._groups(grouping)
-        samples = [sample for tried in seen for steps in tried.values() for sample in steps]
-        costs = costs_of([group for sample in samples for group in sample.groups])
+        costs, ready = _learned(*seen)
         if costs is None:
             return ()
-        ready = list(accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max))
         shapes = [
             GroupShape(
                 sum(self._numels[name] for name in group),
@@ -248,6 +254,13 @@ class StepPlanner(Planner):
 
 def _seconds(samples: Sequence[StepSample]) -> float:
     return median(sample.total_seconds for sample in samples)
+
+
+def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
+    """Return what groups take, and when gradients are ready: the same on all ranks, as the times are."""
+    samples = [sample for tried in seen for steps in tried.values() for sample in steps]
+    ready = accumulate((median(times) for times in zip(*(sample.ready for sample in samples))), max, initial=0.0)
+    return costs_of([group for sample in samples for group in sample.groups]), list(ready)[1:]
 
 
 def averaged(

@@ -65,8 +65,9 @@ class FixedSize(Schedule):
 class Merged(Schedule):
     """Exchange in the groups that end a step first, as timed in steps of the user's own model and network.
 
-    The first steps try a handful of groupings, which changes no number; the two fastest take turns, and the faster one
-    is kept. Trials start again when the graph, or a step's exposed time, changes.
+    The first steps try a handful of groupings, which changes no number. The fastest and the optimum by the costs seen
+    (:func:`plan_groups`) take turns, and the faster one is kept. Trials start again when the graph, or a step's exposed
+    time, changes.
     """
 
     adapts_density: ClassVar[bool] = False  # send more where that costs no time, whatever the compressor says

@@ -1,14 +1,20 @@
-"""The numbers on which ranks agree about the steps that they saw."""
+"""The numbers on which ranks agree about the steps that they saw, and what they plan by them."""
 
 import time
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
+from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors.base import Densities
 from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
-from lightning_sparse.engine.planner import averaged
+from lightning_sparse.engine.planner import StepPlanner, averaged
+from lightning_sparse.schedule import Merged, plan_groups
+from lightning_sparse.schedule.merging import predict
 
 
 class Told(EchoCollectives):
@@ -54,3 +60,52 @@ def test_the_numbers_of_many_ranks_are_averaged_in_little_memory_and_time():
         assert sample.times() == pytest.approx(alone.times())
     assert sum(told.counts) > steps * tensors
     assert 8 * ranks * max(told.counts) < 100e6
+
+
+SIZES = [20_000, 2_000, 20_000, 20_000, 2_000, 500, 20_000, 50_000, 500]  # of which no equal parts are the best groups
+BACKWARD = 5e-3  # seconds of a tensor
+
+
+def select(elements):
+    return 2e-4 + 1e-7 * elements
+
+
+def exchange(sent):
+    return 5e-3 + 4e-6 * sent
+
+
+def step_of(schedule, numels, density):
+    """Return a step whose groups, those of a schedule, take what they take by the costs above."""
+    marks = StepMarks()
+    marks.ready = dict(zip(numels, accumulate([BACKWARD] * len(numels))))
+    marks.backward_start, marks.backward_end = 0.0, max(marks.ready.values())
+    names, free = [], 0.0
+    for name in numels:
+        names.append(name)
+        if schedule.closes_group(name, sum(numels[each] for each in names)) or name == list(numels)[-1]:
+            group = GroupMarks(tuple(names))
+            group.elements = sum(numels[each] for each in names)
+            group.counts = int(density * group.elements)
+            selected = max(free, marks.ready[name]) + select(group.elements)
+            free = selected + exchange(group.counts)
+            begun = selected - select(group.elements)
+            group.spans = [Span("select", begun, selected), Span("exchange", selected, free)]
+            marks.groups.append(group)
+            names = []
+    marks.end = free
+    return marks
+
+
+def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():
+    density, numels = 0.1, {f"weight {number}": size for number, size in enumerate(SIZES)}
+    schedule, lines = Merged(), []
+    densities, recorder = Densities(TopK(), density), SimpleNamespace(watches_gradients=False)
+    planner = StepPlanner(schedule, Told(2), recorder, numels, densities, False, False, lines.append)
+    for _ in range(100):
+        planner.see_step(step_of(schedule, numels, density))
+    problem = (SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
+    groups = plan_groups(*problem)
+    assert planner.plan.groups == tuple(tuple(f"weight {place}" for place in group) for group in groups)
+    assert planner.plan.seconds == pytest.approx(predict(groups, *problem))
+    assert dict(planner.plan.tried)[1] == pytest.approx(predict([range(len(SIZES))], *problem))
+    assert len(lines) == 1
