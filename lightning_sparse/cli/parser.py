@@ -119,8 +119,9 @@ class SparseCLI(LightningCLI):
     """Lightning's command line, with this package's strategy names known to it, and SLURM's signals answered."""
 
     def __init__(self, **kwargs: Any) -> None:
-        # A job that SLURM puts back into the queue finds the file that its first run has written.
-        overwrites = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+        # A job that SLURM puts back, or torchrun starts again, finds the file that its first run has written.
+        starts_again = ("SLURM_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+        overwrites = any(int(os.environ.get(name, 0)) > 0 for name in starts_again)
         defaults: dict[str, Any] = {
             "parser_class": HintingParser,
             "save_config_kwargs": {"overwrite": overwrites},
@@ -144,6 +145,9 @@ class SparseCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         self.parser.add_instantiator(self._built, object, subclasses=True)
+        trainer = (self.config[self.config.subcommand] if "subcommand" in self.config else self.config).trainer
+        if "TORCHELASTIC_RUN_ID" in os.environ and trainer.num_nodes == 1:  # it may start on any number of them
+            trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
 
     def _built(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         """Build an object; what a class of ours refuses is an error of the command line, without a traceback."""

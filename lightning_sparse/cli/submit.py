@@ -28,6 +28,7 @@ comes last, after "--"; it is run as it is. Examples:
 
   lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 --config fit.yaml --dry-run
   lightning-sparse submit --nodes 4 --tasks-per-node 1 --cpus-per-task 8 --time 1-0 --interface ib0 --config fit.yaml
+  lightning-sparse submit --nodes 2:8 --gpus-per-node 8 --time 1-0 --config fit.yaml --config saving.yaml
   lightning-sparse submit --nodes 4 --gpus-per-node 8 --time 2:00:00 -- python train.py --lr 0.1"""
 # Options of sbatch that are passed on under their own names.
 _OF_SBATCH = ("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude", "reservation", "dependency")
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=1, help="machines (default 1)")
+    add("--nodes", default="1", help="machines (default 1), or the fewest and the most that it starts on, such as 2:8")
     devices = parser.add_mutually_exclusive_group(required=True)
     devices.add_argument("--gpus-per-node", type=int, help="GPUs of each node, with one process for each")
     devices.add_argument("--tasks-per-node", type=int, help="processes on each node, to train on its processors")
@@ -102,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(job: argparse.Namespace) -> None:
     """Refuse what the cluster would refuse, or Lightning would not survive."""
-    counts = {"--nodes": job.nodes, job.devices_option.split()[0]: job.devices, "--signal-seconds": job.signal_seconds}
+    job.fewest, job.most = parse_nodes(job.nodes)
+    counts = {job.devices_option.split()[0]: job.devices, "--signal-seconds": job.signal_seconds}
     for option, count in {**counts, "--cpus-per-task": job.cpus_per_task}.items():
         if count is not None and count < 1:
             raise ValueError(f"{option} {count} must be a whole number, at least 1")
@@ -144,6 +146,21 @@ def _check_option(option: str) -> None:
         )
 
 
+def parse_nodes(nodes: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes that a job takes.
+
+    >>> parse_nodes("4"), parse_nodes("2:8")
+    ((4, 4), (2, 8))
+    """
+    fewest, _, most = nodes.partition(":")
+    if not re.fullmatch(r"[0-9]+(:[0-9]+)?", nodes) or not 1 <= int(fewest) <= int(most or fewest):
+        raise ValueError(
+            f"--nodes {nodes} must be a whole number, at least 1, or the fewest and the most nodes on which the job may"
+            " start, such as 2:8"
+        )
+    return int(fewest), int(most or fewest)
+
+
 def parse_time(time: str) -> int:
     """Return the seconds of a time limit as SLURM writes it.
 
@@ -178,8 +195,12 @@ def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
     """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
     given = _given(args)
     trainer, words = given.get("trainer") or Namespace(), list(args)
+    is_elastic = job.fewest < job.most
+    if is_elastic:
+        _check_elastic(given, job)
+        words += [] if given.get("ckpt_path") else ["--ckpt_path=last"]
     decided = {
-        "num_nodes": (job.nodes, f"--nodes {job.nodes}"),
+        **({} if is_elastic else {"num_nodes": (job.fewest, f"--nodes {job.nodes}")}),
         "devices": (job.devices, job.devices_option),
         # Said even so: with "auto" a node whose driver is broken would train on its processors, without a word.
         "accelerator": ("gpu" if job.on_gpus else "cpu", job.devices_option),
@@ -201,7 +222,31 @@ def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
             " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
             " on from the file, move it, and give --ckpt_path its new place"
         )
-    return _Training(words, None if root is None else str(root), given.get("ckpt_path") is not None)
+    has_checkpoint = given.get("ckpt_path") is not None and not is_elastic
+    return _Training(words, None if root is None else str(root), has_checkpoint)
+
+
+def _check_elastic(given: Namespace, job: argparse.Namespace) -> None:
+    """Refuse what cannot start again on other numbers of nodes, and go on."""
+    trainer = given.get("trainer") or Namespace()
+    if trainer.get("num_nodes") is not None:
+        raise ValueError(
+            f"trainer.num_nodes={trainer.num_nodes!r} in the configuration fixes what --nodes {job.nodes} leaves open:"
+            " leave it out, and it is as many as the job gets"
+        )
+    if given.get("ckpt_path") not in (None, "last"):
+        raise ValueError(
+            f"--ckpt_path={given.ckpt_path} would win over what a job with --nodes {job.nodes} has saved before it"
+            " starts again: leave it out, and put the file into the dirpath of ModelCheckpoint"
+        )
+    callbacks = trainer.get("callbacks") or []
+    arguments = [each.get("init_args") or {} for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    if not any(each.get("every_n_train_steps") or each.get("train_time_interval") for each in arguments):
+        raise ValueError(
+            f"a job with --nodes {job.nodes} starts again on other nodes, and goes on from its last checkpoint, but"
+            " nothing saves one in the midst of an epoch: add --trainer.callbacks+=ModelCheckpoint"
+            " --trainer.callbacks.every_n_train_steps=500, or train_time_interval"
+        )
 
 
 def _given(args: Sequence[str]) -> Namespace:
@@ -233,6 +278,8 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
     if training.is_own:
         lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
         lines.append('export JOB_ROOT="$root"')
+        if job.fewest < job.most:
+            lines.append('# num_nodes=int(os.environ["SLURM_JOB_NUM_NODES"]), and fit(ckpt_path="last")')
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
         lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
@@ -245,6 +292,7 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
     directory = shlex.quote(str(job.directory))
     beginning = _BEGINNING.format(
         job=job,
+        nodes=job.fewest if job.fewest == job.most else f"{job.fewest}-{job.most}",
         start=shlex.quote(str(Path.cwd())),
         directory=directory,
         options="".join(f"#SBATCH {option}\n" for option in options),
@@ -261,7 +309,7 @@ _BEGINNING = """\
 #SBATCH --chdir={start}
 #SBATCH --output={directory}/%x-%j.log
 #SBATCH --time={job.time}
-#SBATCH --nodes={job.nodes}
+#SBATCH --nodes={nodes}
 # One task for each device; Lightning refuses --ntasks without it.
 #SBATCH --ntasks-per-node={job.devices}
 # Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.
@@ -288,6 +336,8 @@ def _command(job: argparse.Namespace, training: _Training) -> str:
     line = " ".join(map(shlex.quote, [*words, *training.words]))
     if not training.is_own:
         line += ' --trainer.default_root_dir="$root"'
+        if job.fewest < job.most:
+            line += ' --trainer.num_nodes="$SLURM_JOB_NUM_NODES"'
     if training.has_checkpoint:
         line += ' "${resume[@]}"'
     reason = "# Where one task fails, the others would wait for it until they time out."

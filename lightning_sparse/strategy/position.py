@@ -77,11 +77,15 @@ class Reader:
         forms = gather_together(form) if trainer.world_size > 1 else [form]
         return None if loader is None or any(other != form for other in forms) else cls(trainer, loader)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the batches still come from the loader of the start: users may have it made anew after epochs."""
+    def current(self) -> Optional["Reader"]:
+        """Return that of the loader of now, where users have it made anew after epochs; all ranks must call."""
         combined: Any = self._trainer.fit_loop._combined_loader
-        return combined is not None and any(loader is self._loader for loader in combined.flattened)
+        is_current = combined is not None and any(loader is self._loader for loader in combined.flattened)
+        return self if is_current else Reader.of(self._trainer)
+
+    def begin(self) -> None:
+        """Begin an epoch anew, whatever a training before this one has left in the sampler that a user has made."""
+        self._sampler.samples = self._sampler.batches = 0
 
     def position(self) -> Position:
         """Return the position after the last batch that has ended."""
@@ -113,8 +117,17 @@ class Reader:
         self._sampler.set_epoch(position.epoch if left else position.epoch + 1)
         if left:
             self._sampler.samples, self._sampler.batches = position.samples, begun
-        # What is said of data that begin anew in a resume is not true of these.
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        reset = epoch_loop.reset
+
+        def reset_silently() -> None:
+            """Say nothing of data that begin anew in a resume, which is not true of these."""
+            del epoch_loop.reset
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the")
+                reset()
+
+        epoch_loop.reset = reset_silently
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         iter(fetcher)  # anew, since its workers may have read ahead
 

@@ -27,6 +27,7 @@ from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
     Checkpointer,
+    CheckpointError,
     PathLike,
     Save,
     fitted_gradients,
@@ -477,8 +478,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             fit_loop.setup_data()
             self._reader = None if self.has_uneven_batches else Reader.of(trainer)
             position, self._position = self._position, None
-            if self._reader is not None and position is not None and fit_loop.restarting:
-                self._reader.go_on(position)
+            if self._reader is not None:
+                self._reader.begin()
+                if position is not None and fit_loop.restarting:
+                    self._reader.go_on(position)
             run()
 
         self._replace(fit_loop, "run", run_from_position)
@@ -593,8 +596,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     ) -> None:
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._kept() if "optimizer_states" in checkpoint else None
-        if self._reader is not None and self._reader.is_current and "loops" in checkpoint:
-            checkpoint = write(checkpoint, self._reader.position())
+        if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
+            self._reader, checkpoint = reader, write(checkpoint, reader.position())
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
         with telling(self._trainer):  # callbacks save after an error, too, which goes another way
             self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
@@ -619,6 +622,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._checkpointer.note(checkpoint, checkpoint_path)
         self._position = read(checkpoint)
         return checkpoint
+
+    def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that was read if this rank cannot go on from it."""
+        if "optimizer_states" not in checkpoint:
+            raise CheckpointError("it has weights only")
+        self._checkpointer.check_whole()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
 from lightning_sparse.schedule import Plan
+from lightning_sparse.strategy.checkpoints import taking_whole
 from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def telling(trainer: Trainer) -> Iterator[None]:
 
 
 def told(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside of :func:`telling`."""
-    with telling(trainer):
+    """Call a function inside of :func:`telling`, from a checkpoint that is whole."""
+    with telling(trainer), taking_whole(trainer):
         return function(*args, **kwargs)
 
 

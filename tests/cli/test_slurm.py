@@ -1,6 +1,7 @@
 """Trainings on a real SLURM cluster of several nodes, on this machine."""
 
 import json
+import math
 import os
 import socket
 import sys
@@ -119,6 +120,31 @@ def test_a_signalled_job_saves_goes_back_and_continues(cluster, work):
     assert end["identical"]
     assert end["stats"]["compression_ratio"] > 5
     assert end["loss"] < 0.9
+
+
+@pytest.mark.timeout(300)
+def test_a_job_goes_on_with_the_nodes_that_are_left(cluster, work):
+    options = ["--nodes=2:3", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
+    options += [f"--config={ROOT}/tests/cli/slow.yaml", "--model.waits_at=20"]
+    options += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=5"]
+    job = cluster.run("lightning-sparse", "submit", *options, folder=work).split()[1]
+    log, steps = work / "jobs" / f"train-{job}.log", work / "steps.jsonl"
+    wait_for(lambda: len(lines_of(steps)) >= 13, 150, cluster, log)
+    cluster.run("scontrol", "update", "nodename=n3", "state=drain", "reason=gone")
+    try:
+        cluster.run("scancel", "--signal=USR1", job)
+        assert cluster.wait_until_ended(job, timeout=120)["JobState"] == "COMPLETED", log.read_text()
+    finally:
+        cluster.run("scontrol", "update", "nodename=n3", "state=resume")
+    *written, end = lines_of(steps)
+    saved = [line["step"] for line in written if line["restarts"] == 0][-1]
+    again = next(line for line in written if line["restarts"] == 1)
+    assert again["step"] == saved + 1
+    # Of 128 samples an epoch three ranks had 12 in a step, in 11 of them; two have 8, in 16.
+    left = max(0, 128 - 12 * ((saved - 1) % 11 + 1))
+    assert again["batch"] == (16 - math.ceil(left / 8)) % 16
+    assert end["hosts"] == ["n1", "n2"]
+    assert end["identical"]
 
 
 @pytest.mark.timeout(240)

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,13 @@ FIT = ["--model=tests.cli.slow.Slow", "--trainer.strategy=sparse_topk"]
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quiet(monkeypatch, tmp_path):
     """Keep Lightning's own deprecation to itself, and run in an empty directory."""
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.chdir(tmp_path)
 
 
-def script_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def script_of(capsys, *args):
     """Return the script that would be submitted."""
     at = args.index("--") if "--" in args else len(args)
     main(["submit", *args[:at], "--dry-run", *args[at:]])
@@ -35,20 +34,20 @@ def script_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return script
 
 
-def trained_words(script: str) -> list[str]:
+def trained_words(script):
     """Return the words of the training command."""
     (line,) = [line for line in script.splitlines() if line.startswith("srun")]
     return shlex.split(line)
 
 
-def answer(script: str, *patterns: str, ask: str) -> str:
+def answer(script, *patterns, ask):
     """Return what a shell says that has run the lines of a script in which the patterns are found."""
     found = [found[0] for pattern in patterns if (found := re.search(pattern, script, re.MULTILINE | re.DOTALL))]
     text = "\n".join(["set -e", "SLURM_JOB_ID=7", *found, ask])
     return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refused(capsys, *args):
     """Return what is said of arguments that are refused, after one line of usage and a tip where there is one."""
     usage, *_, error = refusal(capsys, "submit", *args)
     assert usage.startswith("usage: lightning-sparse submit ")
@@ -56,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_the_script_asks_for_what_lightning_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_script_asks_for_what_lightning_needs(capsys, tmp_path):
     script = script_of(capsys, *BASE, *FIT, "--interface=ib0", "--cpus-per-task=6", "--job-name=lags")
     asked = ["--job-name=lags", f"--chdir={tmp_path}", "--time=2:00:00", "--nodes=2", "--ntasks-per-node=4"]
     asked += ["--gpus-per-node=4", "--cpus-per-task=6", "--signal=SIGUSR1@120", "--requeue", "--open-mode=append"]
@@ -71,13 +70,13 @@ def test_the_script_asks_for_what_lightning_needs(capsys: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == [tmp_path / "jobs"], "a dry run makes the folder of the log, and no file"
 
 
-def test_on_processors_one_of_them_is_left_to_select_and_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_processors_one_of_them_is_left_to_select_and_exchange(capsys):
     script = script_of(capsys, "--nodes=3", "--tasks-per-node=1", "--cpus-per-task=5", "--time=90", *FIT)
     assert ("--gpus" in script, "OMP_NUM_THREADS=4\n" in script) == (False, True)
     assert "--trainer.accelerator=cpu" in trained_words(script)
 
 
-def test_options_of_sbatch_setup_and_interpreter_are_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_sbatch_setup_and_interpreter_are_the_users(capsys):
     more = ["--partition", "gpu", "--mem=64G", "--sbatch", "--exclusive", "--sbatch=--comment=mine"]
     setup = ["--setup=module load python", "--setup=conda activate 'my env'", "--python", "apptainer exec a.sif python"]
     script = script_of(capsys, *BASE, *FIT, *more, *setup)
@@ -88,7 +87,7 @@ def test_options_of_sbatch_setup_and_interpreter_are_the_users(capsys: pytest.Ca
     assert trained_words(script)[2:8] == ["apptainer", "exec", "a.sif", "python", "-u", "-m"]
 
 
-def test_a_command_of_ones_own_is_run_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_of_ones_own_is_run_as_it_is(capsys):
     command = ["python", "train.py", "--lr", "0.1", "two words"]
     script = script_of(capsys, *BASE, "--", *command)
     assert trained_words(script) == ["srun", "--kill-on-bad-exit=1", *command]
@@ -96,20 +95,20 @@ def test_a_command_of_ones_own_is_run_as_it_is(capsys: pytest.CaptureFixture[str
     assert "--model" in refused(capsys, *BASE, *FIT, "--", *command)
 
 
-def test_words_and_directories_survive_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_words_and_directories_survive_the_shell(capsys, tmp_path):
     folder = tmp_path / "two words; $HOME"
     script = script_of(capsys, *BASE, *FIT, f"--directory={folder}", "--trainer.profiler=$(two) 'words'")
     assert "--trainer.profiler=$(two) 'words'" in trained_words(script)
     assert answer(script, "^root=.*?$", ask='printf %s "$root"') == f"{folder}/7"
 
 
-def test_what_agrees_is_accepted_and_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_agrees_is_accepted_and_not_said_twice(capsys):
     given = ["--trainer.num_nodes=2", "--trainer.devices=[0,1,2,3]", "--trainer.accelerator=cuda"]
     words = trained_words(script_of(capsys, *BASE, *FIT, *given))
     assert [word for word in words if word.startswith(("--trainer.n", "--trainer.dev", "--trainer.acc"))] == given
 
 
-def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys, tmp_path):
     script = script_of(capsys, *BASE, *FIT, "--ckpt_path=start.ckpt", f"--trainer.default_root_dir={tmp_path / 'root'}")
     lines = ("^root=.*?$", r"resume=\(\).*?^fi$")
     assert answer(script, *lines, ask='echo "${resume[@]}"') == ""
@@ -118,9 +117,47 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
     assert answer(script, *lines, ask='echo "${resume[@]}"') == "--ckpt_path=hpc"
 
 
+SAVES = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=500"]
+
+
+def test_a_job_takes_the_nodes_there_are_and_goes_on_from_its_last_checkpoint(capsys, tmp_path):
+    script = script_of(capsys, *BASE, "--nodes=2:8", *FIT, *SAVES)
+    assert "#SBATCH --nodes=2-8\n" in script
+    words = trained_words(script)
+    assert words[-5:] == [
+        "--ckpt_path=last",
+        "--trainer.devices=4",
+        "--trainer.accelerator=gpu",
+        "--trainer.default_root_dir=$root",
+        "--trainer.num_nodes=$SLURM_JOB_NUM_NODES",
+    ]
+    said = script_of(capsys, *BASE, "--nodes=2:8", *FIT, *SAVES, "--ckpt_path=last")
+    assert trained_words(said).count("--ckpt_path=last") == 1
+    own = script_of(capsys, *BASE, "--nodes=2:8", "--", "python", "train.py")
+    assert "SLURM_JOB_NUM_NODES" in own
+    assert "#SBATCH --nodes=3\n" in script_of(capsys, *BASE, "--nodes=3:3", *FIT)
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
+        (["--trainer.num_nodes=4", *SAVES], "trainer.num_nodes=4"),
+        ([], "--trainer.callbacks.every_n_train_steps=500"),
+        (["--trainer.callbacks+=ModelCheckpoint"], "every_n_train_steps"),
+        (["--ckpt_path=start.ckpt", *SAVES], "--ckpt_path=start.ckpt"),
+    ],
+)
+def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, capsys):
+    assert named in refused(capsys, *BASE, "--nodes=2:8", *FIT, *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        *(
+            ([f"--nodes={nodes}"], f"--nodes {nodes} must")
+            for nodes in ("8:2", "0:4", "2:", ":2", "a:b", "2:4:6", "-2")
+        ),
         (["--trainer.num_nodes=1"], "trainer.num_nodes=1"),
         (["--trainer.devices=2"], "trainer.devices='2'"),
         (["--trainer.devices=[0,1]"], "--trainer.devices=4"),
@@ -144,20 +181,18 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys: pytest.Captur
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
     ],
 )
-def test_what_makes_no_sense_is_refused(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused(args, named, capsys):
     assert named in refused(capsys, *BASE, *FIT, *args)
 
 
-def test_what_is_missing_and_what_is_left_over_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_missing_and_what_is_left_over_is_refused(capsys, tmp_path):
     assert "--gpus-per-node --tasks-per-node" in refused(capsys, "--time=60", *FIT)
     assert "--time" in refused(capsys, "--tasks-per-node=1", *FIT)
     (tmp_path / "hpc_ckpt_3.ckpt").touch()
     assert "hpc_ckpt_3.ckpt" in refused(capsys, *BASE, *FIT, f"--trainer.default_root_dir={tmp_path}")
 
 
-def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(capsys, monkeypatch, tmp_path):
     path, words = os.environ["PATH"], [*BASE, *FIT, "--cpus-per-task=2"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "sbatch is not to be found" in refused(capsys, *words)
@@ -168,15 +203,13 @@ def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(
 
 
 @pytest.mark.parametrize("command", shown_commands("submit"))
-def test_a_command_of_the_pages_is_taken_as_it_stands_there(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
-) -> None:
+def test_a_command_of_the_pages_is_taken_as_it_stands_there(capsys, tmp_path, command):
     (tmp_path / "fit.yaml").write_text("model: tests.cli.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
     main(["submit", *shlex.split(command.removesuffix("--dry-run")), "--dry-run"])
     assert "fit --config fit.yaml" in capsys.readouterr().out
 
 
-def test_times_are_read_as_slurm_reads_them_and_others_are_refused() -> None:
+def test_times_are_read_as_slurm_reads_them_and_others_are_refused():
     times = {"1": 60, "90:30": 5430, "0:0:1": 1, "2:00:00": 7200, "1-0": 86400, "1-2:3": 93780, "1-2:3:4": 93784}
     assert {time: parse_time(time) for time in times} == times
     for time in ("", "0", "1:2:3:4", "1-", "-1", "1.5", "2h", "00:00:00", "infinite", "1-1-1"):
@@ -187,7 +220,7 @@ def test_times_are_read_as_slurm_reads_them_and_others_are_refused() -> None:
 STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}
 
 
-def test_a_process_that_would_wait_forever_is_refused_and_others_may_start() -> None:
+def test_a_process_that_would_wait_forever_is_refused_and_others_may_start():
     without_srun = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
     with pytest.raises(RuntimeError, match="put srun before"):
         check_step(without_srun)

@@ -1,18 +1,14 @@
 """An epoch goes on where ranks of another number have left it: no sample is lost, none is seen twice."""
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
 from pytorch_lightning import LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.trainers import make_trainer
 
 SAMPLES = 60
@@ -21,20 +17,20 @@ SAMPLES = 60
 class Numbers(Dataset[int]):
     """Samples that are their own numbers."""
 
-    def __init__(self, count: int = SAMPLES) -> None:
+    def __init__(self, count=SAMPLES):
         self.count = count
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
 class Seen(LightningModule):
     """A model that notes each sample that it sees, by epoch, and saves after a number of batches of an epoch."""
 
-    def __init__(self, save_at: Optional[tuple[int, int]], path: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, save_at, path, arguments):
         super().__init__()
         torch.manual_seed(0)
         self.save_at, self.path = save_at, path
@@ -43,40 +39,40 @@ class Seen(LightningModule):
         self.seen: list[tuple[int, int]] = []
         self.validated: list[int] = []
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         self.seen += [(self.current_epoch, int(each)) for each in batch]
         rows = batch.float()[:, None].expand(-1, 4) / SAMPLES
         return self.layer(rows).square().mean()
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         if not batch_index:
             self.validated.append(self.current_epoch)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if (self.current_epoch, batch_idx + 1) == self.save_at:
             self.trainer.save_checkpoint(self.path)
             self.trainer.should_stop = True
             self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step  # here, and not at the epoch's end
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    def train_dataloader(self) -> DataLoader[int]:
+    def train_dataloader(self):
         return DataLoader(Numbers(self.arguments.pop("count", SAMPLES)), **self.arguments)
 
-    def val_dataloader(self) -> DataLoader[int]:
+    def val_dataloader(self):
         return DataLoader(Numbers(4), batch_size=2)
 
 
 def see(
-    rank: int,
-    settings: dict[str, Any],
-    trainer: dict[str, Any],
-    loader: dict[str, Any],
-    save_at: Optional[tuple[int, int]],
-    path: str,
-    source: Optional[str],
-) -> tuple[list[tuple[int, int]], list[int]]:
+    rank,
+    settings,
+    trainer,
+    loader,
+    save_at,
+    path,
+    source,
+):
     """Fit two epochs, from a checkpoint if given, up to the save; return what this rank saw and when it validated."""
     strategy = SparseDDPStrategy(**{"compressor": "topk", "density": 0.5, **settings})
     module = Seen(save_at, path, loader)
@@ -86,13 +82,13 @@ def see(
 
 
 def see_in_turn(
-    pools: dict[int, Pool],
-    folder: Path,
-    turns: Sequence[tuple[int, Optional[tuple[int, int]]]],
-    settings: Optional[dict[str, Any]] = None,
-    trainer: Optional[dict[str, Any]] = None,
-    loader: Optional[dict[str, Any]] = None,
-) -> dict[int, Counter[int]]:
+    pools,
+    folder,
+    turns,
+    settings=None,
+    trainer=None,
+    loader=None,
+):
     """Train by as many ranks as each turn has, up to its save; return how often each epoch has seen each sample."""
     source, epochs = None, {0: Counter[int](), 1: Counter[int]()}
     for turn, (ranks, save_at) in enumerate(turns):
@@ -115,17 +111,18 @@ ALL = Counter(range(SAMPLES))
         ({"local_steps": 2}, {}, {}),
         ({"compressor": "dense", "density": None}, {"limit_val_batches": 1, "val_check_interval": 0.5}, {}),
         ({}, {"accumulate_grad_batches": 2}, {"batch_size": 1}),
+        ({}, {"reload_dataloaders_every_n_epochs": 1}, {}),
     ],
 )
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(
-    pools: dict[int, Pool],
-    tmp_path: Path,
-    epoch: int,
-    settings: dict[str, Any],
-    trainer: dict[str, Any],
-    loader: dict[str, Any],
-) -> None:
+    pools,
+    tmp_path,
+    epoch,
+    settings,
+    trainer,
+    loader,
+):
     # Of 60 samples 3 ranks take 24; to 2 ranks these are 6 batches of 2, and 3 more are 36; 24 are left for 3 ranks.
     pace = 2 // loader.get("batch_size", 2)
     turns = [(3, (epoch, 4 * pace)), (2, (epoch, 9 * pace)), (3, None)]
@@ -146,14 +143,32 @@ def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(
     ],
 )
 def test_what_does_not_divide_is_padded_or_dropped_at_the_end_as_ever(
-    pools: dict[int, Pool],
-    tmp_path: Path,
-    loader: dict[str, Any],
-    turns: list[tuple[int, Optional[tuple[int, int]]]],
-    twice: int,
-    left_out: int,
-) -> None:
+    pools,
+    tmp_path,
+    loader,
+    turns,
+    twice,
+    left_out,
+):
     epochs = see_in_turn(pools, tmp_path, turns, loader=loader)
     assert sum((epochs[0] - ALL).values()) == twice
     assert sum((ALL - epochs[0]).values()) == left_out
     assert epochs[1]
+
+
+def see_again(rank, path, source):
+    """Fit by a loader with a sampler of its own, and once more by the same; return what that has seen."""
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(), 2, rank)  # type: ignore[arg-type]
+    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+    for ckpt_path in (source, None):
+        module = Seen((0, 3) if source is None else None, path, {})
+        arguments = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+        make_trainer(rank, SparseDDPStrategy("topk"), **arguments).fit(module, loader, ckpt_path=ckpt_path)
+    return module.seen
+
+
+def test_a_training_that_follows_begins_its_epoch_anew(pools, tmp_path):
+    path = str(tmp_path / "last.ckpt")
+    pools[2].run(see_again, path, None)
+    seen = [each for rank in pools[2].run(see_again, path, path) for each in rank]
+    assert Counter(sample for _, sample in seen) == ALL

@@ -7,6 +7,7 @@ crash therefore leaves the old checkpoint or the new one.
 
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
+from lightning_sparse.strategy.checkpoints.newest import taking_whole
 from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save, on_host
 
@@ -20,4 +21,5 @@ __all__ = [
     "on_host",
     "restore",
     "saved_layouts",
+    "taking_whole",
 ]

@@ -117,6 +117,13 @@ class Checkpointer:
         """Record a checkpoint of Lightning's that was read."""
         self.loaded = str(filepath), read_header(checkpoint, str(filepath)) if self._resumes else None
 
+    def check_whole(self) -> None:
+        """Refuse a checkpoint that was noted if this rank cannot read what it would go on with."""
+        if self.loaded is not None and (save := self.loaded[1]) is not None:
+            strategy, path = self._strategy, self.loaded[0]
+            topology = strategy.world_size, save.node_ranks
+            read_state(synchronous(strategy.checkpoint_io), path, save, strategy.global_rank, topology)
+
     @property
     def has_loaded_save(self) -> bool:
         """Whether there is something to restore."""
