@@ -283,15 +283,23 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
         lines.append(f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}")
+    tasks = (
+        f"# One task for each device; Lightning refuses --ntasks without it.\n#SBATCH --ntasks-per-node={job.devices}"
+    )
+    if is_elastic := job.fewest < job.most:
+        tasks = "# Tasks come with srun: if they were asked for here, SLURM would take no more than the fewest nodes."
+        options.append(f"--cpus-per-task={job.devices * (job.cpus_per_task or 1)}")
     if job.cpus_per_task is not None:
-        options.append(f"--cpus-per-task={job.cpus_per_task}")
+        options += [] if is_elastic else [f"--cpus-per-task={job.cpus_per_task}"]
         # On processors one is left to select and exchange.
         threads = job.cpus_per_task if job.on_gpus else max(1, job.cpus_per_task - 1)
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
-        lines.append(f'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" OMP_NUM_THREADS={threads}')
+        processors = job.cpus_per_task if is_elastic else '"$SLURM_CPUS_PER_TASK"'
+        lines.append(f"export SRUN_CPUS_PER_TASK={processors} OMP_NUM_THREADS={threads}")
     directory = shlex.quote(str(job.directory))
     beginning = _BEGINNING.format(
         job=job,
+        tasks=tasks,
         nodes=job.fewest if job.fewest == job.most else f"{job.fewest}-{job.most}",
         start=shlex.quote(str(Path.cwd())),
         directory=directory,
@@ -310,8 +318,7 @@ _BEGINNING = """\
 #SBATCH --output={directory}/%x-%j.log
 #SBATCH --time={job.time}
 #SBATCH --nodes={nodes}
-# One task for each device; Lightning refuses --ntasks without it.
-#SBATCH --ntasks-per-node={job.devices}
+{tasks}
 # Before the time is over Lightning saves, and puts the job back; then it goes on, in the same log.
 #SBATCH --signal=SIGUSR1@{job.signal_seconds}
 #SBATCH --requeue
@@ -341,6 +348,8 @@ def _command(job: argparse.Namespace, training: _Training) -> str:
     if training.has_checkpoint:
         line += ' "${resume[@]}"'
     reason = "# Where one task fails, the others would wait for it until they time out."
+    if job.fewest < job.most:
+        line = f"--ntasks-per-node={job.devices} --cpus-per-task={job.cpus_per_task or 1} {line}"
     return f"\n{reason}\nsrun --kill-on-bad-exit=1 {line}\n"
 
 

@@ -44,12 +44,13 @@ def host(number, port, folder):
     """Run what the page has for each host, on a part of this one."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=3"]
     words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{port}", "--monitor-interval=1"]
+    words += [f"--rdzv-conf=is_host={number == 0}"]  # by its address each of them would be
     words += ["-m", "lightning_sparse", "fit", "--model=tests.cli.counting.Counting"]
     words += [f"--model.samples={SAMPLES}", f"--model.folder={folder}", "--trainer.strategy=sparse_topk"]
     words += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=1", "--trainer.logger=false"]
     words += ["--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={folder}", "--ckpt_path=last"]
     words += ["--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={folder}/checkpoints"]
-    words += [f"--trainer.callbacks.every_n_train_steps={EVERY}", "--trainer.callbacks.save_on_exception=true"]
+    words += [f"--trainer.callbacks.every_n_train_steps={EVERY}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / f"host{number}.log").open("ab") as log:

@@ -117,12 +117,16 @@ def test_a_job_that_is_put_back_prefers_its_own_checkpoint(capsys, tmp_path):
     assert answer(script, *lines, ask='echo "${resume[@]}"') == "--ckpt_path=hpc"
 
 
+RANGE = ["--nodes=2:8", "--cpus-per-task=6"]
 SAVES = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=500"]
 
 
 def test_a_job_takes_the_nodes_there_are_and_goes_on_from_its_last_checkpoint(capsys, tmp_path):
-    script = script_of(capsys, *BASE, "--nodes=2:8", *FIT, *SAVES)
-    assert "#SBATCH --nodes=2-8\n" in script
+    script = script_of(capsys, *BASE, *RANGE, *FIT, *SAVES)
+    # Seen on a cluster: of a job that asks for tasks, too, SLURM takes the fewest nodes that hold them.
+    assert ("#SBATCH --nodes=2-8\n" in script, "#SBATCH --ntasks" in script) == (True, False)
+    assert "#SBATCH --cpus-per-task=24\n" in script
+    assert {"--ntasks-per-node=4", "--cpus-per-task=6"} <= set(trained_words(script))
     words = trained_words(script)
     assert words[-5:] == [
         "--ckpt_path=last",
@@ -131,9 +135,9 @@ def test_a_job_takes_the_nodes_there_are_and_goes_on_from_its_last_checkpoint(ca
         "--trainer.default_root_dir=$root",
         "--trainer.num_nodes=$SLURM_JOB_NUM_NODES",
     ]
-    said = script_of(capsys, *BASE, "--nodes=2:8", *FIT, *SAVES, "--ckpt_path=last")
+    said = script_of(capsys, *BASE, *RANGE, *FIT, *SAVES, "--ckpt_path=last")
     assert trained_words(said).count("--ckpt_path=last") == 1
-    own = script_of(capsys, *BASE, "--nodes=2:8", "--", "python", "train.py")
+    own = script_of(capsys, *BASE, *RANGE, "--", "python", "train.py")
     assert "SLURM_JOB_NUM_NODES" in own
     assert "#SBATCH --nodes=3\n" in script_of(capsys, *BASE, "--nodes=3:3", *FIT)
 

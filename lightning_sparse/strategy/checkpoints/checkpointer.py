@@ -121,7 +121,7 @@ class Checkpointer:
         """Refuse a checkpoint that was noted if this rank cannot read what it would go on with."""
         if self.loaded is not None and (save := self.loaded[1]) is not None:
             strategy, path = self._strategy, self.loaded[0]
-            topology = strategy.world_size, save.node_ranks
+            topology = save.topology._replace(ranks=strategy.world_size)
             read_state(synchronous(strategy.checkpoint_io), path, save, strategy.global_rank, topology)
 
     @property
