@@ -31,6 +31,7 @@ Tensors = dict[str, Tensor]
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "adamw, torch's rate": torch.optim.AdamW,
 }
 
 
@@ -158,7 +159,8 @@ def assert_replicas_are_one(answers):
 DENSE = {"plain": {}, "accumulated, clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# At torch's own rate: what is rounded otherwise moves a parameter of AdamW by up to the rate in a step.
+@pytest.mark.parametrize("kind", ["sgd", "adamw, torch's rate"])
 @pytest.mark.parametrize("trainer", DENSE.values(), ids=DENSE)
 def test_density_1_is_native_hsdp(pools, kind, trainer):
     arguments = {**trainer, "limit_train_batches": 20 * trainer.get("accumulate_grad_batches", 1)}
@@ -692,7 +694,7 @@ def reference(kind, local, steps, accumulated, clip):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2], ids=["plain", "accumulated, clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_rounds_at_density_1_are_those_of_a_slow_reference(pools, kind, accumulated):
     clip = None if accumulated == 1 else 0.1
     local = ROUNDS["diloco"]["local_steps"] if accumulated == 1 else LocalSteps(4)
@@ -836,7 +838,7 @@ def by_hand(rank, kind, settings, accumulated, clip):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2], ids=["plain", "accumulated, clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_steps_are_the_trainers_to_the_bit(pools, kind, accumulated):
     clip = None if accumulated == 1 else 0.1
     settings = {**SPARSE, **ADAMW[kind], "warmup_epochs": 0}
