@@ -308,7 +308,7 @@ def train(run: Run) -> dict[str, Any]:
 
 def _loss_of(learnable: Learnable, first: int, step: int, run: Run) -> Callable[[nn.Module], Tensor]:
     members = range(first, first + run.node_ranks)
-    return lambda network: sum(learnable.loss(rank, step, network) for rank in members) / run.node_ranks
+    return lambda network: torch.stack([learnable.loss(rank, step, network) for rank in members]).mean()
 
 
 @torch.no_grad()
