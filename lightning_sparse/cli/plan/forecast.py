@@ -263,8 +263,8 @@ def step_transfers(settings: Settings, elements: int, has_adam: bool = False) ->
         # Parameters are averaged in fp32, and nothing hides it.
         found.append((Transfer("all_reduce", 4 * elements), 1 / compressor.param_sync_every))
     if has_adam and settings.can_correct_adam:
-        # Mean gradients, of 16 bits, at intervals of a fifth of the steps made.
-        found.append((Transfer("all_reduce", 2 * elements), 5 / _ADAM_STEPS))
+        # Mean gradients, of 16 bits, at intervals of a tenth of the steps made.
+        found.append((Transfer("all_reduce", 2 * elements), 10 / _ADAM_STEPS))
     return found
 
 

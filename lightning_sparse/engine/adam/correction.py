@@ -35,7 +35,7 @@ class AdamCorrection:
         fall_steps: steps after them over which the density falls, geometrically, to its target; ``None`` for five
             times the dense steps, and no more than a tenth of a training whose length is known.
         refresh_steps: least steps between two mean gradients that the second moment learns from; the interval grows to
-            a fifth of the steps made. Each of them takes half of what DDP sends in a step.
+            a tenth of the steps made. Each of them takes half of what DDP sends in a step.
 
     Raises:
         ValueError: for a number out of range.

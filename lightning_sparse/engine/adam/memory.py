@@ -25,7 +25,7 @@ from lightning_sparse.engine.memory.residual import (
 )
 from lightning_sparse.functional.adam import AdamScalars, accumulate_updates, denominator, to_gradients
 
-_GROWTH = 0.2  # of the steps made: with 2000 behind, the second moment is learned every 400
+_GROWTH = 0.1  # of the steps made: with 2000 behind, the second moment is learned every 200
 _LEARNED_TOGETHER = 1 << 24  # elements whose mean gradients travel in one message, 32 MiB
 _LEAST_KEPT = 0.5  # of the second moment, where a single mean gradient is all there is to learn from
 
