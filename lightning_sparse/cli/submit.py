@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(job: argparse.Namespace) -> None:
     """Refuse what the cluster would refuse, or Lightning would not survive."""
     job.fewest, job.most = parse_nodes(job.nodes)
+    job.is_elastic = job.fewest < job.most
     counts = {job.devices_option.split()[0]: job.devices, "--signal-seconds": job.signal_seconds}
     for option, count in {**counts, "--cpus-per-task": job.cpus_per_task}.items():
         if count is not None and count < 1:
@@ -195,12 +196,11 @@ def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
     """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
     given = _given(args)
     trainer, words = given.get("trainer") or Namespace(), list(args)
-    is_elastic = job.fewest < job.most
-    if is_elastic:
+    if job.is_elastic:
         _check_elastic(given, job)
         words += [] if given.get("ckpt_path") else ["--ckpt_path=last"]
     decided = {
-        **({} if is_elastic else {"num_nodes": (job.fewest, f"--nodes {job.nodes}")}),
+        **({} if job.is_elastic else {"num_nodes": (job.fewest, f"--nodes {job.nodes}")}),
         "devices": (job.devices, job.devices_option),
         # Said even so: with "auto" a node whose driver is broken would train on its processors, without a word.
         "accelerator": ("gpu" if job.on_gpus else "cpu", job.devices_option),
@@ -222,7 +222,7 @@ def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
             " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
             " on from the file, move it, and give --ckpt_path its new place"
         )
-    has_checkpoint = given.get("ckpt_path") is not None and not is_elastic
+    has_checkpoint = given.get("ckpt_path") is not None and not job.is_elastic
     return _Training(words, None if root is None else str(root), has_checkpoint)
 
 
@@ -278,7 +278,7 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
     if training.is_own:
         lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
         lines.append('export JOB_ROOT="$root"')
-        if job.fewest < job.most:
+        if job.is_elastic:
             lines.append('# num_nodes=int(os.environ["SLURM_JOB_NUM_NODES"]), and fit(ckpt_path="last")')
     if job.interface is not None:
         lines.append("# The network that gradients travel on; left alone, a slower one may be found first.")
@@ -286,21 +286,21 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
     tasks = (
         f"# One task for each device; Lightning refuses --ntasks without it.\n#SBATCH --ntasks-per-node={job.devices}"
     )
-    if is_elastic := job.fewest < job.most:
+    if job.is_elastic:
         tasks = "# Tasks come with srun: if they were asked for here, SLURM would take no more than the fewest nodes."
         options.append(f"--cpus-per-task={job.devices * (job.cpus_per_task or 1)}")
     if job.cpus_per_task is not None:
-        options += [] if is_elastic else [f"--cpus-per-task={job.cpus_per_task}"]
+        options += [] if job.is_elastic else [f"--cpus-per-task={job.cpus_per_task}"]
         # On processors one is left to select and exchange.
         threads = job.cpus_per_task if job.on_gpus else max(1, job.cpus_per_task - 1)
         lines.append("# srun does not take it from sbatch since SLURM 22.05.")
-        processors = job.cpus_per_task if is_elastic else '"$SLURM_CPUS_PER_TASK"'
+        processors = job.cpus_per_task if job.is_elastic else '"$SLURM_CPUS_PER_TASK"'
         lines.append(f"export SRUN_CPUS_PER_TASK={processors} OMP_NUM_THREADS={threads}")
     directory = shlex.quote(str(job.directory))
     beginning = _BEGINNING.format(
         job=job,
         tasks=tasks,
-        nodes=job.fewest if job.fewest == job.most else f"{job.fewest}-{job.most}",
+        nodes=f"{job.fewest}-{job.most}" if job.is_elastic else job.fewest,
         start=shlex.quote(str(Path.cwd())),
         directory=directory,
         options="".join(f"#SBATCH {option}\n" for option in options),
@@ -343,12 +343,12 @@ def _command(job: argparse.Namespace, training: _Training) -> str:
     line = " ".join(map(shlex.quote, [*words, *training.words]))
     if not training.is_own:
         line += ' --trainer.default_root_dir="$root"'
-        if job.fewest < job.most:
+        if job.is_elastic:
             line += ' --trainer.num_nodes="$SLURM_JOB_NUM_NODES"'
     if training.has_checkpoint:
         line += ' "${resume[@]}"'
     reason = "# Where one task fails, the others would wait for it until they time out."
-    if job.fewest < job.most:
+    if job.is_elastic:
         line = f"--ntasks-per-node={job.devices} --cpus-per-task={job.cpus_per_task or 1} {line}"
     return f"\n{reason}\nsrun --kill-on-bad-exit=1 {line}\n"
 

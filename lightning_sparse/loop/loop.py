@@ -232,9 +232,8 @@ class Loop:
     def _keep_silent(self) -> None:
         if self.engine is None or not self.is_silent():
             return
-        if (
-            self.is_island
-        ):  # DDP would leave buffers as they are in the batch after a validation, but not after a resume
+        if self.is_island:
+            # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
             self._ddp.require_forward_param_sync = True
         else:
             self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
