@@ -7,7 +7,7 @@ told to ignore nothing.
 
 from pytorch_lightning import Trainer
 
-from lightning_sparse import SparseDDPStrategy, SparseFabricStrategy
+from lightning_sparse import SparseDDPStrategy, SparseFabricModelParallelStrategy, SparseFabricStrategy
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
 
 trainer = Trainer(
@@ -16,5 +16,6 @@ trainer = Trainer(
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
 SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
+SparseFabricModelParallelStrategy(lambda model, mesh: model, density=0.01).set_epoch(0)
 wrong: int = SparseDDPStrategy().compression_stats()  # type: ignore[assignment]
 CompressionMonitor(progress_bar="yes")  # type: ignore[arg-type]

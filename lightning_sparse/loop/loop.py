@@ -40,7 +40,10 @@ from lightning_sparse.loop.summary import (
 )
 from lightning_sparse.schedule import Plan
 
-CLOSED = "closed: to train on, wrap the model in a new DistributedDataParallel, and sparsify that"
+CLOSED = (
+    "closed: to train on, wrap the model in a new DistributedDataParallel, or build it and fully_shard it anew, and"
+    " sparsify that"
+)
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
@@ -296,7 +299,7 @@ class Loop:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End a step that is made outside of :meth:`step_of`."""
-        if not self._is_stepping:
+        if not (self._is_stepping or is_torchs_own(optimizer, kwargs)):
             self._end_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -395,6 +398,14 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
+
+
+def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Tell the step of zeros that torch's sharded checkpoints make, to have states to load into, from a training's."""
+    if kwargs.get("closure", kwargs) is not None or any(group["lr"] for group in optimizer.param_groups):
+        return False
+    gradients = (each.grad for each in handled(optimizer) if each.grad is not None)
+    return not any(held_of(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:

@@ -37,7 +37,7 @@ from lightning_sparse.loop.checks import (
     of_the_settings,
     refuse_together,
 )
-from lightning_sparse.loop.loop import CLOSED, Loop
+from lightning_sparse.loop.loop import CLOSED, Loop, is_torchs_own
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
@@ -160,7 +160,7 @@ class Sparsifier(Loop):
         self._is_shown = False  # inside of shared_model
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         # Before those by which Adam's updates are made.
-        before = [each.register_step_pre_hook(self._exchange_shards) for each in optimizers]
+        before = [each.register_step_pre_hook(self.exchange_shards) for each in optimizers]
         self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
         self._handles += before
         if isinstance(self._model, ShardedModel) and self.engine is not None:
@@ -180,6 +180,11 @@ class Sparsifier(Loop):
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         self.close(has_failed=error is not None)
+
+    @property
+    def module(self) -> Module:
+        """The model, without what it is wrapped in."""
+        return self._model.module
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch that begins, from 0: over the first ones the density may fall.
@@ -202,12 +207,14 @@ class Sparsifier(Loop):
             norm: largest norm of the gradient of the whole model; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
         """
-        self._exchange_shards()
+        self.exchange_shards()
         with self.clipped_before(Clipping(norm=norm, value=value)):
             _clip(self._model.module.parameters(), norm, value)
 
-    def _exchange_shards(self, *step: Any) -> None:
+    def exchange_shards(self, *step: Any) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
+        if step and is_torchs_own(step[0], step[2]):
+            return
         if self.engine is None or not isinstance(self.engine.stream, ShardStream) or self._has_exchanged:
             return
         self.check_epoch()
@@ -347,7 +354,7 @@ class Sparsifier(Loop):
         forward = Watch(module, torch.compiler.disable(self._before_forward))
         saving = Watch(module, self._check_shared)
         self._handles += [
-            module.register_forward_pre_hook(forward),
+            module.register_forward_pre_hook(forward, prepend=True),  # FSDP's own puts whole parameters there
             module.register_state_dict_pre_hook(saving),
             *(each.register_step_pre_hook(self._begin_rounds) for each in self.optimizers),
         ]
@@ -381,6 +388,8 @@ class Sparsifier(Loop):
 
     def _begin_rounds(self, *step: Any) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
+        if step and is_torchs_own(step[0], step[2]):
+            return
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self._take_up()

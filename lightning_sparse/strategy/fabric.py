@@ -5,6 +5,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -21,6 +22,7 @@ from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
@@ -36,71 +38,25 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
-from lightning_sparse.strategy.lightning import CURE, CheckpointIO, FabricDDPStrategy
+from lightning_sparse.strategy.lightning import CURE, CheckpointIO, FabricDDPStrategy, FabricParallelStrategy
 
 
-class SparseFabricStrategy(FabricDDPStrategy):
-    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
+class SparseFabric(FabricParallelStrategy):
+    """An exchange of its own for each model that is set up with an optimizer, whatever its gradients come from."""
 
-    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
-    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
-    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
-    :class:`~lightning_sparse.SparseDDPStrategy`.
+    _timeout: Optional[timedelta]
 
-    Args:
-        compressor: as there, but not one whose replicas diverge.
-        schedule: as there, but not ``"auto"``, which wraps the model anew.
-        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch.
-        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
-        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
-        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
-
-    Attributes:
-        settings: what the user chose, checked; each model has a copy.
-
-    Raises:
-        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
-        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
-    """
-
-    def __init__(
-        self,
-        compressor: Union[str, Compressor] = "topk",
-        density: Optional[float] = None,
-        schedule: Union[str, Schedule] = "merged",
-        wire: str = "float32",
-        warmup_epochs: Optional[int] = None,
-        resume_compression: bool = True,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        overlaps_backward: bool = True,
-        local_steps: Union[int, str, LocalSteps] = 1,
-        total_steps: Optional[int] = None,
-        gradient_as_bucket_view: bool = True,
-        **ddp_kwargs: Any,
-    ) -> None:
-        self.settings = Settings(
-            compressor,
-            density,
-            schedule,
-            wire,
-            warmup_epochs,
-            optimizer_correction,
-            exchange,
-            overlaps_backward,
-            rounds_of(local_steps),
-        )
-        check_settings(self.settings)
+    def _prepare(self, settings: Settings, resume_compression: bool, total_steps: Optional[int]) -> None:
+        """Check what the user chose, before Lightning's own part is built."""
+        self.settings = settings
+        check_settings(settings)
         check_facts(None, total_steps)
-        check_ddp_arguments(type(self), FabricDDPStrategy, self.settings, ddp_kwargs)
         self._total_steps = total_steps
-        self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
         self._optimizers: list[Optimizer] = []
-        self._waiting: dict[Module, Any] = {}  # wrapped models without an optimizer so far, and what tells of their use
+        self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
         self._handles: dict[Module, Sparsifier] = {}
         self._epoch: Optional[int] = None
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     def __repr__(self) -> str:
         # A Fabric of the other Lightning refuses this object, and shows it in its error.
@@ -120,8 +76,8 @@ class SparseFabricStrategy(FabricDDPStrategy):
                 raise ValueError(f"model=None is one of {len(self._handles)}: say which model is meant")
             return next(iter(self._handles.values()), None)
         inside = getattr(model, "module", None)
-        for ddp, handle in self._handles.items():
-            if any(each is ddp or each is ddp.module for each in (model, inside)):
+        for wrapped, handle in self._handles.items():
+            if any(each is wrapped or each is handle.module for each in (model, inside)):
                 return handle
         raise ValueError(
             f"model={type(model).__name__} is not trained by this strategy: give one that fabric.setup was given"
@@ -190,30 +146,20 @@ class SparseFabricStrategy(FabricDDPStrategy):
         are_apart = self.settings.local_steps is not None
         self._close(has_failed=are_apart or getattr(sys, "last_value", None) is not None)
 
-    @override
-    def setup_environment(self) -> None:
-        check_device(type(self), self.root_device)
-        super().setup_environment()
-
-    @override
-    def setup_module(self, module: Module) -> DistributedDataParallel:
-        local = self.settings.local_steps
-        check_rounds(local, module)
-        is_plain = local is not None and local.synchronous_steps > 0
-        is_silent = local is not None and not is_plain
-        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs, is_plain, is_silent)
+    def _expect(self, model: Module) -> None:
+        """Begin the exchange of a model in the first forward that trains, where no optimizer comes with it."""
 
         def begin(*forward: Any) -> None:
-            if ddp.training and torch.is_grad_enabled():
-                self._start(ddp)
+            if model.training and torch.is_grad_enabled():
+                self._start(model)
 
-        self._waiting[ddp] = ddp.register_forward_pre_hook(torch.compiler.disable(begin))
-        return ddp
+        # Before FSDP's own, which puts whole parameters in the place of shards.
+        self._waiting[model] = model.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         parameters = set(handled(optimizer))
-        if any(not parameters.isdisjoint(ddp.parameters()) for ddp in self._handles):
+        if any(not parameters.isdisjoint(model.parameters()) for model in self._handles):
             raise RuntimeError(
                 f"{type(optimizer).__name__} trains a model whose exchange has begun without it: set all optimizers of"
                 " a model up before its first forward, with the model or after it"
@@ -235,27 +181,27 @@ class SparseFabricStrategy(FabricDDPStrategy):
         self._start(done[0], optimizers)
         return done
 
-    def _start(self, ddp: DistributedDataParallel, given: Sequence[Optimizer] = ()) -> None:
+    def _start(self, model: Module, given: Sequence[Optimizer] = ()) -> None:
         """Begin the exchange of a model, whose optimizers are known."""
-        optimizers = [*given, *(each for each in self._optimizers_of(ddp) if each not in given)]
+        optimizers = [*given, *(each for each in self._optimizers_of(model) if each not in given)]
         if not optimizers:
             raise RuntimeError(
-                f"{type(ddp.module).__name__} is trained, and no optimizer of it has been set up: use"
-                " fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward; or,"
-                " where it is not trained, model.eval() or torch.no_grad()"
+                f"{type(getattr(model, 'module', model)).__name__} is trained, and no optimizer of it has been set up:"
+                " use fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer) before the first forward;"
+                " or, where it is not trained, model.eval() or torch.no_grad()"
             )
         scaler = getattr(self.precision, "scaler", None)
         settings = copy.deepcopy(self.settings)
-        handle = Sparsifier(ddp, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
+        handle = Sparsifier(model, optimizers, settings, scaler, self._total_steps, self._timeout, self._say)
         if self._epoch is not None:
             handle.set_epoch(self._epoch)
-        self._waiting.pop(ddp).remove()
-        self._handles[ddp] = handle
+        self._waiting.pop(model).remove()
+        self._handles[model] = handle
         atexit.unregister(self._exit)
         atexit.register(self._exit)
 
-    def _optimizers_of(self, ddp: DistributedDataParallel) -> list[Optimizer]:
-        parameters = set(ddp.parameters())
+    def _optimizers_of(self, model: Module) -> list[Optimizer]:
+        parameters = set(model.parameters())
         return [each for each in self._optimizers if not parameters.isdisjoint(handled(each))]
 
     @override
@@ -269,6 +215,8 @@ class SparseFabricStrategy(FabricDDPStrategy):
     ) -> Tensor:
         clip = partial(super().clip_gradients_norm, module, optimizer, max_norm, norm_type, error_if_nonfinite)
         handle = self._handles.get(module)
+        if handle is not None:
+            handle.exchange_shards()
         if handle is None or not handle.corrects_adam:
             return clip()
         if norm_type != 2:
@@ -285,6 +233,8 @@ class SparseFabricStrategy(FabricDDPStrategy):
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         handle = self._handles.get(module)
+        if handle is not None:
+            handle.exchange_shards()
         with nullcontext() if handle is None else handle.clipped_before(Clipping(value=float(clip_val))):
             if any(each.grad is not None for each in handled(optimizer)):  # torch clips no list without a member
                 super().clip_gradients_value(module, optimizer, clip_val)
@@ -294,7 +244,7 @@ class SparseFabricStrategy(FabricDDPStrategy):
         """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        return super().checkpoint_io
+        return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: CheckpointIO) -> None:
@@ -313,31 +263,31 @@ class SparseFabricStrategy(FabricDDPStrategy):
         def write_file(state: dict[str, Any], path: PathLike, storage_options: Optional[Any]) -> None:
             write(path, state, storage_options, filter)
 
-        models, name = self._trained_in(state), type(self.settings.compressor).__name__
+        handles, name = self._trained_in(state), type(self.settings.compressor).__name__
         with self.shared_model():
-            self._checkpointer.save(self._kept(models), name, state, path, storage_options, write_file)
+            self._checkpointer.save(self._kept(handles), name, state, path, storage_options, write_file)
 
-    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
-        """Return, by key, the models whose gradients are exchanged, and that come with an optimizer."""
-        models = {key: each for key, each in state.items() if isinstance(each, DistributedDataParallel)}
-        for ddp in models.values():
-            if ddp in self._waiting and self._optimizers_of(ddp):
-                self._start(ddp)
+    def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Sparsifier]:
+        """Return, by key, the exchanges of models that come with an optimizer."""
+        models = {key: each for key, each in state.items() if isinstance(each, Module)}
+        for model in models.values():
+            if model in self._waiting and self._optimizers_of(model):
+                self._start(model)
         given = [each for each in state.values() if isinstance(each, Optimizer)]
+        handles = {key: self._handles[model] for key, model in models.items() if model in self._handles}
+        return {
+            key: handle
+            for key, handle in handles.items()
+            if any(one is other for one in handle.optimizers for other in given)
+        }
 
-        def is_trained(ddp: DistributedDataParallel) -> bool:
-            handle = self._handles.get(ddp)
-            return handle is not None and any(one is other for one in handle.optimizers for other in given)
-
-        return {key: ddp for key, ddp in models.items() if is_trained(ddp)}
-
-    def _kept(self, models: Mapping[str, DistributedDataParallel]) -> Optional[dict[str, Any]]:
+    def _kept(self, handles: Mapping[str, Sparsifier]) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` where nothing is compressed."""
-        states = {key: state for key, ddp in models.items() if (state := self._handles[ddp].state()) is not None}
+        states = {key: state for key, handle in handles.items() if (state := handle.state()) is not None}
         if not states:
             return None
         for key, state in states.items():
-            state["layouts"] = saved_layouts(dict(models[key].module.named_parameters()))
+            state["layouts"] = saved_layouts(held_by(handles[key]))
         engines = {key: state.pop("engine") for key, state in states.items()}
         return {"engine": _by_part(engines), **_by_part(states), "epoch": self._epoch}
 
@@ -351,33 +301,107 @@ class SparseFabricStrategy(FabricDDPStrategy):
     ) -> dict[str, Any]:
         given = {} if weights_only is None else {"weights_only": weights_only}
         rest = super().load_checkpoint(path, state, strict, **given)
-        models = self._trained_in(state) if isinstance(state, dict) else {}
-        if models:
+        handles = self._trained_in(state) if isinstance(state, dict) else {}
+        if handles:
             self._checkpointer.note(rest, path)
             rest.pop(KEY, None)
-            self._checkpointer.restore(partial(self._restore, models))
+            self._checkpointer.restore(partial(self._restore, handles))
         return rest
 
-    def _restore(
-        self, models: Mapping[str, DistributedDataParallel], kept: dict[str, Any], save: Save, path: str
-    ) -> Sequence[str]:
+    def _restore(self, handles: Mapping[str, Sparsifier], kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give each model what this rank had kept of it; return what is of no use."""
         unused: list[str] = []
-        for key, ddp in models.items():
-            handle = self._handles[ddp]
+        for key, handle in handles.items():
             state = {**_of_model(kept, key), "engine": _of_model(kept["engine"], key)}
             if "memory" not in state["engine"]:
                 unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
             elif handle.engine is None:
                 unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
             else:
-                unused += restore(handle, state, save, dict(ddp.module.named_parameters()), path)
+                unused += restore(handle, state, save, held_by(handle), path)
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         return unused
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
+
+
+class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
+    """Fabric's data-parallel training that sends only the part of each gradient that matters most.
+
+    Everything else is :class:`~lightning_fabric.strategies.DDPStrategy`. Each model that is set up with an optimizer
+    has an exchange of its own, as of :func:`~lightning_sparse.sparsify`. ``fabric.save`` writes what each rank keeps of
+    a model that comes with an optimizer of it; ``fabric.load`` takes it up. Arguments that are not listed are as of
+    :class:`~lightning_sparse.SparseDDPStrategy`.
+
+    Args:
+        compressor: as there, but not one whose replicas diverge.
+        schedule: as there, but not ``"auto"``, which wraps the model anew.
+        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch.
+        resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
+        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
+        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
+
+    Attributes:
+        settings: what the user chose, checked; each model has a copy.
+
+    Raises:
+        ValueError: for an unknown name, a value out of range, or something that a loop of one's own has no way for.
+        TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
+    """
+
+    def __init__(
+        self,
+        compressor: Union[str, Compressor] = "topk",
+        density: Optional[float] = None,
+        schedule: Union[str, Schedule] = "merged",
+        wire: str = "float32",
+        warmup_epochs: Optional[int] = None,
+        resume_compression: bool = True,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        exchange: Union[str, Owners] = AUTO,
+        overlaps_backward: bool = True,
+        local_steps: Union[int, str, LocalSteps] = 1,
+        total_steps: Optional[int] = None,
+        gradient_as_bucket_view: bool = True,
+        **ddp_kwargs: Any,
+    ) -> None:
+        settings = Settings(
+            compressor,
+            density,
+            schedule,
+            wire,
+            warmup_epochs,
+            optimizer_correction,
+            exchange,
+            overlaps_backward,
+            rounds_of(local_steps),
+        )
+        self._prepare(settings, resume_compression, total_steps)
+        check_ddp_arguments(type(self), FabricDDPStrategy, settings, ddp_kwargs)
+        self._wrapping = DDPWrapping()
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
+
+    @override
+    def setup_environment(self) -> None:
+        check_device(type(self), self.root_device)
+        super().setup_environment()
+
+    @override
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        local = self.settings.local_steps
+        check_rounds(local, module)
+        is_plain = local is not None and local.synchronous_steps > 0
+        is_silent = local is not None and not is_plain
+        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs, is_plain, is_silent)
+        self._expect(ddp)
+        return ddp
+
+
+def held_by(handle: Sparsifier) -> dict[str, Tensor]:
+    """Return what this rank holds of the parameters of a model."""
+    return {name: held_of(each) for name, each in handle.module.named_parameters()}
 
 
 def _by_part(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -19,8 +19,25 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("_notebook_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
 )
 
-_TRAINERS = ("StrategyRegistry", "lightning_sparse.strategy.trainer", "SparseDDPStrategy")
-_FABRICS = ("STRATEGY_REGISTRY", "lightning_sparse.strategy.fabric", "SparseFabricStrategy")
+
+class _Table(NamedTuple):
+    """A Lightning's table of strategies, and our classes for it: of whole models, and of sharded ones."""
+
+    registry: str
+    whole: tuple[str, str]
+    sharded: tuple[str, str]
+
+
+_TRAINERS = _Table(
+    "StrategyRegistry",
+    ("lightning_sparse.strategy.trainer", "SparseDDPStrategy"),
+    ("lightning_sparse.strategy.sharded", "SparseModelParallelStrategy"),
+)
+_FABRICS = _Table(
+    "STRATEGY_REGISTRY",
+    ("lightning_sparse.strategy.fabric", "SparseFabricStrategy"),
+    ("lightning_sparse.strategy.sharded", "SparseFabricModelParallelStrategy"),
+)
 # For each package of a Lightning the table of its strategies, and where our class for it is.
 TABLES = {
     "pytorch_lightning": _TRAINERS,
@@ -36,7 +53,7 @@ class System(NamedTuple):
     name: str
     description: str
     arguments: dict[str, Any]
-    trainers: Optional[tuple[str, str]] = None  # where its own class is, of the Trainer alone, if it has one
+    is_sharded: bool = False
 
     def variants(self) -> dict[str, dict[str, Any]]:
         """Return every strategy name of the system with its arguments, one for each way to launch it.
@@ -46,7 +63,7 @@ class System(NamedTuple):
             >>> list(AUTO.variants())[:2]
             ['sparse_auto', 'sparse_auto_spawn']
         """
-        if self.trainers is not None:  # which Lightning launches as a script alone
+        if self.is_sharded:  # which Lightning launches as a script alone
             return {self.name: self.arguments}
         return {self.name + suffix: {**self.arguments, **launch} for suffix, launch in _VARIANTS}
 
@@ -62,7 +79,7 @@ SHARDED = System(
     "sparse_hsdp",
     "Shard the model in each node as configure_model says (FSDP2), and send the largest part of shards between nodes.",
     {"compressor": "lags"},
-    ("lightning_sparse.strategy.sharded", "SparseModelParallelStrategy"),
+    is_sharded=True,
 )
 
 
@@ -140,7 +157,7 @@ class _Row(dict[str, Any]):
     def __init__(self, lightning: str, name: str, system: System, arguments: dict[str, Any]) -> None:
         super().__init__(description=system.description, init_params=arguments, strategy_name=name)
         self._lightning = lightning
-        self._place = system.trainers or TABLES[lightning][1:]
+        self._place = TABLES[lightning].sharded if system.is_sharded else TABLES[lightning].whole
 
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
@@ -155,17 +172,16 @@ class _Row(dict[str, Any]):
 
 def register_names(lightning: str) -> None:
     """Register the systems, and those of compressors that are registered later, without importing a class."""
-    table, _, kind = TABLES[lightning]
-    strategies = getattr(import_module(f"{lightning}.strategies"), table)
+    table = TABLES[lightning]
+    strategies = getattr(import_module(f"{lightning}.strategies"), table.registry)
     # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
-    path = f"lightning_sparse.{kind}".lower()
+    path = f"lightning_sparse.{table.whole[1]}".lower()
     if path in strategies:  # of a Lightning that is imported anew the table is the same
         return
     known = strategies.available_strategies
 
     def names() -> list[str]:
-        sharded = [SHARDED] if TABLES[lightning] == _TRAINERS else []
-        for system in (*systems(), *sharded):  # of compressors that have been registered since, too
+        for system in (*systems(), SHARDED):  # of compressors that have been registered since, too
             if system.name not in strategies:
                 for name, arguments in system.variants().items():
                     strategies[name] = _Row(lightning, name, system, arguments)

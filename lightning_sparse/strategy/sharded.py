@@ -1,11 +1,12 @@
-"""The strategy of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
+"""The strategies of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Optional, Union
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
@@ -19,6 +20,7 @@ from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, listed
+from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import FixedSize, Plan
 from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
@@ -30,7 +32,8 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.checkpoints.shards import CURE
-from lightning_sparse.strategy.lightning import ModelParallelStrategy, Trainer
+from lightning_sparse.strategy.fabric import SparseFabric, held_by
+from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of
 
 NODES = "nodes"
@@ -88,26 +91,14 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         data_parallel_size: Union[str, int] = AUTO,
         **model_parallel: Any,
     ) -> None:
-        self.settings = Settings(
-            compressor,
-            density,
-            FixedSize(),  # nothing overlaps with backward, so nothing is gained by another
-            wire,
-            warmup_epochs,
-            optimizer_correction,
-            exchange,
-            overlaps_backward=False,
-            local_steps=rounds_of(local_steps),
-        )
-        sizes = {"replicas": replicas, "data_parallel_size": data_parallel_size}
-        layers = model_parallel.pop("tensor_parallel_size", 1)
-        refuse(*_of_shards(self.settings, layers, sizes))
-        self._replicas = replicas
+        self._sizes = _Sizes(replicas, data_parallel_size)
+        chosen = (compressor, density, wire, warmup_epochs, optimizer_correction, exchange, local_steps)
+        self.settings = _settings(*chosen, self._sizes, model_parallel)
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._is_blocked = False
         self._replaced = []
-        super().__init__(data_parallel_size, tensor_parallel_size=1, **model_parallel)  # type: ignore[arg-type]
+        super().__init__(**model_parallel)
 
     def compression_stats(self) -> dict[str, float]:
         """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
@@ -124,24 +115,9 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
-        shape = self._mesh_shape()
-        self._whole_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_MESH)
-        self._data_parallel_size = shape[1]
-        self._device_mesh = self._whole_mesh[_MESH[1:]]
+        self._whole_mesh = self._sizes.set_up(self)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _mesh_shape(self) -> tuple[int, int, int]:
-        """Return how many replicas there are, over how many ranks each is sharded, and that layers are not divided."""
-        replicas = self.num_nodes if self._replicas == NODES else int(self._replicas)
-        shards = self.world_size // replicas if self._data_parallel_size == AUTO else int(self._data_parallel_size)
-        if replicas * shards != self.world_size:
-            raise ValueError(
-                f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks,"
-                f" {self.world_size}"
-            )
-        return replicas, shards, 1
 
     @property
     @override
@@ -175,7 +151,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
-            self._say("one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy.")
+            self._say(_ONE_REPLICA)
             return
         self._sharded = ShardedModel(module)
         self._trained = TrainedParameters(module)
@@ -260,27 +236,15 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        with ExitStack() as loading:
-            for optimizer in self.optimizers:  # torch makes a step of zeros to have something to load into
-                loading.enter_context(self._loop.step_of(optimizer, counts=False))
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._checkpointer.note(checkpoint, checkpoint_path)
         return checkpoint
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
-        if save.node_ranks != self._ranks_in_step and (other := self._cut_elsewhere()):
-            raise CheckpointError(
-                f"{path} is of replicas of {save.node_ranks} ranks, and along another dimension than 0, as"
-                f" {listed(other)}, shards are not cut anew: resume with data_parallel_size={save.node_ranks}. {CURE}"
-            )
-        whole = save._replace(node_ranks=1)  # of its shards a rank keeps all
-        return restore(self._loop, kept, whole, self._held(), path)
-
-    def _cut_elsewhere(self) -> list[str]:
         assert self.lightning_module is not None
-        parameters: Any = self.lightning_module.named_parameters()
-        return [name for name, each in parameters if any(placement.dim for placement in each.placements)]
+        whole = _as_whole(save, self.lightning_module, self._ranks_in_step, path)
+        return restore(self._loop, kept, whole, self._held(), path)
 
     @override
     def teardown(self) -> None:
@@ -289,6 +253,151 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._loop.end(self._has_failed, keep=on_host)
         super().teardown()
         self._checkpointer.close()
+
+
+class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrategy):
+    """Fabric's sharded training (FSDP2) in replicas that send each other only the largest part of each gradient.
+
+    Everything else is :class:`~lightning_fabric.strategies.ModelParallelStrategy`: ``parallelize_fn`` stays as it is,
+    and is given the part of the mesh that is one replica. What there is besides is as of
+    :class:`~lightning_sparse.SparseFabricStrategy`; arguments that are not listed are as of
+    :class:`~lightning_sparse.SparseModelParallelStrategy`.
+
+    Args:
+        parallelize_fn: given the model and the mesh of a replica, shards the model.
+        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
+        **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
+
+    Attributes:
+        settings: what the user chose, checked; each model has a copy.
+
+    Raises:
+        ValueError: for an unknown name, a density out of range, or a compressor that cannot work on shards.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, Any], Any],
+        compressor: Union[str, Compressor] = "lags",
+        density: Optional[float] = None,
+        wire: str = "float32",
+        warmup_epochs: Optional[int] = None,
+        resume_compression: bool = True,
+        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
+        exchange: Union[str, Owners] = AUTO,
+        local_steps: Union[int, str, LocalSteps] = 1,
+        total_steps: Optional[int] = None,
+        replicas: Union[str, int] = NODES,
+        data_parallel_size: Union[str, int] = AUTO,
+        **model_parallel: Any,
+    ) -> None:
+        self._sizes = _Sizes(replicas, data_parallel_size)
+        chosen = (compressor, density, wire, warmup_epochs, optimizer_correction, exchange, local_steps)
+        self._prepare(_settings(*chosen, self._sizes, model_parallel), resume_compression, total_steps)
+        super().__init__(parallelize_fn, **model_parallel)
+
+    @override
+    def setup_environment(self) -> None:
+        super(FabricModelParallelStrategy, self).setup_environment()
+        mesh = self._sizes.set_up(self)
+        self._replica_count, self._checkpointer.node_ranks = mesh.shape[:2]
+        self._checkpointer.same_shards = mesh.get_group(_MESH[0])
+        if self._replica_count == 1:
+            self._say(_ONE_REPLICA)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        check_rounds(self.settings.local_steps, module)
+        module = super().setup_module(module)
+        if self._replica_count > 1:
+            refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
+            self._expect(module)
+        return module
+
+    # Lightning's sharded checkpoints are of one model, so what is kept is as under the Trainer.
+    @override
+    def _kept(self, handles: Mapping[str, Sparsifier]) -> Optional[dict[str, Any]]:
+        handle = next(iter(handles.values()), None)
+        if handle is None or (state := handle.state()) is None:
+            return None
+        return {**state, "layouts": saved_layouts(held_by(handle)), "epoch": self._epoch}
+
+    @override
+    def _restore(self, handles: Mapping[str, Sparsifier], kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
+        (handle,) = handles.values()
+        if kept.get("epoch") is not None:
+            self.set_epoch(kept["epoch"])
+        whole = _as_whole(save, handle.module, self._checkpointer.node_ranks, path)
+        return restore(handle, kept, whole, held_by(handle), path)
+
+
+_ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."
+
+
+class _Sizes(NamedTuple):
+    """How many replicas there are, and over how many ranks each is sharded, as the user has it."""
+
+    replicas: Union[str, int]
+    data_parallel_size: Union[str, int]
+
+    def set_up(self, strategy: Any) -> DeviceMesh:
+        """Start the processes' group; return the mesh of all replicas, and show the strategy the part of its own."""
+        strategy._setup_distributed()
+        replicas = strategy.num_nodes if self.replicas == NODES else int(self.replicas)
+        world, shards = strategy.world_size, self.data_parallel_size
+        shards = world // replicas if shards == AUTO else int(shards)
+        if replicas * shards != world:
+            raise ValueError(
+                f"replicas={replicas} and data_parallel_size={shards} multiplied must be the number of ranks, {world}"
+            )
+        mesh = init_device_mesh(strategy.root_device.type, (replicas, shards, 1), mesh_dim_names=_MESH)
+        strategy._data_parallel_size, strategy._tensor_parallel_size = shards, 1
+        strategy._device_mesh = mesh[_MESH[1:]]
+        return mesh
+
+
+def _settings(
+    compressor: Union[str, Compressor],
+    density: Optional[float],
+    wire: str,
+    warmup_epochs: Optional[int],
+    optimizer_correction: Union[str, AdamCorrection, None],
+    exchange: Union[str, Owners],
+    local_steps: Union[int, str, LocalSteps],
+    sizes: _Sizes,
+    model_parallel: dict[str, Any],
+) -> Settings:
+    """Build them without a plan, as nothing overlaps with backward, and check them; they take over the layers' size."""
+    settings = Settings(
+        compressor,
+        density,
+        FixedSize(),
+        wire,
+        warmup_epochs,
+        optimizer_correction,
+        exchange,
+        overlaps_backward=False,
+        local_steps=rounds_of(local_steps),
+    )
+    refuse(*_of_shards(settings, model_parallel.pop("tensor_parallel_size", 1), sizes._asdict()))
+    return settings
+
+
+def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
+    """Return that of its shards a rank keeps all; refuse what cannot be cut over other ranks."""
+    parameters: Any = module.named_parameters()
+    other = [name for name, each in parameters if any(placement.dim for placement in each.placements)]
+    if save.node_ranks != shards and other:
+        raise CheckpointError(
+            f"{path} is of replicas of {save.node_ranks} ranks, and along another dimension than 0, as"
+            f" {listed(other)}, shards are not cut anew: resume with data_parallel_size={save.node_ranks}. {CURE}"
+        )
+    return save._replace(node_ranks=1)
 
 
 def _of_shards(settings: Settings, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:

@@ -312,6 +312,8 @@ def test_every_name_of_the_trainer_is_known():
     assert isinstance(fabric.strategy, SparseFabricStrategy)
     with pytest.raises(ValueError, match="use schedule='merged', or the Trainer's"):
         Fabric(strategy="sparse_auto", accelerator="cpu")
+    with pytest.raises(TypeError, match=r"SparseFabricModelParallelStrategy.*'parallelize_fn'"):
+        Fabric(strategy="sparse_hsdp", accelerator="cpu")
 
 
 def test_the_strategy_of_the_trainer_is_another():

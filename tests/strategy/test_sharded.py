@@ -1,13 +1,16 @@
 """Shards: FSDP inside a replica and our exchange between replicas, two of two ranks each."""
 
 import copy
+import os
 import warnings
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
 from pytorch_lightning import LightningModule
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -17,7 +20,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import debug
 from torch.utils.data import DataLoader
 
-from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy, sparsify
+from lightning_sparse import (
+    AdamCorrection,
+    LocalSteps,
+    SparseDDPStrategy,
+    SparseFabricModelParallelStrategy,
+    SparseModelParallelStrategy,
+    sparsify,
+)
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
 from lightning_sparse.engine.settings import refuse as refuse_rows
 from lightning_sparse.functional.elements import held_of
@@ -25,11 +35,12 @@ from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening
-from tests.helpers.trainers import Rows, make_trainer
+from tests.helpers.trainers import EXPECTED_WARNINGS, Rows, make_trainer
 
 Tensors = dict[str, Tensor]
 KINDS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "stateless": partial(torch.optim.SGD, lr=0.1),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
     "adamw, torch's rate": torch.optim.AdamW,
 }
@@ -318,6 +329,13 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
             assert torch.equal(saved[name], weights)
 
 
+@pytest.mark.parametrize("settings", [{**SPARSE, "warmup_epochs": 0}, ROUNDS["sparse"]], ids=["every step", "rounds"])
+def test_a_save_is_no_step_of_an_optimizer_without_states(pools, tmp_path, settings):
+    saved = fits(pools[4], partial(Saving, str(tmp_path / "mid.ckpt"), "stateless"), settings, max_steps=9)
+    for one, other in zip(saved, fits(pools[4], partial(Sharded, "stateless"), settings, max_steps=9)):
+        assert_same(one["history"], other["history"])
+
+
 def as_of_four_replicas(path):
     """Have a checkpoint of two replicas of two ranks say that it is of four, of which two are copies."""
     meta = Path(path) / "meta.pt"
@@ -538,6 +556,8 @@ BAD = {
 def test_bad_arguments_are_refused(name, arguments):
     with pytest.raises(ValueError, match=name):
         SparseModelParallelStrategy(**arguments)
+    with pytest.raises(ValueError, match=name):
+        SparseFabricModelParallelStrategy(None, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -799,8 +819,11 @@ def test_replicas_may_have_different_numbers_of_batches(pools):
 
 def sharded(kind, replicas=2):
     """Build the model, and cut it over the ranks of a replica."""
-    model = Sharded(kind)
-    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))["shard"]
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    return cut(Sharded(kind), mesh["shard"])
+
+
+def cut(model, mesh):
     for layer in (*model.network, model.last, model):
         fully_shard(layer, mesh=mesh)
     return model
@@ -902,3 +925,167 @@ def built(rank, which):
 def test_what_cannot_be_is_refused_on_all_ranks(pools, which):
     for failure in pools[4].run(refuse, built, which):
         assert ("mesh of one replica" if which == "one replica" else which) in failure
+
+
+@contextmanager
+def launched(rank, settings, replicas=2):
+    """Yield a Fabric, a model that it has set up, and its optimizer."""
+    forget_groups()
+    settings = copy.deepcopy(dict(settings))
+    kind, shard = settings.pop("kind", "adamw"), settings.pop("shard", cut_replica)
+    strategy = SparseFabricModelParallelStrategy(shard, replicas=replicas, **settings)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(Sharded(kind))
+    try:
+        yield fabric, model, fabric.setup_optimizers(KINDS[kind](model.parameters()))
+    finally:
+        strategy.close()
+
+
+def cut_replica(model, mesh):
+    return cut(model, mesh["data_parallel"])
+
+
+def in_fabric(fabric, model, optimizer, steps, accumulated=1, clip=None):
+    """Make optimizer steps; return the parameters after each."""
+    history = []
+    for number in steps:
+        batches = range(number * accumulated, (number + 1) * accumulated)
+        for batch in batches:
+            with fabric.no_backward_sync(model, enabled=batch != batches[-1]):
+                fabric.backward(model(rows(fabric.global_rank, batch)) / accumulated)
+        if clip is not None:
+            fabric.clip_gradients(model, optimizer, **clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(held(model.module))
+    return history
+
+
+def trained_by_fabric(rank, settings, accumulated, clip):
+    with launched(rank, settings) as (fabric, model, optimizer):
+        assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
+        history = in_fabric(fabric, model, optimizer, range(9), accumulated, clip)
+        return history, fabric.strategy.compression_stats(model)
+
+
+FABRIC = {
+    "plain": ({"kind": "sgd", **SPARSE, "warmup_epochs": 0}, 1, None),
+    "accumulated, clipped": ({**SPARSE, **ADAMW["adamw"]}, 2, {"max_norm": 0.1}),
+    "clipped by value": ({**SPARSE, **ADAMW["adamw"]}, 1, {"clip_val": 0.01}),
+    "rounds": (ROUNDS["sparse"], 1, None),
+}
+
+
+@pytest.mark.parametrize(("settings", "accumulated", "clip"), FABRIC.values(), ids=FABRIC)
+def test_fabric_makes_the_trainers_steps_to_the_bit(pools, settings, accumulated, clip):
+    way = {
+        "accumulate_grad_batches": accumulated,
+        "gradient_clip_val": next(iter((clip or {}).values()), None),
+        "gradient_clip_algorithm": "value" if clip and "clip_val" in clip else "norm",
+    }
+    ours = {name: value for name, value in settings.items() if name != "kind"}
+    module = partial(Sharded, settings.get("kind", "adamw"))
+    expected = fits(pools[4], module, ours, limit_train_batches=9 * accumulated, **way)
+    answers = pools[4].run(trained_by_fabric, settings, accumulated, clip)
+    for (history, stats), other in zip(answers, expected):
+        assert_same(history, other["history"][accumulated - 1 :: accumulated])
+        assert stats["total_wire_bytes"] > 0
+
+
+def saved_by_fabric(rank, settings, path, replicas, steps, loads):
+    """Train, maybe from a checkpoint, and save; return what follows, and what was kept then."""
+    with launched(rank, settings, replicas) as (fabric, model, optimizer):
+        state = {"model": model, "optimizer": optimizer, "step": steps[0]}
+        if loads:
+            rest = fabric.load(path, state)
+            assert rest == {}
+            assert state["step"] == steps[0]
+        kept = copy.deepcopy(fabric.strategy.handle(model).state_dict()["engine"]["memory"]) if loads else {}
+        in_fabric(fabric, model, optimizer, range(*steps))
+        if not loads:
+            fabric.save(path, {**state, "step": steps[1]})
+            kept = copy.deepcopy(fabric.strategy.handle(model).state_dict()["engine"]["memory"])
+        return in_fabric(fabric, model, optimizer, range(steps[1], 9)), kept
+
+
+FOLDERS = {name: (*case, True) for name, case in RESUMED.items()}
+SAVED = {
+    **FOLDERS,
+    "one file": ("adamw", RESUMED["AdamW"][1], False),
+    "one file, in rounds": ("adamw", ROUNDS["sparse"], False),
+    # Without states torch makes a step of zeros at every save, which is none of the training's.
+    "without states": ("stateless", {**SPARSE, "warmup_epochs": 0}, True),
+    "without states, in rounds": ("stateless", ROUNDS["sparse"], True),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "is_distributed"), SAVED.values(), ids=SAVED)
+def test_fabric_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
+    way = ({"kind": kind, **settings, "save_distributed_checkpoint": is_distributed}, str(tmp_path / "mid.ckpt"), 2)
+    straight = pools[4].run(saved_by_fabric, *way, (0, 5), False)
+    never = pools[4].run(trained_by_fabric, way[0], 1, None)
+    again = pools[4].run(saved_by_fabric, *way, (5, 5), True)
+    for one, other, third in zip(straight, again, never):
+        assert_same(one, other)
+        assert_same(one[0], third[0][5:])  # to save changes nothing
+
+
+def test_fabric_cuts_anew_for_other_numbers_of_shards(pools, tmp_path):
+    way = ({**SPARSE, **ADAMW["adamw"]}, str(tmp_path / "mid.ckpt"))
+    two = pools[4].run(saved_by_fabric, *way, 2, (0, 5), False)
+    one = pools[4].run(saved_by_fabric, *way, 4, (5, 5), True)
+    expected = put_together([{"then": kept} for _, kept in two], "then", "update", 2)
+    for _, kept in one:
+        for name, update in kept["update"].items():
+            torch.testing.assert_close(update, expected[name])
+
+
+def refused_by_fabric(rank, which):
+    """Do what cannot be done."""
+    if which == "joint":
+        with launched(rank, SPARSE) as (fabric, *_):
+            model = Sharded()
+            fabric.setup(model, KINDS["sgd"](model.parameters()))
+    elif which == "no optimizer":
+        with launched(rank, SPARSE) as (fabric, *_):
+            fabric.setup_module(Sharded())(rows(rank, 0))
+    elif which == "replicas":
+        with launched(rank, SPARSE, replicas=3):
+            raise AssertionError
+    else:
+        with launched(rank, {**SPARSE, "shard": uncut}) as rest:
+            in_fabric(*rest, range(1))
+
+
+def uncut(model, mesh):
+    return model
+
+
+WRONG = {
+    "joint": "trains no parameter",
+    "no optimizer": "no optimizer of it has been set up",
+    "replicas": "replicas=3",
+    "uncut": "fully_shard has cut nothing",
+}
+
+
+@pytest.mark.parametrize(("which", "words"), WRONG.items(), ids=WRONG)
+def test_fabric_refuses_on_all_ranks_what_cannot_be(pools, which, words):
+    for failure in pools[4].run(refuse, refused_by_fabric, which):
+        assert words in failure
+
+
+def alone(rank):
+    with launched(rank, SPARSE, "nodes") as (fabric, model, optimizer):
+        in_fabric(fabric, model, optimizer, range(2))
+        assert fabric.strategy.handle() is None
+        return fabric.strategy.compression_stats()
+
+
+def test_fabric_with_one_replica_exchanges_nothing(pools):
+    assert pools[4].first(2).run(alone) == [{}, {}]
