@@ -329,13 +329,6 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
             assert torch.equal(saved[name], weights)
 
 
-@pytest.mark.parametrize("settings", [{**SPARSE, "warmup_epochs": 0}, ROUNDS["sparse"]], ids=["every step", "rounds"])
-def test_a_save_is_no_step_of_an_optimizer_without_states(pools, tmp_path, settings):
-    saved = fits(pools[4], partial(Saving, str(tmp_path / "mid.ckpt"), "stateless"), settings, max_steps=9)
-    for one, other in zip(saved, fits(pools[4], partial(Sharded, "stateless"), settings, max_steps=9)):
-        assert_same(one["history"], other["history"])
-
-
 def as_of_four_replicas(path):
     """Have a checkpoint of two replicas of two ranks say that it is of four, of which two are copies."""
     meta = Path(path) / "meta.pt"
