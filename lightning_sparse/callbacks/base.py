@@ -47,7 +47,7 @@ class StepObserver(Callback):
         if holds_shards and not self.works_on_shards:
             raise TypeError(
                 f"{name} looks at whole parameters, and of them a rank holds shards here: remove the callback, or use"
-                " CompressionMonitor() without by_parameter and histograms"
+                " CompressionMonitor() without by_parameter"
             )
         if holds_shards is None:
             raise TypeError(
@@ -164,11 +164,6 @@ def reduce_over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) ->
     """Return the mean over ranks by name; exposed times are those of the slowest rank, samples those of all."""
     columns = zip(*gather_rows(strategy, list(mine.values())))
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, columns)}
-
-
-def sum_over_ranks(strategy: SparseDDPStrategy, counts: Tensor) -> Tensor:
-    """Add up counts over ranks; on the CPU."""
-    return _sum(strategy, counts.to(strategy.root_device, copy=True))
 
 
 def _sum(strategy: SparseDDPStrategy, tensor: Tensor) -> Tensor:

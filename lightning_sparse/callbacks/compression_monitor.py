@@ -3,7 +3,6 @@
 from collections import deque
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -14,13 +13,12 @@ from lightning_sparse.callbacks.base import (
     log_scalars,
     parameter_tag,
     sparse_strategy,
-    sum_over_ranks,
 )
 from lightning_sparse.callbacks.statistics import Throughput, parameters_over_ranks, statistics_over_ranks
-from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_magnitudes, log_text, plan_page
+from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_text, plan_page
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.observe import ParameterSamples, StepFacts
-from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
+from lightning_sparse.engine.observe import StepFacts
+from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _MOST_STEPS = 256  # over which means are taken
@@ -47,9 +45,6 @@ class CompressionMonitor(StepObserver):
         by_parameter: also log, as ``sparse_parameters/<name>/<parameter name>`` of the logged step, ``density``,
             ``gradient_norm``, ``residual_norm`` (root mean squares over ranks) and ``residual_to_gradient``, or
             ``update_error`` where updates of Adam wait.
-        histograms: also show, in TensorBoard, the magnitudes of what is sent and kept (with Adam and AdamW, gradients
-            while everything is sent, then updates), over their decimal logarithm, added up over ranks and without
-            zeros: ``sparse/log10_sent_magnitude``, ``sparse/log10_kept_magnitude``; with ``by_parameter`` of each, too.
 
     Raises:
         ValueError: at the start of ``fit``, if the Trainer has two monitors.
@@ -60,10 +55,9 @@ class CompressionMonitor(StepObserver):
         >>> monitor = CompressionMonitor(progress_bar=True)
     """
 
-    def __init__(self, progress_bar: bool = False, by_parameter: bool = False, histograms: bool = False) -> None:
+    def __init__(self, progress_bar: bool = False, by_parameter: bool = False) -> None:
         self.progress_bar = progress_bar
         self.by_parameter = by_parameter
-        self.histograms = histograms
         self._throughput = Throughput()
         self._plan: Any = None
         self._has_page = False
@@ -73,7 +67,7 @@ class CompressionMonitor(StepObserver):
     @property
     def works_on_shards(self) -> bool:  # type: ignore[override]  # of shards ranks have different ones
         """Whether all that is shown can be known where every rank holds a shard."""
-        return not (self.by_parameter or self.histograms)
+        return not self.by_parameter
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,13 +77,6 @@ class CompressionMonitor(StepObserver):
         self._throughput = Throughput(trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         if not trainer.loggers and not self.progress_bar:
             rank_zero_warn("CompressionMonitor has nowhere to log: give the Trainer a logger, or remove the callback")
-        has_board = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
-        if self.histograms and trainer.loggers and not has_board and not getattr(trainer, "fast_dev_run", False):
-            names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
-            rank_zero_warn(
-                f"CompressionMonitor(histograms=True) has no effect, because {names} cannot show them: give the Trainer"
-                " a TensorBoardLogger, or leave histograms=True out"
-            )
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
@@ -97,7 +84,7 @@ class CompressionMonitor(StepObserver):
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
-        engine.recorder.ask_for_samples(counts=self.by_parameter, histograms=self.histograms)
+        engine.recorder.ask_for_samples(counts=self.by_parameter)
         if engine.memory.corrects_adam:
             engine.memory.is_watched = True
 
@@ -137,7 +124,6 @@ class CompressionMonitor(StepObserver):
         log_scalars(trainer, scalars, step)
         log_log_density(trainer, stats["density"], step)
         if samples is not None:
-            self._log_magnitudes(trainer, strategy, samples, step)
             self._log_plan(trainer, engine, list(stats), step)
         if self.progress_bar:
             shown = {"compression": stats["total_compression_ratio"]}
@@ -145,19 +131,6 @@ class CompressionMonitor(StepObserver):
                 shown["exposed_ms"] = 1e3 * stats["exposed_seconds"]
             pl_module.log_dict(shown, prog_bar=True, logger=False)
         self._throughput.restart(step)
-
-    def _log_magnitudes(
-        self, trainer: Trainer, strategy: SparseDDPStrategy, samples: ParameterSamples, step: int
-    ) -> None:
-        for kind, magnitudes in (("sent", samples.sent_magnitudes), ("kept", samples.kept_magnitudes)):
-            names = sorted(magnitudes)  # alike on all ranks
-            if not names:
-                continue  # they were not asked for, or nothing is kept by a method without a residual
-            counts = sum_over_ranks(strategy, torch.stack([magnitudes[name] for name in names]))
-            log_magnitudes(trainer, f"sparse/log10_{kind}_magnitude", counts.sum(dim=0).tolist(), step)
-            if self.by_parameter:
-                for name, row in zip(names, counts.tolist()):
-                    log_magnitudes(trainer, parameter_tag(f"log10_{kind}_magnitude", name), row, step)
 
     def _log_plan(self, trainer: Trainer, engine: Engine, shown: list[str], step: int) -> None:
         plan = engine.planner.plan

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Union
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, engine_of, gather_rows, say, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, engine_of, gather_rows, say, sparse_strategy, step_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import Clock, Mark, StepMarks
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
@@ -18,7 +18,7 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 BACKWARD, WORKER = ROWS = ("backward", "exchange worker")
 
-_EVERY_N_STEPS = 100
+_STEPS = (100, 200, 300, 400, 500, 600, 700, 800)  # after those in which ``schedule="merged"`` tries groupings
 _CLOCK_ROUNDS = 8
 _GAP_SECONDS = 1e-3  # between steps in a trace; what lay between them is left out
 _COLOURS = {
@@ -63,10 +63,8 @@ class OverlapTimeline(StepObserver):
     marks every gradient with an event. Other steps cost nothing.
 
     Args:
-        steps: numbers of the steps to record, from 0, as loggers count them.
-        every_n_steps: record every so many steps instead; 100 if neither is given. The first steps, in which
-            ``schedule="merged"`` tries groupings, are passed over.
-        max_steps: no more than this many are recorded.
+        steps: numbers of the steps to record, from 0, as loggers count them. In the first ones ``schedule="merged"``
+            tries groupings.
         path: file to write, with the picture beside it as ``.png``. ``None`` for ``overlap.json`` in the directory of
             the logger, or the Trainer's.
         pictures: draw the last recorded step when training ends, also in TensorBoard.
@@ -75,8 +73,8 @@ class OverlapTimeline(StepObserver):
         recorded: the steps recorded since training began, on every rank.
 
     Raises:
-        ValueError: for steps that are not distinct numbers from 0, both ways to choose steps, an interval or a number
-            of steps below 1, or a picture without matplotlib; in ``setup``, with local steps.
+        ValueError: for steps that are not distinct numbers from 0, or a picture without matplotlib; in ``setup``, with
+            local steps.
 
     Example::
 
@@ -84,19 +82,9 @@ class OverlapTimeline(StepObserver):
     """
 
     def __init__(
-        self,
-        steps: Optional[Sequence[int]] = None,
-        every_n_steps: Optional[int] = None,
-        max_steps: int = 8,
-        path: Optional[Union[str, Path]] = None,
-        pictures: bool = True,
+        self, steps: Sequence[int] = _STEPS, path: Optional[Union[str, Path]] = None, pictures: bool = True
     ) -> None:
-        if steps is not None and every_n_steps is not None:
-            raise ValueError(f"steps={steps!r} and every_n_steps={every_n_steps!r} are two ways to choose: give one")
-        self.steps = None if steps is None else _checked_steps(steps)
-        every = _EVERY_N_STEPS if every_n_steps is None else every_n_steps
-        self.every_n_steps = checked_interval("every_n_steps", every)
-        self.max_steps = checked_interval("max_steps", max_steps)
+        self.steps = _checked_steps(steps)
         self.path = path
         self._figure_class = _figure_class() if pictures else None
         self.recorded: list[RecordedStep] = []
@@ -120,9 +108,7 @@ class OverlapTimeline(StepObserver):
 
     @override
     def looks_at(self, trainer: Trainer, step: int) -> bool:
-        if len(self.recorded) >= self.max_steps:
-            return False
-        return step in self.steps if self.steps is not None else step > 0 and step % self.every_n_steps == 0
+        return step in self.steps
 
     @override
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
@@ -152,10 +138,9 @@ class OverlapTimeline(StepObserver):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.recorded:
-            asked = f"steps={list(self.steps)}" if self.steps is not None else f"every_n_steps={self.every_n_steps}"
             rank_zero_warn(
-                f"OverlapTimeline has recorded nothing: {asked} names no step that more than one process made"
-                f" (training ended before step {trainer.fit_loop.epoch_loop._batches_that_stepped}, counted from 0)"
+                f"OverlapTimeline has recorded nothing: steps={sorted(self.steps)} names no step that more than one"
+                f" process made (training ended before step {step_of(trainer)}, counted from 0)"
             )
             return
         say(self, f"{len(self.recorded)} steps are in {self._target}; open it in https://ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""Output of loggers beyond scalars, which TensorBoard shows: charts, histograms and pages of text."""
+"""Output of loggers beyond scalars, which TensorBoard shows: charts and pages of text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,6 @@ from typing import Any, Optional
 from lightning_sparse.engine.observe import StepMarks
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
-
-_LOG10_OF_2 = 0.3010299956639812
-_SMALLEST_POWER = -127  # that of the first bin, see ParameterSamples
 
 # Charts of the tab "Custom Scalars", in this order. Each has one statistic: a line for each run, whose colours the tab
 # explains; lines of one run have one colour, and no legend.
@@ -64,29 +61,6 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int) -> None:
     """Show a page of text in TensorBoard."""
     for logger in _boards(trainer):
         logger.experiment.add_text(tag, markdown, step)
-
-
-def log_magnitudes(trainer: Trainer, tag: str, counts: Sequence[int], step: int) -> None:
-    """Show in TensorBoard how many values lie in each power of two, over the decimal logarithm of their magnitude."""
-    powers = {position + _SMALLEST_POWER: count for position, count in enumerate(counts)}
-    held = [power for power, count in list(powers.items())[1:-1] if count]
-    if not held:
-        return  # nothing but zeros, which have no logarithm
-    bins = range(min(held), max(held) + 1)
-    centres = [(power + 0.5) * _LOG10_OF_2 for power in bins]
-    inside = [powers[power] for power in bins]
-    for logger in _boards(trainer):
-        logger.experiment.add_histogram_raw(
-            tag,
-            min=bins[0] * _LOG10_OF_2,
-            max=(bins[-1] + 1) * _LOG10_OF_2,
-            num=sum(inside),
-            sum=sum(count * centre for count, centre in zip(inside, centres)),
-            sum_squares=sum(count * centre**2 for count, centre in zip(inside, centres)),
-            bucket_limits=[(power + 1) * _LOG10_OF_2 for power in bins],
-            bucket_counts=inside,
-            global_step=step,
-        )
 
 
 def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:

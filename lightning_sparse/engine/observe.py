@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from lightning_sparse.compressors.selection import GroupSelection, Selection, sent_count
-from lightning_sparse.functional.reductions import magnitude_histogram
 from lightning_sparse.schedule.network import dense_bytes
-
-_BINS_OF_A_POWER = 8
 
 
 class ParameterFacts(NamedTuple):
@@ -31,16 +28,10 @@ class ParameterFacts(NamedTuple):
 
 
 class ParameterSamples:
-    """Gather what a step does to each parameter, as tensors of the device, and read it when nobody waits.
+    """Gather what a step does to each parameter, as tensors of the device, and read it when nobody waits."""
 
-    Magnitudes are int64 ``[256]``: in ``[2 ** (k - 127), 2 ** (k - 126))``, first zeros, last what is not finite.
-    """
-
-    def __init__(self, has_counts: bool = True, has_histograms: bool = False) -> None:
+    def __init__(self, has_counts: bool = True) -> None:
         self.has_counts = has_counts  # of elements that are sent
-        self.has_histograms = has_histograms  # of magnitudes
-        self.sent_magnitudes: dict[str, Tensor] = {}  # of this rank
-        self.kept_magnitudes: dict[str, Tensor] = {}  # after the step
         self.update_norms: dict[str, Tensor] = {}  # of updates that the step added, where updates wait
         self._numels: dict[str, int] = {}
         self._gradient_norms: dict[str, Tensor] = {}
@@ -55,22 +46,16 @@ class ParameterSamples:
 
     def add_sent(self, names: Sequence[str], sent: Sequence[Selection]) -> None:
         """Record what this rank sends of parameters."""
-        for name, selection in zip(names, sent):
-            if self.has_counts:
-                self._sent[name] = sent_count(selection)
-            if self.has_histograms:
-                self.sent_magnitudes[name] = _powers_of_two(_sent_values(selection))
+        if self.has_counts:
+            self._sent.update(zip(names, map(sent_count, sent)))
 
     def add_kept(self, residuals: Mapping[str, Tensor], update_norms: Mapping[str, Tensor]) -> None:
         """Record what is kept of the parameters whose gradients were seen, and what was added where updates wait."""
         self.update_norms.update((name, norm.float()) for name, norm in update_norms.items())
         names = [name for name in self._gradient_norms if name in residuals]
-        if not names:
-            return
-        kept = [residuals[name] for name in names]
-        self._residual_norms.update((name, norm.float()) for name, norm in zip(names, torch._foreach_norm(kept)))
-        if self.has_histograms:
-            self.kept_magnitudes.update((name, _powers_of_two(residuals[name])) for name in names)
+        if names:
+            norms = torch._foreach_norm([residuals[name] for name in names])
+            self._residual_norms.update((name, norm.float()) for name, norm in zip(names, norms))
 
     def norms(self) -> tuple[float, float]:
         """Return the norms of the whole gradient of this rank, and of all that it keeps; on a device this waits."""
@@ -91,15 +76,6 @@ class ParameterSamples:
         numbers = iter([next(asked) if isinstance(fact, Tensor) else float(fact) for fact in facts])
         rows = zip(*[numbers] * 4)
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._gradient_norms, rows)}
-
-
-def _sent_values(selection: Selection) -> Tensor:
-    values = selection.values.reshape(-1)
-    return values if selection.filled is None else values.where(selection.filled, 0.0)
-
-
-def _powers_of_two(values: Tensor) -> Tensor:
-    return magnitude_histogram(values).view(-1, _BINS_OF_A_POWER).sum(dim=1)
 
 
 Mark = Any  # a host time in seconds (float), or an event of the device
@@ -428,11 +404,10 @@ class Recorder:
         self.samples = self.last_samples = None
         self.totals.add(self.last)
 
-    def ask_for_samples(self, counts: bool = True, histograms: bool = False) -> None:
+    def ask_for_samples(self, counts: bool = True) -> None:
         """Ask for :attr:`last_samples` of the next step, on any ranks; norms read gradients and residuals once more."""
-        if self.samples is not None:  # somebody else has asked for the same step
-            counts, histograms = counts or self.samples.has_counts, histograms or self.samples.has_histograms
-        self.samples = ParameterSamples(counts, histograms)
+        # Somebody else may have asked for the same step.
+        self.samples = ParameterSamples(counts or (self.samples is not None and self.samples.has_counts))
 
     def close_samples(
         self,

@@ -49,9 +49,6 @@ def test_another_strategy_and_the_same_callback_twice_are_refused(name):
         (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
         (ReplicaSentinel, ValueError, "action", ("rise",)),
         (OverlapTimeline, ValueError, "steps", ([], [3, 3], [-1], [1.5], "12", 7)),
-        (OverlapTimeline, ValueError, "every_n_steps", (-5, 0)),
-        (OverlapTimeline, ValueError, "max_steps", (0, True)),
-        (lambda every_n_steps: OverlapTimeline([1], every_n_steps), ValueError, "every_n_steps", (5,)),
         (MomentumCorrection, ValueError, "momentum", (1.0, None)),
         (MomentumCorrection, ValueError, "clip_norm", (0.0,)),
         (AdaptiveDensity, ValueError, "rules", ([],)),
@@ -113,7 +110,7 @@ def onlookers(compressor, directory):
     """Return all callbacks that look on, as far as the compressor lets them."""
     subject = subject_of(compressor)
     timeline = OverlapTimeline(steps=[2, 10], path=f"{directory}/overlap.json", pictures=False)
-    callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True, histograms=True)]
+    callbacks = [timeline, CompressionMonitor(progress_bar=True, by_parameter=True)]
     callbacks += [AssumptionMonitor(3)] if subject.default_density is not None else []
     return callbacks + ([ReplicaSentinel(1)] if agrees(subject) else [])
 
@@ -142,7 +139,7 @@ def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path
 
 def fit_alone(rank, directory):
     """Fit on one process with callbacks that would act in every step; return the momentum that is left to SGD."""
-    timeline = OverlapTimeline(every_n_steps=1, path=f"{directory}/overlap.json", pictures=False)
+    timeline = OverlapTimeline(range(100), path=f"{directory}/overlap.json", pictures=False)
     adaptive = AdaptiveDensity([Warmup(4), ErrorBudget(1.0)], every_n_steps=1)
     watching = [AssumptionMonitor(1), CompressionMonitor(progress_bar=True), ReplicaSentinel(1), timeline]
     callbacks = [*watching, adaptive, MomentumCorrection()]

@@ -27,7 +27,7 @@ TAGS = {f"sparse/{name}" for name in STATS | MEASURED}
 STEPS = [3, 7, 11, 15]
 NAMES = [name for name, _ in Small().named_parameters()]
 BY_PARAMETER = ["density", "gradient_norm", "residual_norm", "residual_to_gradient"]
-EVERYTHING = {"progress_bar": True, "by_parameter": True, "histograms": True}
+EVERYTHING = {"progress_bar": True, "by_parameter": True}
 
 
 def fit_monitored(rank, directory, monitor=None, strategy=None, module=Small, **arguments):
@@ -76,20 +76,6 @@ def test_everything_reaches_tensorboard(fitted, tmp_path):
         ratio = events.Scalars(f"sparse_parameters/residual_to_gradient/{name}")[-1].value
         norms = [events.Scalars(f"sparse_parameters/{kind}_norm/{name}")[-1].value for kind in ("residual", "gradient")]
         assert ratio == pytest.approx(norms[0] / norms[1], rel=1e-4)
-    elements = sum(parameter.numel() for parameter in Small().parameters())
-    for kind, most in (("sent", 0.02 * elements), ("kept", 2 * elements)):  # of both ranks
-        whole = events.Histograms(f"sparse/log10_{kind}_magnitude")
-        assert [each.step for each in whole] == STEPS
-        counted = sum(whole[-1].histogram_value.bucket)
-        # Zeros are left out: what was sent has left the residual.
-        assert 0.9 * most <= counted <= 1.05 * most
-        parts = [
-            events.Histograms(f"sparse_parameters/log10_{kind}_magnitude/{name}")[-1].histogram_value for name in NAMES
-        ]
-        assert sum(sum(part.bucket) for part in parts) == counted
-        assert all(-10 < part.min < part.max < 2 for part in parts)
-    sent, kept = (events.Histograms(f"sparse/log10_{kind}_magnitude")[-1].histogram_value for kind in ("sent", "kept"))
-    assert sent.sum / sent.num > kept.sum / kept.num
 
 
 def test_the_page_opens_sorted_and_says_what_is_planned(fitted, tmp_path):
@@ -259,9 +245,8 @@ def test_a_step_of_several_batches_is_logged_once(fitted, tmp_path, accumulate):
         assert samples == pytest.approx(8 * accumulate)
 
 
-def warnings_of(rank, directory, arguments, has_logger):
-    logger = CSVLogger(directory, name="", version="") if has_logger else False
-    trainer = make_trainer(rank, SparseDDPStrategy(), logger=logger, callbacks=[CompressionMonitor(**arguments)])
+def warnings_of(rank):
+    trainer = make_trainer(rank, SparseDDPStrategy(), logger=False, callbacks=[CompressionMonitor()])
     if rank > 0:
         trainer.fit(Small())
         return []
@@ -270,12 +255,9 @@ def warnings_of(rank, directory, arguments, has_logger):
     return [str(each.message) for each in caught if "CompressionMonitor" in str(each.message)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "has_logger", "named"), [({"histograms": True}, True, "histograms=True"), ({}, False, "logger")]
-)
-def test_what_cannot_be_shown_is_said(pair, tmp_path, arguments, has_logger, named):
-    (warning,), _ = pair.run(warnings_of, str(tmp_path), arguments, has_logger)
-    assert named in warning
+def test_what_cannot_be_shown_is_said(pair):
+    (warning,), _ = pair.run(warnings_of)
+    assert "logger" in warning
 
 
 def test_one_process_has_nothing_to_log(forked, tmp_path):

@@ -177,11 +177,6 @@ def test_one_message_after_backward_is_seen_not_to_overlap(pair, tmp_path):
     assert all(event["ts"] >= backward_ends[event["pid"]] for event in events if event["cat"] == "exchange")
 
 
-def test_an_interval_and_a_maximum_choose_the_steps(pair, tmp_path):
-    pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"every_n_steps": 4, "max_steps": 2})
-    assert {event["args"]["step"] for event in timed_events(tmp_path / "overlap.json")} == {4, 8}
-
-
 def test_a_step_of_several_batches_is_one_step(pair, tmp_path):
     pair.run(
         partial(fit_recorded, path=str(tmp_path / "overlap.json"), chosen={"steps": [1, 3]}, accumulate_grad_batches=4)

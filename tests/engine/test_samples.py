@@ -25,7 +25,7 @@ def losses_of(rank, ddp, engine, asks):
     """Compute the loss of each step; ask first for samples of every second one, if told to."""
     for step in range(STEPS):
         if asks and step % 2:
-            engine.pipeline.recorder.samples = ParameterSamples(has_counts=True, has_histograms=True)
+            engine.pipeline.recorder.samples = ParameterSamples()
         engine.begin_backward()
         yield ddp(batch(rank, step))
 
@@ -43,27 +43,13 @@ def train(rank, compressor, schedule, asks):
                     gradient.numel(),
                     float(gradient.norm()),
                     float(residuals[name].norm()) if name in residuals else 0.0,
-                    magnitudes(residuals[name]) if name in residuals else None,
                 )
                 for name, gradient in gradients.items()
             }
             samples = engine.pipeline.recorder.last_samples
-            inside = {}
-            if samples is not None:
-                kept = {name: counts.tolist() for name, counts in samples.kept_magnitudes.items()}
-                sent = {name: int(counts.sum()) for name, counts in samples.sent_magnitudes.items()}
-                inside = {name: (fact, sent[name], kept.get(name)) for name, fact in samples.facts().items()}
+            inside = {} if samples is None else samples.facts()
             book.append((inside, outside, engine.compression_stats()))
         return book, parameters_of(ddp)
-
-
-def magnitudes(tensor):
-    """Count magnitudes by power of two, one by one."""
-    counts = [0] * 256
-    for exponent, value in zip(torch.frexp(tensor.flatten().float()).exponent.tolist(), tensor.flatten().tolist()):
-        # frexp writes a number as one from [0.5, 1) times a power of two.
-        counts[max(0, exponent - 1 + 127) if value else 0] += 1
-    return counts
 
 
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
@@ -72,15 +58,13 @@ def test_samples_say_what_the_step_did(pair, compressor):
         assert book[0][0] == {}
         for inside, outside, stats in book[1::2]:
             assert inside.keys() == outside.keys()
-            for name, (fact, in_histogram, kept) in inside.items():
-                numel, gradient_norm, residual_norm, kept_by_hand = outside[name]
+            for name, fact in inside.items():
+                numel, gradient_norm, residual_norm = outside[name]
                 assert fact.numel == numel
                 assert fact.gradient_norm == pytest.approx(gradient_norm, rel=1e-5)
                 assert fact.residual_norm == pytest.approx(residual_norm, rel=1e-5, abs=1e-12)
-                assert kept == kept_by_hand
-                assert in_histogram >= fact.sent
-            elements = sum(fact.numel for fact, _, _ in inside.values())
-            assert sum(fact.sent for fact, _, _ in inside.values()) == pytest.approx(stats["density"] * elements)
+            elements = sum(fact.numel for fact in inside.values())
+            assert sum(fact.sent for fact in inside.values()) == pytest.approx(stats["density"] * elements)
 
 
 def test_a_step_that_was_not_asked_for_leaves_the_samples_of_the_last_one(pair):

@@ -281,7 +281,7 @@ _OBSERVERS: dict[str, Callable[[str], Callback]] = {
     "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
     "AssumptionMonitor": lambda folder: AssumptionMonitor(every_n_steps=2),
     "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
-    "OverlapTimeline": lambda folder: OverlapTimeline(every_n_steps=2, path=f"{folder}/timeline.json", pictures=False),
+    "OverlapTimeline": lambda folder: OverlapTimeline(range(0, 100, 2), path=f"{folder}/timeline.json", pictures=False),
     "average at validation": lambda folder: AverageAtValidation(),
     "rank 0 alone looks": lambda folder: LambdaCallback(on_train_batch_end=look_alone),
     "a rank dawdles": lambda folder: LambdaCallback(on_train_batch_start=dawdle),
