@@ -25,14 +25,12 @@ _SMALL = 1 << 15  # elements up to which one call of torch.topk is faster than a
 _BATCH = 1 << 22  # elements of tensors that share their calls; bounds the memory of their copies (16 MiB)
 _DEVICE_BATCH = 1 << 24  # likewise, of those that are copied: a launch costs more than 64 MiB for a while
 _DEVICE_CHUNK = 1 << 23  # 32 MiB: few kernel launches, and still little beside the model
-_MOST_CANDIDATES = 4  # for each element kept; a floor that leaves more, as zero does, separates too little to pay
 _SAMPLE_STRIDE = 8  # a sample denser than this costs more than the surplus candidates that it saves
 _SAMPLE = 1 << 16  # elements sampled for a threshold: its rank is then known to about 1 %
 _SAMPLE_SIGMAS = 4.0  # how far below the expected rank the threshold is read; a miss costs one torch.topk
 _CPU_CHUNK = 1 << 18  # magnitudes of a chunk (1 MiB) stay in a core's second-level cache between two passes
 _FEW = 1 << 12  # elements below which fewer calls are worth more than fewer looks
 _WORD = 8  # boolean flags read as one int64
-_RANK_BITS = 32
 _SURPLUS = 2  # candidates for each element kept, beyond which they are too many to be worth separating
 
 
@@ -93,31 +91,11 @@ def _by_block_maxima(rows: Sequence[Tensor], count: int) -> Tensor:
         torch.index_select(row[:body].view(-1, _BLOCK), 0, row_chosen, out=head)
     if numel > body:
         torch.stack([row[body:] for row in rows], out=examined[:, count * _BLOCK :])
-    kept = _select_examined(examined, maxima.gather(1, chosen), count)
+    kept = _select(examined.unbind(), count)
     place = (kept // _BLOCK).clamp_(max=count - 1)
     in_tail = kept >= count * _BLOCK
     shift = torch.where(in_tail, blocks - count, chosen.gather(1, place).sub_(place))
     return kept.add_(shift.mul_(_BLOCK))
-
-
-def _select_examined(examined: Tensor, chosen_maxima: Tensor, count: int) -> Tensor:
-    # How many reach the smallest of the chosen maxima is for the host to read, so only the CPU may ask.
-    if examined.device.type != "cpu" or examined.dtype == torch.float64:
-        return _select(examined.unbind(), count)
-    floors = chosen_maxima.nan_to_num_(nan=math.inf, posinf=math.inf).amin(dim=1)
-    magnitudes = examined.abs_()
-    reaches = _reaching(magnitudes, floors)
-    candidates = reaches[: magnitudes.numel()].view(magnitudes.shape).sum(dim=1, dtype=torch.int32)
-    is_crowded = (candidates > _MOST_CANDIDATES * count).tolist()
-    if not any(is_crowded):
-        return _largest_reaching(magnitudes, reaches, count)
-    # Each row by itself, so that no row's choice between equal magnitudes depends on its neighbours.
-    return torch.cat(
-        [
-            _select([row], count) if crowded else _largest_reaching(row[None], _reaching(row[None], floor[None]), count)
-            for row, floor, crowded in zip(magnitudes, floors, is_crowded)
-        ]
-    )
 
 
 def _block_maxima(rows: Sequence[Tensor]) -> Tensor:
@@ -207,43 +185,3 @@ def _flagged(mask: Tensor) -> Tensor:
     words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
     row, flag = torch.nonzero(mask.view(-1, _WORD).index_select(0, words)).unbind(1)
     return words.index_select(0, row).mul_(_WORD).add_(flag)
-
-
-def _reaching(magnitudes: Tensor, floors: Tensor) -> Tensor:
-    """Find which of ``[rows, width]`` magnitudes are not below their row's floor, ``[rows]``; a NaN never is.
-
-    The result is a bool mask, the rows laid end to end, and false up to the next multiple of ``_WORD``.
-    """
-    numel = magnitudes.numel()
-    mask = torch.empty(-(-numel // _WORD) * _WORD, dtype=torch.bool)
-    torch.lt(magnitudes, floors.unsqueeze(1), out=mask[:numel].view(magnitudes.shape)).logical_not_()
-    mask[numel:] = False
-    return mask
-
-
-def _largest_reaching(magnitudes: Tensor, reaches: Tensor, count: int) -> Tensor:
-    """Find the ``count`` largest of each row of magnitudes, fp32 or narrower; int64 ``[rows, count]``, ascending.
-
-    ``reaches`` is of :func:`_reaching`, for a floor that at least ``count`` elements of each row reach. Of equal
-    magnitudes the first are taken, whatever the other rows hold; a NaN is larger than any number.
-    """
-    rows, width = magnitudes.shape
-    found = _flagged(reaches)
-    if found.numel() > rows * count:
-        found = _without_surplus(found, magnitudes, count)
-    return found.view(rows, count) % width
-
-
-def _without_surplus(found: Tensor, magnitudes: Tensor, count: int) -> Tensor:
-    rows, width = magnitudes.shape
-    starts = torch.searchsorted(found, torch.arange(rows + 1) * width)
-    row = found // width
-    slot = torch.arange(found.numel()).sub_(starts.index_select(0, row))
-    # Bits of magnitudes are ordered as these. With places below them no keys are equal, so that the row alone decides.
-    bits = magnitudes.flatten().index_select(0, found).float().view(torch.int32).long()
-    keys = (bits << _RANK_BITS).sub_(slot)
-    most = int(starts.diff().max())
-    table = torch.full((rows, most), torch.iinfo(torch.int64).min)
-    table.view(-1).index_copy_(0, slot.add_(row * most), keys)
-    least = torch.topk(table, count, sorted=False).values.amin(dim=1)
-    return found[keys >= least.index_select(0, row)]
