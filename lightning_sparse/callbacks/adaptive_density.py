@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import (
     StepObserver,
-    checked_interval,
     engine_of,
     log_scalars,
     mean_over_ranks,
@@ -19,7 +18,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.tensorboard import log_text, table
-from lightning_sparse.compressors.base import RULES
+from lightning_sparse.compressors.base import RULES, checked_count
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
@@ -63,7 +62,7 @@ class AdaptiveDensity(StepObserver):
         if not 0 < max_density <= 1:
             raise ValueError(f"max_density={max_density} must be a fraction of elements with 0 < max_density <= 1")
         self.max_density = max_density
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
+        self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self._forget()
 
     def _forget(self) -> None:

@@ -4,14 +4,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import (
-    StepObserver,
-    checked_interval,
-    engine_of,
-    log_scalars,
-    parameter_tag,
-    sparse_strategy,
-)
+from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, parameter_tag, sparse_strategy
+from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -42,7 +36,7 @@ class AssumptionMonitor(StepObserver):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
+        self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self.means: dict[str, MeanMetric] = {}
         self._exceeding: set[str] = set()
 

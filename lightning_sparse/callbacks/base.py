@@ -16,10 +16,7 @@ from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 
 class StepObserver(Callback):
-    """Look at some of the steps of a :class:`~lightning_sparse.SparseDDPStrategy` of several processes.
-
-    A step is known before its first batch, so that more can be asked for; it is looked at after the optimizer's step.
-    """
+    """Look at some steps of a sparse strategy of several processes; each is known before its first batch."""
 
     every_n_steps = 1
     works_on_shards = False  # of a model that no rank holds whole
@@ -124,13 +121,6 @@ def say(callback: Callback, line: str) -> None:
     rank_zero_info(f"{type(callback).__name__}: {line}")
 
 
-def checked_interval(name: str, steps: int) -> int:
-    """Pass a number of steps through, or say that it is not a whole number above 0."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"{name}={steps!r} must be a whole number of steps, at least 1; 1 looks at every step")
-    return steps
-
-
 # The slowest rank is the one that all wait for, and samples of all ranks are trained on.
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "exposed_seconds": max,
@@ -146,7 +136,9 @@ def gather(strategy: SparseDDPStrategy, row: Tensor) -> Tensor:
     # Lightning's all_gather warns with torch 2.13. A sum of rows that only one rank fills is the same to the bit.
     rows = torch.zeros(strategy.world_size, row.numel(), dtype=row.dtype, device=strategy.root_device)
     rows[strategy.global_rank] = row.to(strategy.root_device)
-    return _sum(strategy, rows)
+    total = strategy.reduce(rows, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total.cpu()
 
 
 def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[list[float]]:
@@ -164,11 +156,3 @@ def reduce_over_ranks(strategy: SparseDDPStrategy, mine: Mapping[str, float]) ->
     """Return the mean over ranks by name; exposed times are those of the slowest rank, samples those of all."""
     columns = zip(*gather_rows(strategy, list(mine.values())))
     return {name: _REDUCTIONS.get(name, fmean)(column) for name, column in zip(mine, columns)}
-
-
-def _sum(strategy: SparseDDPStrategy, tensor: Tensor) -> Tensor:
-    if strategy.has_uneven_batches:
-        return tensor.cpu()
-    total = strategy.reduce(tensor, reduce_op="sum")
-    assert isinstance(total, Tensor)
-    return total.cpu()

@@ -86,7 +86,7 @@ class OverlapTimeline(StepObserver):
     ) -> None:
         self.steps = _checked_steps(steps)
         self.path = path
-        self._figure_class = _figure_class() if pictures else None
+        self._figure_class = figure_class("OverlapTimeline(pictures=True)") if pictures else None
         self.recorded: list[RecordedStep] = []
         self._target = Path()
 
@@ -154,10 +154,7 @@ class OverlapTimeline(StepObserver):
 
 
 def step_slices(marks: StepMarks, reference: Mark, reference_seconds: float, numels: Mapping[str, int]) -> list[Slice]:
-    """Put a step on the host's clock, on which ``reference`` passed at ``reference_seconds``; on a device this waits.
-
-    Slices are in the order of their start, longer ones first.
-    """
+    """Return a step's slices by their start, on the host's clock (``reference`` passed at ``reference_seconds``)."""
 
     def seconds(mark: Mark) -> float:
         return reference_seconds - Clock.seconds(mark, reference)
@@ -201,11 +198,8 @@ def _worker_slices(marks: StepMarks, seconds: Callable[[Mark], float]) -> Iterat
 def clock_offset(
     entries: Sequence[float], exits: Sequence[float], other_entries: Sequence[float], other_exits: Sequence[float]
 ) -> tuple[float, float]:
-    """Return by how many seconds another rank's clock is ahead, and how far that may be off to either side.
-
-    No rank leaves a collective before all have entered: the other's exit comes after the entry here, the exit here
-    after its entry. The tightest bounds count, as in NTP.
-    """
+    """Return by how many seconds another rank's clock is ahead, and how far that may be off to either side."""
+    # No rank leaves a collective before all have entered it. The tightest bounds count, as in NTP.
     least = max(entry - exit_here for entry, exit_here in zip(other_entries, exits))
     most = min(exit_there - entry for exit_there, entry in zip(other_exits, entries))
     return (least + most) / 2, abs(most - least) / 2
@@ -223,10 +217,7 @@ def _clock_offsets(strategy: SparseDDPStrategy) -> list[tuple[float, float]]:
 
 
 def trace(steps: Sequence[RecordedStep]) -> dict[str, Any]:
-    """Write steps in Chrome's JSON format, a process for each rank and a row for each of :data:`ROWS`, in microseconds.
-
-    Steps are moved together, a millisecond apart; ``metadata`` says when they really began, counted from the first.
-    """
+    """Write steps, moved together, in Chrome's JSON format: a process for each rank, a row for each of :data:`ROWS`."""
     events: list[dict[str, Any]] = []
     for rank in range(max((len(step.ranks) for step in steps), default=0)):
         names = [("process_name", 0, f"rank {rank}"), *(("thread_name", *row) for row in enumerate(ROWS, 1))]
@@ -295,12 +286,13 @@ def _draw_ranks(axes: Any, ranks: Sequence[Sequence[Slice]]) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _figure_class() -> Any:
+def figure_class(asked: str) -> Any:
+    """Return matplotlib's class of figures, or say how to install it, or else not to ask for a picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "the pictures of OverlapTimeline need matplotlib: pip install 'lightning-sparse[plot]', or pictures=False"
+            f"{asked} needs matplotlib, which is not installed: pip install 'lightning-sparse[plot]', or leave it out"
         ) from error
     return Figure
 

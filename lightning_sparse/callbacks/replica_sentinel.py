@@ -6,7 +6,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, checked_interval, gather, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, gather, sparse_strategy
+from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.registry import one_of
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
@@ -40,7 +41,7 @@ class ReplicaSentinel(StepObserver):
     actions: ClassVar[tuple[str, ...]] = ("raise", "warn")
 
     def __init__(self, every_n_steps: int = 100, action: str = "raise") -> None:
-        self.every_n_steps = checked_interval("every_n_steps", every_n_steps)
+        self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self.action = one_of("action", action, self.actions)
 
     @override

@@ -26,10 +26,7 @@ def statistics_over_ranks(
     samples: Optional[ParameterSamples],
     throughput: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return what the last steps did, less what cannot be known; quotients are those of what was reduced.
-
-    ``samples`` are of the last step, ``None`` if plain DDP made it.
-    """
+    """Return what the last steps did, as far as known; ``samples`` are of the last, ``None`` if plain DDP made it."""
     engine, stats = engine_of(strategy), strategy.compression_stats()
     if engine.rounds is None:  # the statistics of a round of local steps are means already
         stats |= mean_stats(steps, engine.recorder.has_levels)

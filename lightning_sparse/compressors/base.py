@@ -227,16 +227,20 @@ def checked_density(argument: str, density: Any) -> float:
     return float(density)
 
 
+def checked_count(argument: str, count: Any, unit: str) -> int:
+    """Pass through the number of some unit given for an argument; ``ValueError`` if it is not whole and above 0."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
+    return count
+
+
 def element_count(numel: int, density: float) -> int:
     """Return how many of ``numel`` elements a density sends: at least one."""
     return max(1, round(density * numel))
 
 
 class Densities:
-    """The density of each parameter: the user's, or the largest requested minimum above it.
-
-    All ranks change it alike, and only between two steps.
-    """
+    """The density of each parameter, alike on all ranks: the user's, or the largest minimum that is requested."""
 
     def __init__(self, compressor: Compressor, density: float) -> None:
         self._compressor = compressor

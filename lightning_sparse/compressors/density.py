@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import checked_density
+from lightning_sparse.compressors.base import checked_count, checked_density
 
 
 class RuleContext(NamedTuple):
@@ -102,11 +102,7 @@ class Warmup(Rule):
     follows_steps: ClassVar[bool] = True
 
     def __init__(self, length: int) -> None:
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise ValueError(
-                f"length={length!r} must be a whole number of steps, at least 1; without any, leave the rule out"
-            )
-        self.length = length
+        self.length = checked_count("length", length, "steps")
         self._step = 0
 
     @override
@@ -233,11 +229,9 @@ class CriticalRegime(Rule):
     def __init__(self, density: float = 0.1, threshold: float = 0.5, every_n_epochs: int = 1) -> None:
         if not threshold > 0:
             raise ValueError(f"threshold={threshold} must be a positive relative change; 0.5 is a change by half")
-        if not isinstance(every_n_epochs, int) or isinstance(every_n_epochs, bool) or every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs={every_n_epochs!r} must be a whole number of epochs, at least 1")
         self.density = checked_density("density", density)
         self.threshold = threshold
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = checked_count("every_n_epochs", every_n_epochs, "epochs")
         self.begin()
 
     @override

@@ -34,7 +34,6 @@ class DGC(TopK):
         ValueError: for a momentum outside ``[0, 1)``, or a ``clip_norm`` that is not positive.
     """
 
-    default_density: ClassVar[Optional[float]] = 0.01
     default_warmup_epochs: ClassVar[int] = 4
 
     def __init__(

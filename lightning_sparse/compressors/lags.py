@@ -5,7 +5,7 @@ Convergence Guarantees", ECAI 2020 (arXiv 1911.08727).
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Optional
+from typing import Optional
 
 from typing_extensions import override
 
@@ -38,8 +38,6 @@ class LAGS(TopK):
         >>> LAGS(densities={"encoder.weight": 0.01}).density_of("encoder.weight", 0.001)
         0.01
     """
-
-    default_density: ClassVar[Optional[float]] = 0.01
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradi
 2020. Its other half, which gradients to merge, is a schedule's (see :mod:`lightning_sparse.schedule`).
 """
 
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from lightning_sparse.compressors.topk import TopK
 
@@ -28,6 +28,5 @@ class OMGS(TopK):
         tensor([-3.,  2.])
     """
 
-    default_density: ClassVar[Optional[float]] = 0.01
     selects_across_group: ClassVar[bool] = True
     has_density_by_parameter: ClassVar[bool] = False

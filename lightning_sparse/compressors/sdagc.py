@@ -38,11 +38,6 @@ class _Group(NamedTuple):
         return cls(*(on_device(column, selection.values.device) for column in columns))
 
 
-class _Proposal(NamedTuple):
-    positions: Tensor
-    alphas: Tensor
-
-
 class SDAGC(TopK):
     """Send what exceeds ``alpha`` standard deviations of its layer; ``alpha`` follows the density (reconstruction).
 
@@ -68,7 +63,6 @@ class SDAGC(TopK):
             :class:`~lightning_sparse.compressors.DGC` refuses.
     """
 
-    default_density: ClassVar[Optional[float]] = 0.01
     has_density_by_parameter: ClassVar[bool] = False  # its thresholds decide
     fills_selection: ClassVar[bool] = False
     dense_wire_format: ClassVar[Optional[str]] = None  # its thresholds follow what is sent at every density
@@ -99,7 +93,7 @@ class SDAGC(TopK):
         ).checked()
         self._positions: dict[str, int] = {}
         self._alphas = torch.empty(0)
-        self._proposals: list[_Proposal] = []
+        self._proposals: list[tuple[Tensor, Tensor]] = []  # positions, and their alphas if the step counts
 
     @override
     def begin(self, layout: ModelLayout) -> None:
@@ -120,7 +114,7 @@ class SDAGC(TopK):
         thresholds = thresholds.masked_fill(group.wanted == group.numels, 0.0)
         filled = _reaching(selection.values, group.rooms, thresholds)
         alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
-        self._proposals.append(_Proposal(group.positions, alphas))
+        self._proposals.append((group.positions, alphas))
         return selection.filled_at(filled)
 
     @override

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from threading import local
-from typing import NamedTuple, Optional, TypeVar, Union, overload
+from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -51,17 +51,15 @@ class Selection(NamedTuple):
 
 
 Key = TypeVar("Key", bound=Hashable)
+Counts = tuple[int, ...]  # of elements, by tensor
 
 
 class GroupSelection(Sequence[Selection]):
-    """Elements of a group's tensors that are sent, or have arrived; as a sequence, a selection of each tensor.
-
-    Members are made when asked for, which most steps do not. ``numels`` are the elements of each tensor.
-    """
+    """Elements of tensors of ``numels`` each; as a sequence, a selection of each, which most steps do not ask for."""
 
     is_whole: bool
 
-    def __init__(self, numels: tuple[int, ...]) -> None:
+    def __init__(self, numels: Counts) -> None:
         self.numels = numels
 
     @property
@@ -81,25 +79,16 @@ class GroupSelection(Sequence[Selection]):
     def scatter(self, tensors: Sequence[Tensor]) -> None:
         """Make flat tensors, in place, what the ranks' values add up to, rank by rank, and zero elsewhere."""
 
-    @abstractmethod
-    def _by_tensor(self) -> list[Selection]: ...
-
     @cached_property
-    def _members(self) -> list[Selection]:
-        return self._by_tensor()
+    @abstractmethod
+    def _members(self) -> list[Selection]: ...
 
     @override
     def __len__(self) -> int:
         return len(self.numels)
 
-    @overload
-    def __getitem__(self, place: int) -> Selection: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Selection]: ...
-
     @override
-    def __getitem__(self, place: Union[int, slice]) -> Union[Selection, Sequence[Selection]]:
+    def __getitem__(self, place: Any) -> Any:
         return self._members[place]
 
 
@@ -133,8 +122,9 @@ class WholeSelection(GroupSelection):
     def scatter(self, tensors: Sequence[Tensor]) -> None:
         self.overwrite(tensors)
 
+    @cached_property
     @override
-    def _by_tensor(self) -> list[Selection]:
+    def _members(self) -> list[Selection]:
         return self.selections
 
 
@@ -149,12 +139,7 @@ class FlatSelection(GroupSelection):
     is_whole = False
 
     def __init__(
-        self,
-        values: Tensor,
-        indices: Tensor,
-        numels: tuple[int, ...],
-        counts: tuple[int, ...],
-        filled: Optional[Tensor] = None,
+        self, values: Tensor, indices: Tensor, numels: Counts, counts: Counts, filled: Optional[Tensor] = None
     ) -> None:
         super().__init__(numels)
         self.values = values
@@ -169,12 +154,12 @@ class FlatSelection(GroupSelection):
         return cls.at(tensors, torch.cat(list(indices)).add_(_origins(numels, counts, tensors[0].device)), counts)
 
     @classmethod
-    def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: tuple[int, ...]) -> "FlatSelection":
+    def at(cls, tensors: Sequence[Tensor], indices: Tensor, counts: Counts) -> "FlatSelection":
         """Select elements of flat tensors by indices into all of them laid end to end, so many of each."""
         values = tensors[0].new_empty(len(indices))
         selected = cls(values, indices, tuple(map(Tensor.numel, tensors)), counts)
-        for run in selected._runs(tensors):
-            torch.index_select(run.flat, 0, run.indices, out=run.values)
+        for flat, run_indices, run_values in selected._runs(tensors):
+            torch.index_select(flat, 0, run_indices, out=run_values)
         return selected
 
     @classmethod
@@ -202,33 +187,33 @@ class FlatSelection(GroupSelection):
 
     @override
     def overwrite(self, tensors: Sequence[Tensor]) -> None:
-        for run in self._runs(tensors):
-            run.flat.index_copy_(0, run.indices, run.values)
+        for flat, indices, values in self._runs(tensors):
+            flat.index_copy_(0, indices, values)
 
     @override
     def scatter(self, tensors: Sequence[Tensor]) -> None:
         several = list(self._runs(tensors))
-        torch._foreach_zero_([run.flat for run in several])
-        for run in several:
-            add_rows(run.values, run.indices, run.flat)
+        torch._foreach_zero_([flat for flat, _, _ in several])
+        for flat, indices, values in several:
+            add_rows(values, indices, flat)
 
+    @cached_property
     @override
-    def _by_tensor(self) -> list[Selection]:
+    def _members(self) -> list[Selection]:
         indices = self.indices - _origins(self.numels, self.counts, self.values.device)
         filled = [None] * len(self) if self.filled is None else self.filled.split(self.counts)
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
         return [Selection(*piece) for piece in pieces]
 
-    def _runs(self, tensors: Sequence[Tensor]) -> Iterator["_Run"]:
+    def _runs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield tensors beside each other as one, with indices and values of what is selected of it."""
         starts, columns = starts_of(self.numels), starts_of(self.counts)
         found = list(runs(tensors))
         numels, counts = (tuple(each[stop] - each[first] for first, stop, _ in found) for each in (starts, columns))
         indices = self.indices
         if len(found) > 1:
             indices = indices - _origins(numels, counts, indices.device)
-        pieces = zip(found, indices.split(counts, -1), self.values.split(counts, -1))
-        for (_, _, flat), run_indices, values in pieces:
-            yield _Run(flat, run_indices, values)
+        return zip((flat for *_, flat in found), indices.split(counts, -1), self.values.split(counts, -1))
 
 
 def parted(
@@ -272,25 +257,25 @@ class _Known(local):
 _known = _Known()
 
 
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def on_device(numbers: Counts, device: torch.device) -> Tensor:
     """Return numbers as int64 ``[count]`` on a device; the latest are remembered, so that no copy stops the host."""
     known: Tensor = _known.on_device(numbers, device)
     return known
 
 
 @lru_cache(maxsize=512)
-def starts_of(numels: tuple[int, ...]) -> tuple[int, ...]:
+def starts_of(numels: Counts) -> Counts:
     """Return where tensors of so many elements start when laid end to end, and where the last one ends."""
     return tuple(accumulate(numels, initial=0))
 
 
-def of_each(numbers: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+def of_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
     # The size is known: a GPU need not be asked for it.
     return on_device(numbers, device).repeat_interleave(on_device(counts, device), output_size=sum(counts))
 
 
-def _origins(numels: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _origins(numels: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return for each element selected where its tensor starts."""
     return of_each(starts_of(numels)[:-1], counts, device)
 
@@ -308,12 +293,6 @@ def _filled(selection: Selection) -> Tensor:
 def sent_count(selection: Union[Selection, FlatSelection]) -> Union[int, Tensor]:
     """Return how many elements a rank sends, without asking the device for it."""
     return selection.values.numel() if selection.filled is None else selection.filled.sum()
-
-
-class _Run(NamedTuple):
-    flat: Tensor
-    indices: Tensor
-    values: Tensor
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

@@ -128,7 +128,8 @@ class Engine(Uncopied):
             return NoStream()
         if isinstance(ddp, ShardedModel):
             return ShardStream(ddp.module, self.pipeline, settings.schedule, self.worker)
-        if settings.has_moments or ddp.find_unused_parameters or ddp.static_graph:
+        has_moments = settings.adam is not None or settings.feedback.momentum is not None  # of gradients alone
+        if has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self.arrived.watch(ddp.module.parameters())
         parts = (self.pipeline, settings.schedule, self.worker)
         return GradientStream(ddp, *parts, settings.overlaps_backward, self._begin, self.arrived)
@@ -197,16 +198,9 @@ class Engine(Uncopied):
     def _planner_of(self, settings: Settings, say: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
-        return StepPlanner(
-            settings.schedule,
-            self._collectives,
-            self.recorder,
-            self._numels,
-            self.densities,
-            settings.adapts_density,
-            self.memory.clips_gradients or not settings.overlaps_backward,
-            say,
-        )
+        parts = (settings.schedule, self._collectives, self.recorder, self._numels, self.densities)
+        holds_groups = self.memory.clips_gradients or not settings.overlaps_backward
+        return StepPlanner(*parts, settings.adapts_density, holds_groups, say)
 
     def begin_backward(
         self,
@@ -216,10 +210,7 @@ class Engine(Uncopied):
         whole: AbstractSet[str] = frozenset(),
         settled: float = 1.0,
     ) -> None:
-        """Begin a step: its backward comes next.
-
-        ``loss_scale`` is of one element; ``whole`` are names sent whole; ``settled`` is the part of a warm-up made.
-        """
+        """Begin a step, before its backward; ``whole`` are names sent whole, ``settled`` the part of a warm-up made."""
         self._learned = None
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = settled >= 1
@@ -265,10 +256,7 @@ class Engine(Uncopied):
         return stats if recorder.last.is_plain else self.replicas.in_stats(stats)
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return what is kept and what the method has learned, as plain tensors and numbers (not copied).
-
-        ``together`` says that all ranks call: each then returns what they hold differently beside what is trained.
-        """
+        """Return what is kept and learned, as plain tensors and numbers, not copied; all ranks call if ``together``."""
         state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
@@ -295,10 +283,7 @@ class Engine(Uncopied):
         return is_ours and self.planner.restore(state)
 
     def close(self, has_failed: bool = False) -> bool:
-        """End the worker and give the process group back; safe to call twice.
-
-        Return whether what is kept is that of a whole step: no exchange has failed, or hangs.
-        """
+        """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.stream.close()
         # A worker that hangs in a collective still needs the process group that it hangs in.
         has_ended = self.worker.close()

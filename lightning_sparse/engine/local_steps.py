@@ -431,7 +431,8 @@ class Rounds(Replicas):
         self._recorder.end_backward()
         pending.noted = reduce(or_, (int(told.noted) for told in everywhere))
         names, changes, trained = pending.names, pending.changes, len(self._names)
-        counts, in_step = [(told.samples, told.batches) for told in everywhere], self._levels.ranks_in_step
+        counts = [(told.samples, told.batches) for told in everywhere]
+        in_step = self._levels.node_ranks if self._levels.are_in_step else 1
         weight = _weight(counts, self._everybody.collectives.rank, in_step)
         if weight == 0:  # a product with an infinity, as in a mask, would be no number
             torch._foreach_zero_(changes[: len(names)])
@@ -574,7 +575,7 @@ class Rounds(Replicas):
             "written": written,
             "unshared": self._to_save(written, together),
             # In Lightning's file the shared model has the type of the parameters.
-            "shared": {name: self._shared[name] for name, tensor in own.items() if _is_narrow(tensor)},
+            "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
             "momentum": dict(self._momenta),
             "pending": None if pending is None else {name: getattr(pending, name) for name in _SAVED},
         }
@@ -647,10 +648,6 @@ def _weight(everywhere: Sequence[tuple[float, float]], rank: int, in_step: int =
     counts = batches if math.isnan(math.fsum(samples)) else samples
     total, first = math.fsum(counts), rank - rank % in_step
     return len(counts) / in_step * math.fsum(counts[first : first + in_step]) / total if total else 1.0
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return widened(tensor.dtype) is not tensor.dtype
 
 
 def _wide(tensor: Tensor) -> Tensor:

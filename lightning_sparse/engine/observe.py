@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from itertools import chain
 from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
@@ -155,15 +156,9 @@ class StepMarks:
         self.backward_end: Optional[Mark] = None  # the last gradient was ready
         self.end: Optional[Mark] = None  # the last exchange had been written back
 
-    def all_spans(self) -> Iterator[Span]:
-        """Yield the stages of all groups, then those of the step as a whole."""
-        for group in self.groups:
-            yield from group.spans
-        yield from self.spans
-
     def seconds(self, *stages: str) -> float:
-        """Return the time spent in stages."""
-        return _seconds(self.all_spans(), stages)
+        """Return the time spent in stages, of groups and of the step as a whole."""
+        return _seconds([*chain.from_iterable(group.spans for group in self.groups), *self.spans], stages)
 
     @property
     def backward_seconds(self) -> float:

@@ -76,10 +76,7 @@ class Planner:
 
 
 class StepPlanner(Planner):
-    """Keep a schedule on the best plan known; ``plan`` is ``None`` while nothing is known.
-
-    With ``adapts_density`` a plan may send more than asked for; ``holds_groups`` where all exchanges follow backward.
-    """
+    """Keep a schedule on the best plan known; with ``adapts_density`` a plan may send more than asked for."""
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class StepPlanner(Planner):
         self._numels = numels
         self._densities = densities
         self._adapts_density = adapts_density
-        self._holds_groups = holds_groups
+        self._holds_groups = holds_groups  # all exchanges follow backward
         self._say = say if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
@@ -266,10 +263,7 @@ def _learned(*seen: Samples) -> tuple[Optional[GroupCosts], list[float]]:
 def averaged(
     collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
 ) -> list[StepSample]:
-    """Average the times of steps of the same groups over ranks: one exchange, and a look at the device's clock.
-
-    ``has_ready`` tells when each gradient was ready, too; only where all ranks have marked it.
-    """
+    """Average the times of steps over ranks; ``has_ready`` if all have marked when each gradient was ready."""
     samples = [_sample_of(marks, holds_groups) for marks in steps]
     if not has_ready:
         samples = [sample._replace(ready=()) for sample in samples]
@@ -288,12 +282,8 @@ def _sample_of(marks: StepMarks, holds_groups: bool) -> StepSample:
     ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
     groups = [
         GroupSample(
-            group.elements,
-            group.counts,
-            group.dense_elements,
-            group.seconds("select", "encode"),
-            group.seconds("exchange"),
+            each.elements, each.counts, each.dense_elements, each.seconds("select", "encode"), each.seconds("exchange")
         )
-        for group in marks.groups
+        for each in marks.groups
     ]
     return StepSample(tuple(ready), tuple(groups), marks.exposed_seconds, Clock.seconds(start, marks.end))

@@ -62,10 +62,7 @@ class AveragedReplicas(Replicas):
 
 
 class ReplicaAverager:
-    """Average parameters and floating-point buffers over ranks.
-
-    ``divergence`` is the root mean square over ranks of parameters' distance from their mean, relative to its norm.
-    """
+    """Average parameters and buffers; ``divergence`` is their RMS distance from the mean over the mean's norm."""
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self._module = module

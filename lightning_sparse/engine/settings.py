@@ -199,11 +199,6 @@ class Settings:
         self.adam = None
 
     @property
-    def has_moments(self) -> bool:
-        """Whether momentum is accumulated, or Adam's updates are made, before selection: of gradients alone."""
-        return self.adam is not None or self.feedback.momentum is not None
-
-    @property
     def can_correct_adam(self) -> bool:
         """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
@@ -246,10 +241,7 @@ class Settings:
         )
 
     def density_at(self, epoch: int, settled: float = 1.0) -> float:
-        """Return the density of an epoch, from 0: during warm-up it falls geometrically, from near a quarter at 0.001.
-
-        As in Deep Gradient Compression (arXiv 1712.01887, section 3.3; the exponent is that of its released code).
-        """
+        """Return an epoch's density, from 0: it falls geometrically, as in Deep Gradient Compression's own code."""
         least = falling_density(self.density, settled)
         if epoch >= self.warmup_epochs:
             return max(least, self.density)
@@ -291,12 +283,7 @@ def takes_wire(compressor: Compressor, wire: str) -> bool:
 
 
 def _of_the_compressor(
-    own: Compressor,
-    density: Optional[float],
-    warmup_epochs: Any,
-    wire: str,
-    exchange: Union[str, Owners],
-    levels: Union[str, int],
+    own: Compressor, density: Optional[float], warmup_epochs: Any, wire: str, exchange: Any, levels: Any
 ) -> Iterator[Row]:
     """Yield what a compressor has no place for."""
     name, reason = type(own).__name__, refusal_of_shares(own)

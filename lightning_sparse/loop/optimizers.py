@@ -112,18 +112,12 @@ class OptimizerView:
         self.adam.names = self._names
 
     def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
-        """Return what the exchange has to know of the coming step, which may be left to plain DDP.
-
-        The same on all ranks. For the parameters in ``continued`` the step has had an exchange before.
-        """
+        """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
         coming = self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
-        """Return them for the coming step, by parameter name; empty where the memory has no use for them.
-
-        A parameter that no optimizer handles has no learning rate (NaN): when one begins to, that is no change of rate.
-        """
+        """Return them for the coming step, by parameter name; empty where the memory has no use for them."""
         if self._feedback.momentum is None and not self._feedback.follows_learning_rate:
             return {}
         found = dict.fromkeys(self._names.values(), _NO_OPTIMIZER)
@@ -311,10 +305,6 @@ class TrainedParameters:
         """Return the names of those that are trained now and were not."""
         return _without(self._present(), self._trained)
 
-    def holds_gradients(self) -> list[str]:
-        """Return the names of those that were frozen with a gradient."""
-        return [name for name in self.frozen() if self._trained[name].grad is not None]
-
     def changes(self) -> str:
         """Say what has changed."""
         changes = {"frozen": self.frozen(), "unfrozen": self.unfrozen()}
@@ -333,7 +323,8 @@ class TrainedParameters:
 
     def agree(self, is_step_begun: bool, rank: int, ranks: int, timeout: Optional[timedelta]) -> None:
         """Raise, on every rank, unless all are about to train the same parameters."""
-        if is_step_begun and (names := self.holds_gradients()):
+        names = [name for name in self.frozen() if self._trained[name].grad is not None]
+        if is_step_begun and names:
             raise RuntimeError(
                 f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
                 " has heard of. Freeze after optimizer steps, such as at the start of an epoch"

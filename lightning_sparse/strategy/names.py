@@ -8,16 +8,9 @@ from typing import Any, NamedTuple, Optional
 
 from lightning_sparse.compressors import available_compressors
 
-_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("", {"start_method": "popen"}),
-    ("_spawn", {"start_method": "spawn"}),
-    ("_fork", {"start_method": "fork"}),
-    ("_notebook", {"start_method": "fork"}),
-    ("_find_unused_parameters_true", {"start_method": "popen", "find_unused_parameters": True}),
-    ("_spawn_find_unused_parameters_true", {"start_method": "spawn", "find_unused_parameters": True}),
-    ("_fork_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
-    ("_notebook_find_unused_parameters_true", {"start_method": "fork", "find_unused_parameters": True}),
-)
+# What may stand behind a name, as behind "ddp", and the arguments that it stands for.
+_STARTED = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_LOOKING: dict[str, dict[str, Any]] = {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}
 
 
 class _Table(NamedTuple):
@@ -65,7 +58,11 @@ class System(NamedTuple):
         """
         if self.is_sharded:  # which Lightning launches as a script alone
             return {self.name: self.arguments}
-        return {self.name + suffix: {**self.arguments, **launch} for suffix, launch in _VARIANTS}
+        return {
+            f"{self.name}{way}{looks}": {**self.arguments, "start_method": method, **more}
+            for looks, more in _LOOKING.items()
+            for way, method in _STARTED.items()
+        }
 
 
 AUTO = System(
@@ -88,31 +85,25 @@ def _own() -> tuple[System, ...]:
     """Return the systems whose names are not a compressor's."""
     from lightning_sparse.engine.settings import LocalSteps  # not with the package: it takes the engine
 
+    diloco = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
+    muloco = LocalSteps(30, outer_lr=0.7, outer_momentum=0.6, nesterov=True)
+    loco = LocalSteps(30, residual_decay=0.95)
     return (
         AUTO,
         System(
             "sparse_diloco",
             "Train alone for 50 steps, then average what has changed, with an outer Nesterov momentum (DiLoCo).",
-            {"compressor": "dense", "local_steps": LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)},
+            {"compressor": "dense", "local_steps": diloco},
         ),
         System(
             "sparse_muloco",
             "Train alone for 30 steps, then average what has changed, with constants for Muon (MuLoCo).",
-            {
-                "compressor": "dense",
-                "wire": "bfloat16",
-                "local_steps": LocalSteps(30, outer_lr=0.7, outer_momentum=0.6, nesterov=True),
-            },
+            {"compressor": "dense", "wire": "bfloat16", "local_steps": muloco},
         ),
         System(
             "sparse_loco",
             "Train alone for 30 steps, then exchange a 64th of what has changed, in 2 bits each (SparseLoCo).",
-            {
-                "compressor": "topk",
-                "density": 1 / 64,
-                "wire": "2bit",
-                "local_steps": LocalSteps(30, residual_decay=0.95),
-            },
+            {"compressor": "topk", "density": 1 / 64, "wire": "2bit", "local_steps": loco},
         ),
     )
 

@@ -110,9 +110,7 @@ class Reader:
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         batches = int(self._trainer.num_training_batches)
         begun = max(0, batches - left)
-        others = begun - progress.current.processed
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, name, getattr(progress.current, name) + others)
+        advance(self._trainer, begun - progress.current.processed)
         progress.is_last_batch = progress.is_last_batch or not left
         self._sampler.set_epoch(position.epoch if left else position.epoch + 1)
         if left:
@@ -136,6 +134,13 @@ class Reader:
         ranks, size = self._sampler.num_replicas, self._batch_size
         each = samples // ranks if self._sampler.drop_last else math.ceil(samples / ranks)
         return each // size if self._loader.drop_last else math.ceil(each / size)
+
+
+def advance(trainer: Trainer, batches: int) -> None:
+    """Count some more batches of an epoch as had by this rank."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + batches)
 
 
 def _is_dealt(loader: Any) -> bool:

@@ -328,18 +328,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        self.settings = Settings(
-            compressor,
-            density,
-            schedule,
-            wire,
-            warmup_epochs,
-            optimizer_correction,
-            exchange,
-            overlaps_backward,
-            rounds_of(local_steps),
-            levels,
-        )
+        what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
+        self.settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps), levels)
         check_ddp_arguments(type(self), DDPStrategy, self.settings, ddp_kwargs)
         self._loop = Loop(self.settings, self._say)
         self._wrapping = DDPWrapping()
@@ -664,7 +654,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._has_failed = True  # also where there is better advice than this error
         if self.lightning_module is not None:
             chosen = self.lightning_module.trainer._accelerator_connector._strategy_flag
             advise_on_unused(exception, type(self), chosen)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.strategy.lightning import ModelCheckpoint, Timer, Trainer, _extract_batch_size
+from lightning_sparse.strategy.position import advance
 
 
 class _Epoch(NamedTuple):
@@ -31,17 +32,15 @@ def samples_of(batch: Any) -> Optional[int]:
 
 
 def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in_step: int = 1) -> list[float]:
-    """Return how many batches each rank has, infinitely many of an iterable, whose length nobody knows.
-
-    Where they are different, what cannot go with that is refused, on all alike.
-    """
+    """Return each rank's number of batches, infinite for an iterable; refuse what cannot go with different ones."""
     epochs: list[_Epoch] = gather_together(_epoch_of(trainer))
     batches = [epoch.batches for epoch in epochs]
     if len(set(batches)) == 1:
         return batches
     numbers = ", ".join(f"{number:g} on rank {rank}" for rank, number in enumerate(batches))
     if not is_position_own and epochs[0].has_ended:
-        _end_epoch(trainer)
+        # The checkpoint has the end of an epoch of another rank.
+        advance(trainer, int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         is_position_own = True
     refused = next(_refusals(trainer, local, epochs, is_position_own, in_step), None)
     if refused is not None:
@@ -64,16 +63,6 @@ def _epoch_of(trainer: Trainer) -> _Epoch:
     validations = 0 if every is None or batches in (0, float("inf")) else batches // every
     has_begun = trainer.fit_loop.restarting
     return _Epoch(batches, validations, has_begun * progress.current.ready, has_begun and progress.is_last_batch)
-
-
-def _end_epoch(trainer: Trainer) -> None:
-    """Go on from the end of an epoch of this rank, where the checkpoint has that of another one."""
-    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    others = int(trainer.num_training_batches) - current.ready
-    current.ready += others
-    current.started += others
-    current.processed += others
-    current.completed += others
 
 
 def _refusals(
@@ -139,10 +128,7 @@ def check_logged(trainer: Trainer) -> None:
 
 
 def skip(trainer: Trainer, steps: int) -> None:
-    """Count steps for which this rank has no batch as made, also for learning rates; of automatic optimization.
-
-    Others, and schedules that step seldom, catch up where all ranks meet.
-    """
+    """Count steps without a batch as made, also for rates that change in each; others catch up where all meet."""
     limit = trainer.max_steps
     if limit is not None and limit >= 0:  # the step that is being made counts as well
         steps = min(steps, limit - trainer.global_step - 1)
@@ -166,10 +152,7 @@ def _count(trainer: Trainer, steps: int) -> None:
 
 
 def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) -> None:
-    """Go on with the step number and the learning rates of the rank with the most batches; all must call.
-
-    A rank without a batch is refused: what it logs for all ranks it has never heard of, and others would wait for it.
-    """
+    """Go on with step number and learning rates of the rank with the most batches; all must call, with some each."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _VARIABLE = "LIGHTNING_SPARSE_TEST_DEVICE"
 
@@ -24,15 +25,7 @@ DEVICE = _chosen()
 
 def moved(value: Any, device: "torch.device | str") -> Any:
     """Return a value with the tensors in it on a device, through tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(each, device) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(moved(each, device) for each in value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(moved(each, device) for each in value)
-    return value
+    return tree_map_only(Tensor, lambda each: each.to(device), value)
 
 
 def differences(one: Any, other: Any, place: str = "") -> list[str]:

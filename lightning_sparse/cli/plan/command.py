@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from lightning_sparse.callbacks.overlap_timeline import figure_class
 from lightning_sparse.cli.plan.advice import Ratio, parse_compute, parse_parameters
 from lightning_sparse.cli.plan.forecast import DENSITIES, measure_candidates, predict_systems
 from lightning_sparse.cli.plan.profiler import profile_model
 from lightning_sparse.cli.plan.rehearsal import SettingsOf
-from lightning_sparse.cli.plan.report import as_json, as_table, draw, figure_class
+from lightning_sparse.cli.plan.report import as_json, as_table, draw
 from lightning_sparse.engine.settings import refuse
 from lightning_sparse.schedule.network import Network, parse_bandwidth, parse_latency
 
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace, model_args: list[str]) -> None:
     if options.picture:
-        figure_class()
+        figure_class("--picture")
     for density in options.densities:
         SettingsOf("topk", density).build()
     network = Network(

@@ -64,10 +64,7 @@ class SystemPrediction(NamedTuple):
 def measure_candidates(
     profile: BackwardProfile, densities: Sequence[float] = DENSITIES, is_sharded: bool = False
 ) -> list[Candidate]:
-    """Measure in seconds what every way costs this machine: DDP, DDP in bf16, then all systems at each density.
-
-    Of a model in shards these are HSDP and ours, which begins when backward has ended.
-    """
+    """Measure what every way costs this machine: DDP, DDP in bf16, and all systems; of shards, HSDP and ours."""
     device = torch.device(profile.device)
     half = min(2, profile.element_bytes)
     candidates = [Candidate("ddp"), Candidate("ddp + bf16 hook", None, measure_cast(device), half)]
@@ -123,10 +120,7 @@ def predict_systems(
 
 
 def best_of(rows: Sequence[SystemPrediction]) -> Optional[SystemPrediction]:
-    """Return the first row within 5 % of the fastest, so the simplest and densest; ``None`` if that is DDP.
-
-    Where replicas drift apart, time that is saved may be lost in steps: such rows are passed over.
-    """
+    """Return the first row within 5 % of the fastest of those whose replicas stay one; ``None`` if that is DDP."""
     safe = [row for row in rows if not row.replicas_diverge]
     fastest = min(row.step_seconds for row in safe)
     best = next(row for row in safe if row.step_seconds <= WORTH * fastest)
@@ -198,11 +192,7 @@ def ddp_groups(sizes: Sequence[int], element_bytes: int) -> list[list[int]]:
 
 
 def _system_work(
-    profile: BackwardProfile,
-    network: Network,
-    candidate: Candidate,
-    settings: Settings,
-    backward_seconds: Sequence[float],
+    profile: BackwardProfile, network: Network, candidate: Candidate, settings: Settings, backward: Sequence[float]
 ) -> _Work:
     """Return what a system's step does; with two levels the workers of a node average first and share the rest."""
     shared_by, peers = levels(settings, network)
@@ -214,8 +204,11 @@ def _system_work(
         return of_share(elements / shared_by)
 
     groups = [list(range(len(profile.sizes)))]
-    if settings.local_steps is None:
-        groups = _best_groups(profile.sizes, backward_seconds, select_cost, exchange_cost)
+    if settings.local_steps is None:  # the groups that end a step first, of those that schedule="merged" tries
+        tried = [
+            [list(range(*edges)) for edges in pairwise((0, *each.stops))] for each in first_groupings(profile.sizes)
+        ]
+        groups = min(tried, key=lambda some: predict(some, profile.sizes, backward, select_cost, exchange_cost))
     afterwards = step_transfers(settings, share, profile.has_adam)
     finish_seconds = candidate.cost.finish.at_workers(peers.workers)(share)
     finish_seconds += sum(peers.seconds(*transfer) * often for transfer, often in afterwards)
@@ -277,11 +270,3 @@ def _exchange_cost(sizes: Sequence[int], network: Network, settings: Settings) -
     startup = sum(leg.seconds(transfer.collective, 0) for leg, transfer in legs)
     whole = sum(leg.seconds(*transfer) for leg, transfer in legs)
     return Line(startup, (whole - startup) / sum(sizes)).__call__
-
-
-def _best_groups(
-    sizes: Sequence[int], backward_seconds: Sequence[float], select_cost: Cost, exchange_cost: Cost
-) -> list[list[int]]:
-    """Return the groups that end a step first, of those that ``schedule="merged"`` tries."""
-    tried = [[list(range(*edges)) for edges in pairwise((0, *each.stops))] for each in first_groupings(sizes)]
-    return min(tried, key=lambda groups: predict(groups, sizes, backward_seconds, select_cost, exchange_cost))

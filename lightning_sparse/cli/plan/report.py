@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Union
 
+from lightning_sparse.callbacks.overlap_timeline import figure_class
 from lightning_sparse.cli.plan.forecast import Candidate, SystemPrediction, best_of, predict_systems
 from lightning_sparse.cli.plan.profiler import BackwardProfile
 from lightning_sparse.loop.summary import in_bytes
@@ -82,18 +83,6 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
     return [verdict, " ".join(notes)]
 
 
-def figure_class() -> Any:
-    """Return matplotlib's class of figures, or say how to install it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "a picture needs matplotlib, which is not installed: pip install 'lightning-sparse[plot]', or leave"
-            " --picture out"
-        ) from error
-    return Figure
-
-
 def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candidate], path: Union[str, Path]) -> None:
     """Draw the speed-up over DDP against workers and bandwidth, each system at its density fastest over ``network``."""
     steps = [row.step_seconds for row in predict_systems(profile, network, candidates)]
@@ -102,7 +91,7 @@ def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candid
         if candidate.name not in fastest or seconds < fastest[candidate.name][0]:
             fastest[candidate.name] = (seconds, candidate)
     shown = [candidate for _, candidate in fastest.values()]
-    figure = figure_class()(figsize=(11, 4.8), layout="constrained")
+    figure = figure_class("--picture")(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     fills = [each for each in _WORKERS if each <= network.node_ranks or not each % network.node_ranks]
     _panel(left, profile, {workers: network._replace(workers=workers) for workers in fills}, shown)

@@ -170,15 +170,12 @@ class AdamMemory(ResidualMemory):
         return flat if self._share_of is None else self._share_of(flat)
 
     def _accumulate_updates(
-        self,
-        inputs: Mapping[str, Tensor],
-        moments: Mapping[str, AdamMoments],
-        hyperparameters: Mapping[str, Hyperparameters],
+        self, inputs: Mapping[str, Tensor], moments: Mapping[str, AdamMoments], given: Mapping[str, Hyperparameters]
     ) -> None:
         """Turn gradients into updates and add the residual, in place."""
         gradients = [inputs[name] for name in moments]
         self._clip_as_mean(gradients)
-        continued = {name for name in moments if hyperparameters[name].continues_step}
+        continued = {name for name in moments if given[name].continues_step}
         self._has_pieces = self._has_pieces or bool(continued)
         for name in moments.keys() - continued:
             self._learned.pop(name, None)
@@ -188,7 +185,7 @@ class AdamMemory(ResidualMemory):
         wanted = [name for name in moments if name in self._learned or self._is_due(name)]
         # As they travel: for a moment they are the most that a training holds beside the residual.
         self._local.update((name, inputs[name].to(torch.bfloat16)) for name in wanted)
-        waiting = self._waiting(list(moments), gradients, hyperparameters)
+        waiting = self._waiting(list(moments), gradients, given)
         accumulate_updates(gradients, waiting, self._preconditioners(moments), self._scalars(moments), self._ranks)
         if self.is_watched:
             updates = torch._foreach_sub(gradients, waiting)
@@ -227,12 +224,8 @@ class AdamMemory(ResidualMemory):
         # What arrives at other ranks of the node is not known here.
         known = arrived if self._share_of is None else [None] * len(corrected)
         self._arrived.update(zip((names[position] for position in corrected), known))
-        to_gradients(
-            [updates[position] for position in corrected],
-            arrived,
-            self._preconditioners(moments),
-            self._scalars(moments),
-        )
+        own = [updates[position] for position in corrected]
+        to_gradients(own, arrived, self._preconditioners(moments), self._scalars(moments))
 
     def _is_due(self, name: str) -> bool:
         step = self._moments[name].step

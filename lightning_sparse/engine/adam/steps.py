@@ -36,10 +36,10 @@ class _Flat(NamedTuple):
     """A parameter and what Adam keeps of it, as flat views; ``kept`` are the tensors that they are views of."""
 
     kept: tuple[Optional[Tensor], ...]
-    parameter: Tensor
     first: Tensor
     second: Tensor
     largest: Optional[Tensor]
+    parameter: Tensor
 
 
 def is_correctable(optimizer: Optimizer) -> bool:
@@ -50,10 +50,7 @@ def is_correctable(optimizer: Optimizer) -> bool:
 
 
 class AdamSteps:
-    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
-
-    Meanwhile the optimizer does not see the gradients of such parameters; all else it does itself.
-    """
+    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection."""
 
     def __init__(
         self,
@@ -86,7 +83,8 @@ class AdamSteps:
         whole: set[str] = set()
         warm_up = self._warm_up
         for optimizer, group, parameter, name, count in () if is_plain else self._corrected():
-            if warm_up is None or count < warm_up.dense_steps or not _is_dense(parameter):
+            fills_memory = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            if warm_up is None or count < warm_up.dense_steps or not fills_memory:
                 whole.add(name)
                 continue
             moments = self._moments(optimizer, group, parameter, count + 1)
@@ -191,22 +189,11 @@ class AdamSteps:
         return {parameter: self._counts[parameter][2] for parameter in counters}
 
     def _moments(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter, step: int) -> AdamMoments:
-        flat = self._flat(parameter, optimizer.state[parameter])
+        tensors = self._flat(parameter, optimizer.state[parameter])[1:]
         beta1, beta2 = (float(beta) for beta in group["betas"])
         decay = 0.0 if _is_decoupled(optimizer, group) else group["weight_decay"]
         maximizes = bool(group["maximize"])
-        return AdamMoments(
-            step,
-            beta1,
-            beta2,
-            group["eps"],
-            -decay if maximizes else decay,
-            flat.first,
-            flat.second,
-            flat.largest,
-            flat.parameter,
-            maximizes,
-        )
+        return AdamMoments(step, beta1, beta2, group["eps"], -decay if maximizes else decay, *tensors, maximizes)
 
     def _flat(self, parameter: Parameter, state: dict[str, Any]) -> _Flat:
         kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -222,7 +209,7 @@ class AdamSteps:
             first, second, largest = (None if tensor is None else laid_flat(held_of(tensor)) for tensor in kept)
             assert first is not None
             assert second is not None
-            known = self._flats[parameter] = _Flat(kept, laid_flat(weight), first, second, largest)
+            known = self._flats[parameter] = _Flat(kept, first, second, largest, laid_flat(weight))
         return known
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,8 +314,3 @@ def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory, each place once, in whatever order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -51,13 +51,7 @@ class MomentumMemory(ResidualMemory):
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> None:
-        self._accumulate_momenta(names, gradients, hyperparameters)
-        super()._accumulate(names, gradients, hyperparameters)
-
-    def _accumulate_momenta(
-        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
-    ) -> None:
-        """Turn gradients into velocities, in place; the momenta of this step stay in flight."""
+        """Turn gradients into velocities, in place, and add the residuals; the momenta of this step stay in flight."""
         momenta = kept_like(self._momenta, names, gradients)
         in_flight = kept_like(self._in_flight, names, gradients)
         torch._foreach_copy_(in_flight, momenta)
@@ -82,6 +76,7 @@ class MomentumMemory(ResidualMemory):
                 _accumulate_alike(velocities, inputs, factors, is_nesterov)
         for momentum, before in decayed:
             momentum.add_(before)
+        super()._accumulate(names, gradients, hyperparameters)
 
     @override
     def update(

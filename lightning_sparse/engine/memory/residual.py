@@ -58,10 +58,7 @@ class Averages(Protocol):
 
 
 class Memory:
-    """Add what is kept to the gradient before selection, and keep what was not sent after it; this one keeps nothing.
-
-    :meth:`compensate` changes nothing that is kept, and :meth:`update` is told whose exchange counts.
-    """
+    """Add what is kept to the gradient before selection, and keep what was not sent after it; this keeps nothing."""
 
     corrects_adam: bool = False  # whether what is kept are updates of Adam or AdamW
     clips_gradients: bool = False  # whether the norm of the whole gradient is needed before the first group

@@ -99,10 +99,7 @@ class ArrivedGradients:
         self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
 
     def take(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Optional[Tensor]]]:
-        """Forget the means in gradients, flat, that are about to be exchanged.
-
-        Return those that hold one, each with it, flat; with ``None`` where they hold nothing else.
-        """
+        """Return gradients, flat, that hold a mean, each with it (``None`` for nothing else), and forget the means."""
         if not self.is_watched:
             return []
         self._received += parameters

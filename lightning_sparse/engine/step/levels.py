@@ -66,11 +66,6 @@ class OneLevel:
         """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
         return group
 
-    @property
-    def ranks_in_step(self) -> int:
-        """How many ranks train one model together, by local steps."""
-        return self.node_ranks if self.are_in_step else 1
-
     def part_of(self, flat: Tensor) -> Tensor:
         """Return what this rank sees to of a flat tensor that all ranks in step hold: a view, or a copy."""
         return flat
@@ -165,22 +160,11 @@ class Replicas(Uncopied):
         return stats
 
     def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return their part of the engine's state, by its name; plain tensors and numbers, not copied.
-
-        ``together`` says that all ranks call.
-        """
+        """Return their part of the engine's state, by its name, not copied; all ranks call if ``together``."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace what they keep by a copy of their part of an engine's state, if it has one; on the worker."""
-
-
-class _Averaged(NamedTuple):
-    """A group that the node has averaged, and this rank's shares of the means; messages are of type ``dtype``."""
-
-    gradients: Sequence[Tensor]
-    shares: Tensor
-    dtype: torch.dtype
 
 
 class Divided(OneLevel):
@@ -241,7 +225,8 @@ class TwoLevels(Divided):
         super().__init__(inside, across, everybody)
         self._workspace = Workspace()
         self._messages: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._averaged: list[_Averaged] = []
+        # Groups that the node has averaged, this rank's shares of the means, and the type of their messages.
+        self._averaged: list[tuple[Sequence[Tensor], Tensor, torch.dtype]] = []
 
     @override
     def share_numel(self, numel: int) -> int:
@@ -296,7 +281,7 @@ class TwoLevels(Divided):
             mean = torch.add(parts[0], parts[1], out=shares[start:stop])
             for part in parts[2:]:
                 mean.add_(part)
-        self._averaged.append(_Averaged(gradients, shares, dtype))
+        self._averaged.append((gradients, shares, dtype))
         return list(shares[: sum(numels)].split(numels))
 
     def _rows(self, flat: Tensor) -> Tensor:

@@ -36,19 +36,14 @@ class Part(NamedTuple):
             with channel.recorder.span("encode"):
                 means, kept = self.merged.means(arrival.means[0]), self.merged.kept(arrival.kept[0])
             arrival = arrival._replace(means=means, kept=kept)
-        channel.recorder.see_sent(names, self._sent_by_parameter)
+        # The host waits for what is sent of each parameter where several are merged.
+        merged, selection = self.merged, self.selection
+        channel.recorder.see_sent(names, lambda: selection if merged is None else merged.sent(selection[0]))
         return arrival
-
-    def _sent_by_parameter(self) -> Sequence[Selection]:
-        """Return what is sent of each parameter; the host waits where it is merged."""
-        return self.selection if self.merged is None else self.merged.sent(self.selection[0])
 
 
 class GroupSelector:
-    """Ask a compressor for its selections of a group.
-
-    A parameter is sent whole where its density is 1, or where that takes far fewer bytes than its elements.
-    """
+    """Ask a compressor for its selections of a group; whole goes what has density 1, or takes far fewer bytes so."""
 
     def __init__(self, compressor: Compressor, wires: Wires) -> None:
         feedback = compressor.feedback
@@ -159,10 +154,7 @@ class MergedParameters(NamedTuple):
     are_used: Sequence[Optional[bool]]  # by this rank; ``None`` where that is not tracked
 
     def leave_out_unused(self) -> None:
-        """Keep a parameter that this rank did not use out of the competition.
-
-        If no rank used it, what is sent of it is not applied: its residual would win the same places in every step.
-        """
+        """Leave out what this rank did not use: where nobody did, its residual would win the places in every step."""
         for piece, is_used in zip(self._split(self.flat), self.are_used):
             if is_used is False:
                 piece.zero_()
@@ -208,10 +200,7 @@ class MergedParameters(NamedTuple):
 
 
 class Workspace:
-    """Memory that groups take in turn, and that serves again, in the same order, in the next step.
-
-    Large blocks go back to the system when freed, and taking them anew costs more than filling them.
-    """
+    """Memory that groups take in turn, in each step the same: large blocks taken anew cost more than filling them."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []

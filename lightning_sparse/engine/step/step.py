@@ -88,10 +88,7 @@ class Exchanged(NamedTuple):
 
 
 class Pipeline:
-    """Run groups of gradients through a compressor, a memory, a wire and the collectives: a step in two halves.
-
-    :meth:`exchange` changes nothing that outlives the step; :meth:`commit` knows whether all of it was finite.
-    """
+    """Run groups through compressor, memory, wire and collectives: a step in two halves, of which only commit keeps."""
 
     def __init__(
         self,
@@ -175,10 +172,7 @@ class Pipeline:
         return Exchanged(names, members, tensors, part.counts, arrival)
 
     def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Raise, on every rank, unless all hold the same of what earlier exchanges of the step have brought.
-
-        The host waits for a GPU, in such a step only: Adam's next collectives depend on what arrived.
-        """
+        """Raise on every rank, once the device is waited for, unless all hold the same of what has arrived."""
         if self.compressor.replicas_diverge:
             return
         held = torch.zeros(1, dtype=torch.int64, device=self.collectives.device)
@@ -189,10 +183,7 @@ class Pipeline:
             raise RuntimeError(_APART)
 
     def commit(self, step: Sequence[Exchanged]) -> None:
-        """Keep what was not sent, and write the mean over ranks into the gradients of all groups of the step.
-
-        Where anything sent is not finite, nothing is kept, and the value is written like any other, on every rank.
-        """
+        """Keep what was not sent, if all is finite, and write the means over ranks into the gradients of the step."""
         are_finite, self._are_finite = self._are_finite, []
         if not step:
             return  # every gradient had a sparse layout

@@ -3,8 +3,8 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Optional, TypeVar
+from contextlib import nullcontext
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_sparse.engine.wire.base import Payload
 
 Result = TypeVar("Result")
 Phases = Generator[Payload, Tensor, Result]
+_Task = tuple[Callable[[], None], Optional[Callable[[], None]], Sequence[Any]]  # run, settle, events of its inputs
 
 
 class Channel:
@@ -46,12 +47,6 @@ class Channel:
             return self.collectives.run(*payload)
 
 
-class _Task(NamedTuple):
-    run: Callable[[], None]
-    settle: Optional[Callable[[], None]]
-    ready: Sequence[Any]  # device events: what the task reads has been written
-
-
 class ExchangeWorker:
     """Run tasks one after the other on a thread, and on a device on a stream, of their own.
 
@@ -80,7 +75,7 @@ class ExchangeWorker:
         self.follow()
         ready = [stream.record_event() for stream in self._followed]
         self._followed.clear()
-        self._tasks.put(_Task(run, settle, ready))
+        self._tasks.put((run, settle, ready))
 
     def run(self, task: Callable[[], None]) -> None:
         """Run a task after those that are queued, wait for it, and raise what it or one before it has raised."""
@@ -121,23 +116,20 @@ class ExchangeWorker:
     def _loop(self) -> None:
         if self._device_module:
             self._device_module.set_device(self._device)  # a new thread starts on the first device
-        with torch.no_grad(), self._on_stream():
+        with torch.no_grad(), self._device_module.stream(self._stream) if self._device_module else nullcontext():
             while (task := self._tasks.get()) is not None:
-                self._perform(task)
+                self._perform(*task)
                 del task  # a task holds gradients; do not keep them while waiting for the next one
 
-    def _perform(self, task: _Task) -> None:
+    def _perform(self, run: Callable[[], None], settle: Optional[Callable[[], None]], ready: Sequence[Any]) -> None:
         try:
             if self.error is None:
                 if self._stream is not None:
-                    for event in task.ready:
+                    for event in ready:
                         self._stream.wait_event(event)
-                task.run()
+                run()
         except BaseException as error:  # whatever it is, it belongs to the user's thread
             self.error = error
         finally:
-            if task.settle is not None:
-                task.settle()
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return self._device_module.stream(self._stream) if self._device_module else nullcontext()
+            if settle is not None:
+                settle()

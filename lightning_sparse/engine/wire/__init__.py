@@ -63,10 +63,7 @@ def exchange_of(exchange: Union[str, Owners]) -> Exchange:
 
 
 class Wires(NamedTuple):
-    """The wire formats of a group's tensors.
-
-    A tensor's format depends on itself and the number of ranks alone, not on the others of its group, nor on times.
-    """
+    """The wire formats of a group's tensors; a tensor's own depends on itself and the number of ranks alone."""
 
     elements: WireFormat  # for selections with indices
     whole: WireFormat  # for selections without, which stand for every element; may be the same object
@@ -124,10 +121,7 @@ def build_wires(
     exchange: Exchange = EXCHANGES["gather"],
     bits: Optional[int] = None,
 ) -> Wires:
-    """Build the formats of a group: ``name`` for selections, ``dense_name`` for whole tensors (``None`` for the same).
-
-    ``exchange`` and ``bits`` have no effect on selections that are not gathered (``bits``: nor reduced).
-    """
+    """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
 
     def built(form: str, bits: Optional[int]) -> WireFormat:
         if form in _IN_BITS:

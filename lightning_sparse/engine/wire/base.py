@@ -27,10 +27,7 @@ class Transfer(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Result of an exchange; ``finite`` and ``used`` are equal on all ranks.
-
-    Values are divided by the number of ranks before they are added: a sum of large ones stays finite, as in DDP.
-    """
+    """Result of an exchange; values are divided by the number of ranks before they are added: sums stay finite."""
 
     finite: Tensor  # bool []: whether everything that any rank sent is
     used: Optional[Tensor]  # bool [tensors]: whether any rank used the parameter; None where that is not tracked

@@ -41,20 +41,23 @@ class UnionFormat(WireFormat):
 
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
-        union = yield from self._positions(selection, used)
-        chosen = FlatSelection.at(accumulated, *_cut(union.positions, selection.numels))
+        positions, used = yield from self._positions(selection, used)
+        chosen = FlatSelection.at(accumulated, *_cut(positions, selection.numels))
         if not len(chosen.values):
-            finite = torch.ones((), dtype=torch.bool, device=union.positions.device)
-            return Arrival(finite, union.used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
+            finite = torch.ones((), dtype=torch.bool, device=positions.device)
+            return Arrival(finite, used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
         arrival = yield from self._values.average(chosen)
-        return arrival._replace(used=union.used)
+        return arrival._replace(used=used)
 
     @override
     def release(self) -> None:
         self._place = 0
         self._values.release()
 
-    def _positions(self, selection: GroupSelection, used: Optional[Tensor]) -> Generator[Payload, Tensor, "_Union"]:
+    def _positions(
+        self, selection: GroupSelection, used: Optional[Tensor]
+    ) -> Generator[Payload, Tensor, tuple[Tensor, Optional[Tensor]]]:
+        """Return what any rank selected, ascending, padding last, and whether any rank used each parameter."""
         mine = selection.flat().indices
         place, self._place = self._place, self._place + 1
         room = self._room.get(place, 0)
@@ -70,8 +73,7 @@ class UnionFormat(WireFormat):
             found.append(rest.read((yield Payload("all_gather", rest.written(mine[room:])))))
         self._room[place] = _room_after(room, most)
         union = torch.cat([positions.flatten() for positions in found]).unique()
-        used_by_any = None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
-        return _Union(union, used_by_any)
+        return union, None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
 
     @override
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
@@ -80,13 +82,6 @@ class UnionFormat(WireFormat):
         room = _room_after(0, -(-selected // self.ranks))
         first = Transfer("all_gather", aligned(_COUNT_BYTES + _Positions(numel, room).nbytes))
         return [first, *self._values.average_transfers([size.selected for size in sizes])] if selected else [first]
-
-
-class _Union(NamedTuple):
-    """Positions that any rank selected, ascending, padding last; whether any rank used each parameter."""
-
-    positions: Tensor
-    used: Optional[Tensor]
 
 
 class _Positions(NamedTuple):

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
@@ -192,10 +193,7 @@ def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
 
 
 def cut_anew(parts: Sequence[dict[str, Any]], shard: int, shards: int) -> dict[str, Any]:
-    """Return a shard of what the ranks of a replica kept, cut along dimension 0 into so many, as DTensor does.
-
-    Each of ``parts`` holds some rows of every parameter, one part after the other.
-    """
+    """Return a shard of what a replica's ranks kept, ``parts`` in row, cut along dimension 0 as DTensor does."""
     if any("rounds" in part["engine"] for part in parts):
         raise CheckpointError(
             "a round of local steps keeps optimizers' states in shards, of which other numbers cannot be made: resume"
@@ -272,8 +270,4 @@ def read_state(
 
 def on_host(state: Any) -> Any:
     """Return nested containers with their tensors on the CPU; those that are there already are not copied."""
-    if isinstance(state, dict):
-        return {key: on_host(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [on_host(value) for value in state]
-    return state.detach().cpu() if isinstance(state, Tensor) else state
+    return tree_map_only(Tensor, lambda each: each.detach().cpu(), state)
