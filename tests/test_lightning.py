@@ -1,5 +1,6 @@
 """Lightning's two names: ``lightning`` is made here as Lightning makes it, from ``pytorch_lightning``."""
 
+import compileall
 import os
 import re
 import shutil
@@ -86,6 +87,7 @@ def unified(tmp_path_factory):
             text = re.sub(r"\bpytorch_lightning\b", "lightning.pytorch", path.read_text())
             path.write_text(re.sub(r"\blightning_fabric\b", "lightning.fabric", text))
     (root / "lightning" / "__init__.py").touch()
+    compileall.compile_dir(root, quiet=1)  # once, and not in each process
     model = "from lightning.pytorch.demos.boring_classes import BoringModel\n\n\nclass Model(BoringModel): ...\n"
     (root / "model.py").write_text(model)
     (root / "fit.yaml").write_text(CONFIG)

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Optional
 
 REQUIRED = "LIGHTNING_SPARSE_NEEDS_SLURM"  # set where its absence is an error, as in continuous integration
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
@@ -80,7 +78,7 @@ wait -n
 """
 
 
-def missing() -> list[str]:
+def missing():
     """Return what this machine lacks to run a cluster."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if not sys.platform.startswith("linux"):
@@ -95,7 +93,7 @@ def missing() -> list[str]:
 class Cluster:
     """Nodes ``n1``, ``n2``, ... of 2 processors each, which write all they write to an empty folder."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
+    def __init__(self, folder, nodes):
         self.folder = folder
         self.names = [f"n{number + 1}" for number in range(nodes)]
         ours = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
@@ -114,7 +112,7 @@ class Cluster:
             self.stop()
             raise
 
-    def run(self, *command: str, folder: Optional[Path] = None) -> str:
+    def run(self, *command, folder=None):
         """Run a command such as ``sbatch`` for at most a minute; return what it printed."""
         done = subprocess.run(
             command, env=self.environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
@@ -122,10 +120,10 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, *options: str, folder: Path) -> str:
+    def submit(self, *options, folder):
         return self.run("sbatch", "--parsable", *options, folder=folder).strip()
 
-    def wait_until_ended(self, job: str, timeout: float) -> dict[str, str]:
+    def wait_until_ended(self, job, timeout):
         """Return what SLURM knows of a job after its end; raise an error with the logs if that takes longer."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -136,15 +134,15 @@ class Cluster:
             time.sleep(0.5)
         raise TimeoutError(f"job {job} has not ended within {timeout} s: {facts}\n{self.logs()}")
 
-    def logs(self) -> str:
+    def logs(self):
         paths = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
-    def stop(self) -> None:
+    def stop(self):
         self._process.kill()
         self._process.wait(timeout=30)
 
-    def _wait_for_nodes(self) -> None:
+    def _wait_for_nodes(self):
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and self._process.poll() is None:
             asked = ["sinfo", "--noheader", "--Node", "--format=%t"]
@@ -154,7 +152,7 @@ class Cluster:
             time.sleep(0.2)
         raise RuntimeError(f"the nodes {self.names} are not ready\n{self.logs()}")
 
-    def _write_files(self) -> None:
+    def _write_files(self):
         controller_port, *ports = _free_ports(1 + len(self.names))
         configuration = _CONFIGURATION.format(
             host=socket.gethostname(),
@@ -173,11 +171,11 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
 
 
-def _path() -> str:
+def _path():
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count):
     """Return ports that nobody listens at; held together until all are known, so that they differ."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]

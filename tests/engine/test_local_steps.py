@@ -1,18 +1,15 @@
 """Rounds of local steps against slow references in float64."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Optional
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp
 
@@ -20,25 +17,17 @@ OUTER = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
 LATE = LocalSteps(every=4, overlap_steps=1)
 
 
-def flat(tensors: Any) -> Tensor:
+def flat(tensors):
     return torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors])
 
 
-def train(
-    rank: int,
-    steps: int,
-    local: LocalSteps,
-    settings: dict[str, Any],
-    closes: bool = False,
-    looks: bool = True,
-    samples: Sequence[Optional[int]] = (),
-) -> dict[str, Any]:
+def train(rank, steps, local, settings, closes=False, looks=True, samples=()):
     """Train with AdamW in rounds; return what can be seen after every step, of the shared model if it ``looks``.
 
     ``samples`` are those of each rank's batches, of which the rounds are told.
     """
     torch.manual_seed(0)
-    seen: dict[str, Any] = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
+    seen = {"drift": [], "local": [], "shared": [], "residual": [], "wire_bytes": []}
     with sparse_ddp(Edges(), **{"compressor": "dense", "local_steps": local, **settings}) as (ddp, engine):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for step in range(steps):
@@ -67,7 +56,7 @@ def train(
 class Reference:
     """DiLoCo of virtual workers, on one flat vector in float64."""
 
-    def __init__(self, ranks: int, local: LocalSteps, weights: Sequence[float] = ()) -> None:
+    def __init__(self, ranks, local, weights=()):
         self.local = local
         self.weights = weights or [1.0] * ranks
         self.models = []
@@ -79,7 +68,7 @@ class Reference:
         self.momentum = torch.zeros_like(self.shared)
         self.steps = 0
 
-    def step(self) -> list[Tensor]:
+    def step(self):
         """Make a step on every worker; return their parameters."""
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers)):
             model.zero_grad()
@@ -98,7 +87,7 @@ class Reference:
 
 
 @torch.no_grad()
-def write(vector: Tensor, model: nn.Module) -> None:
+def write(vector, model):
     parameters = list(model.parameters())
     for parameter, piece in zip(parameters, vector.split([parameter.numel() for parameter in parameters])):
         parameter.copy_(piece.view_as(parameter))
@@ -106,7 +95,7 @@ def write(vector: Tensor, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("local", [OUTER, LocalSteps(every=3), LocalSteps(every=3, outer_momentum=0.5)])
-def test_rounds_go_as_their_formula_says(pools: dict[int, Pool], ranks: int, local: LocalSteps) -> None:
+def test_rounds_go_as_their_formula_says(pools, ranks, local):
     reference, answers = Reference(ranks, local), pools[ranks].run(train, 9, local, {})
     for step in range(9):
         for answer, expected in zip(answers, reference.step()):
@@ -123,9 +112,7 @@ COUNTED = [  # samples of each rank's batches, and what its change counts then
 
 
 @pytest.mark.parametrize(("samples", "weights"), COUNTED)
-def test_a_change_counts_by_its_samples(
-    pair: Pool, samples: tuple[Optional[int], ...], weights: tuple[float, ...]
-) -> None:
+def test_a_change_counts_by_its_samples(pair, samples, weights):
     reference, answers = Reference(2, OUTER, weights), pair.run(train, 6, OUTER, {}, False, True, samples)
     for step in range(6):
         reference.step()
@@ -133,7 +120,7 @@ def test_a_change_counts_by_its_samples(
             torch.testing.assert_close(answer["shared"][step], reference.shared, rtol=0, atol=3e-5)
 
 
-def synchronous(rank: int, local: Optional[LocalSteps]) -> list[Tensor]:
+def synchronous(rank, local):
     """Train with SGD, in rounds of one step or as DDP does."""
     torch.manual_seed(0)
     history = []
@@ -149,7 +136,7 @@ def synchronous(rank: int, local: Optional[LocalSteps]) -> list[Tensor]:
     return history
 
 
-def test_rounds_of_one_step_of_sgd_are_ddp(pair: Pool) -> None:
+def test_rounds_of_one_step_of_sgd_are_ddp(pair):
     for ours, theirs in zip(*(pair.run(synchronous, local)[0] for local in (LocalSteps(), None))):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -161,9 +148,7 @@ def test_rounds_of_one_step_of_sgd_are_ddp(pair: Pool) -> None:
     [{"compressor": "topk", "density": 0.1}, {"wire": "4bit"}, {"wire": "2bit"}],
     ids=["sparse", "4bit", "2bit"],
 )
-def test_what_is_not_sent_waits_and_decays(
-    pair: Pool, settings: dict[str, Any], decay: float, samples: tuple[int, ...], weights: tuple[float, ...]
-) -> None:
+def test_what_is_not_sent_waits_and_decays(pair, settings, decay, samples, weights):
     answers = pair.run(train, 6, LocalSteps(every=2, residual_decay=decay), settings, False, True, samples)
     start = flat(Reference(1, OUTER).models[0].parameters())
     owed = [torch.zeros_like(start) for _ in answers]
@@ -180,7 +165,7 @@ def test_what_is_not_sent_waits_and_decays(
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, replace(OUTER, overlap_steps=2)])
-def test_the_shared_model_is_one_to_the_bit(pools: dict[int, Pool], local: LocalSteps, wire: str) -> None:
+def test_the_shared_model_is_one_to_the_bit(pools, local, wire):
     answers = pools[3].run(train, 9, local, {"compressor": "topk", "density": 0.05, "wire": wire}, True)
     for answer in answers[1:]:
         assert all(map(torch.equal, answer["shared"], answers[0]["shared"]))
@@ -189,7 +174,7 @@ def test_the_shared_model_is_one_to_the_bit(pools: dict[int, Pool], local: Local
     assert not torch.equal(answers[0]["local"][0], answers[1]["local"][0])
 
 
-def test_looking_changes_nothing_and_sends_nothing(pair: Pool) -> None:
+def test_looking_changes_nothing_and_sends_nothing(pair):
     settings = {"compressor": "topk", "density": 0.1}
     looked, left_alone = (pair.run(train, 10, LATE, settings, False, looks) for looks in (True, False))
     for one, other in zip(looked, left_alone):
@@ -198,13 +183,13 @@ def test_looking_changes_nothing_and_sends_nothing(pair: Pool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
-def test_no_grouping_changes_a_bit(pair: Pool, schedule: str) -> None:
+def test_no_grouping_changes_a_bit(pair, schedule):
     settings = {"compressor": "topk", "density": 0.1, "wire": "2bit"}
     one, other = (pair.run(train, 6, OUTER, {**settings, "schedule": each})[0] for each in ("merged", schedule))
     assert all(map(torch.equal, one["local"], other["local"]))
 
 
-def test_bytes_travel_in_rounds_only(pair: Pool) -> None:
+def test_bytes_travel_in_rounds_only(pair):
     answer = pair.run(train, 7, LocalSteps(every=3), {})[0]
     counts = answer["wire_bytes"]
     assert counts[0] == counts[1] == 0 < counts[2] == counts[4] < counts[5] == counts[6] == 2 * counts[2]
@@ -212,7 +197,7 @@ def test_bytes_travel_in_rounds_only(pair: Pool) -> None:
     assert answer["stats"]["dense_bytes"] == 3 * 4 * len(answer["local"][0])
 
 
-def late(rank: int, at_once: bool) -> tuple[list[Tensor], Tensor]:
+def late(rank, at_once):
     """Train with SGD, exchanges two steps late; return the changes that each step made by itself, and the end."""
     torch.manual_seed(0)
     changes = []
@@ -230,7 +215,7 @@ def late(rank: int, at_once: bool) -> tuple[list[Tensor], Tensor]:
         return changes, start - flat(ddp.parameters())
 
 
-def test_nothing_that_is_learned_during_an_exchange_is_lost(pair: Pool) -> None:
+def test_nothing_that_is_learned_during_an_exchange_is_lost(pair):
     for at_once in (True, False):
         answers = pair.run(late, at_once)
         learned = sum(sum(changes) for changes, _ in answers) / 2
@@ -241,7 +226,7 @@ def test_nothing_that_is_learned_during_an_exchange_is_lost(pair: Pool) -> None:
 class Written(Edges):
     """A model with buffers and frozen parameters that are written, and a parameter that is infinite in part."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bars = nn.Parameter(torch.tensor([0.0, -torch.inf]))
         self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
@@ -254,7 +239,7 @@ class Written(Edges):
 
 
 @torch.no_grad()
-def write_a_step(model: Written, rank: int, step: int, is_assigned: bool) -> None:
+def write_a_step(model, rank, step, is_assigned):
     """Change what is trained, the buffers and frozen parameters, in place or by other memory."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -279,7 +264,7 @@ def write_a_step(model: Written, rank: int, step: int, is_assigned: bool) -> Non
         model.late = torch.full((2,), float(rank), device=DEVICE)
 
 
-def write_everything(rank: int, local: LocalSteps, is_assigned: bool) -> tuple[list[dict[str, Tensor]], Any]:
+def write_everything(rank, local, is_assigned):
     """Train by hand; return what is shared after each step, and the model at the end, and what is exchanged."""
     torch.manual_seed(0)
     shared = []
@@ -296,7 +281,7 @@ def write_everything(rank: int, local: LocalSteps, is_assigned: bool) -> tuple[l
 
 @pytest.mark.parametrize("is_assigned", [False, True], ids=["in place", "assigned"])
 @pytest.mark.parametrize("local", [LocalSteps(every=3), LATE], ids=["at once", "late"])
-def test_whatever_training_writes_is_one_model(pair: Pool, local: LocalSteps, is_assigned: bool) -> None:
+def test_whatever_training_writes_is_one_model(pair, local, is_assigned):
     (first, beside), (second, other) = pair.run(write_everything, local, is_assigned)
     assert beside == other == ["mask", "lowest", "mean", "grown", "teacher", "seldom", "late"]
     torch.manual_seed(0)
@@ -319,7 +304,7 @@ def test_whatever_training_writes_is_one_model(pair: Pool, local: LocalSteps, is
     assert torch.equal(end["late"], torch.full((2,), 0.5))
 
 
-def average_a_buffer(rank: int) -> Tensor:
+def average_a_buffer(rank):
     """Write a buffer in a round, of 3 samples on the first rank and 1 on the second; return what it is then."""
     torch.manual_seed(0)
     with sparse_ddp(Written(), "dense", local_steps=LocalSteps(every=2)) as (ddp, engine):
@@ -330,12 +315,12 @@ def average_a_buffer(rank: int) -> Tensor:
         return ddp.module.mean.cpu()
 
 
-def test_buffers_count_by_samples(pair: Pool) -> None:
+def test_buffers_count_by_samples(pair):
     for mean in pair.run(average_a_buffer):
         torch.testing.assert_close(mean, torch.full((3,), (2 * 1.5 + 4 * 0.5) / 2))
 
 
-def change_shapes(rank: int) -> list[Tensor]:
+def change_shapes(rank):
     """Take a parameter away and give another one a new shape between two rounds; return the model at the end."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=3)) as (ddp, engine):
@@ -354,13 +339,13 @@ def change_shapes(rank: int) -> list[Tensor]:
         return [each.detach().clone() for each in module.parameters()]
 
 
-def test_parameters_may_come_and_go_between_rounds(pair: Pool) -> None:
+def test_parameters_may_come_and_go_between_rounds(pair):
     first, second = pair.run(change_shapes)
     assert all(map(torch.equal, first, second))
     torch.testing.assert_close(first[1].cpu(), torch.full((5,), 1 - 4 * 0.015))
 
 
-def ask_late(rank: int) -> list[list[str]]:
+def ask_late(rank):
     """Ask for a sample when an exchange has begun, which waits for its turn on one rank; return who was sampled."""
     torch.manual_seed(0)
     sampled = []
@@ -381,13 +366,13 @@ def ask_late(rank: int) -> list[list[str]]:
     return sampled
 
 
-def test_what_an_exchange_is_to_sample_is_known_when_it_begins(pair: Pool) -> None:
+def test_what_an_exchange_is_to_sample_is_known_when_it_begins(pair):
     first, second = pair.run(ask_late)
     assert first == second
     assert [bool(names) for names in first] == [False, False, False, True, True, False, False, False]
 
 
-def broken(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+def broken(rank):
     """Train a round in which one rank's change is not finite; return what waits before it and after."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), "topk", 0.1, local_steps=LocalSteps(every=1, residual_decay=0.9)) as (ddp, engine):
@@ -402,13 +387,13 @@ def broken(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         return before, [each.clone() for each in engine.memory.state_dict()["residual"].values()]
 
 
-def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair: Pool) -> None:
+def test_a_change_that_is_not_finite_leaves_what_waits_alone(pair):
     for before, after in pair.run(broken):
         assert before
         assert all(map(torch.equal, before, after))
 
 
-def disagree(rank: int) -> None:
+def disagree(rank):
     """End a round with another learning rate on each rank."""
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2)) as (_, engine):
         for _ in range(3):
@@ -416,7 +401,7 @@ def disagree(rank: int) -> None:
             engine.worker.settle()
 
 
-def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None:
+def test_learning_rates_that_differ_are_noticed(forked):
     failures = [failure for failure, _ in forked[2].answers(disagree)]
     assert all("sync_dist=True" in (failure or "") for failure in failures)
 
@@ -438,13 +423,13 @@ def test_learning_rates_that_differ_are_noticed(forked: dict[int, Pool]) -> None
     ],
     ids=str,
 )
-def test_numbers_out_of_range_are_refused(changes: dict[str, Any]) -> None:
+def test_numbers_out_of_range_are_refused(changes):
     argument = "local_steps" if list(changes) == ["every"] else list(changes)[-1]
     with pytest.raises(ValueError, match=f"{argument}="):
         LocalSteps(**changes)
 
 
-def take_up(rank: int, steps: int) -> list[int]:
+def take_up(rank, steps):
     """Save after some steps, and go on with synchronous steps first; return the bytes sent by each step."""
     second = LocalSteps(every=2, synchronous_steps=9)
     with sparse_ddp(Edges(), "dense", local_steps=second) as (_, engine):
@@ -465,12 +450,12 @@ def take_up(rank: int, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [4, 9], ids=["early", "all made"])
-def test_checkpoints_tell_whether_rounds_have_begun(pair: Pool, steps: int) -> None:
+def test_checkpoints_tell_whether_rounds_have_begun(pair, steps):
     for sent in pair.run(take_up, steps):
         assert len(set(sent)) == (1 if steps < 9 else 3)
 
 
-def two_optimizers(rank: int) -> list[int]:
+def two_optimizers(rank):
     """Let two optimizers step in turn, first synchronously; return the bytes sent by each pair of steps."""
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2, synchronous_steps=3)) as (_, engine):
         sent = []
@@ -484,20 +469,20 @@ def two_optimizers(rank: int) -> list[int]:
     return sent
 
 
-def test_several_optimizers_are_counted_anew_when_rounds_begin(pair: Pool) -> None:
+def test_several_optimizers_are_counted_anew_when_rounds_begin(pair):
     for sent in pair.run(two_optimizers):
         assert sent == [0] * 4 + [sent[4]] * 2 + [2 * sent[4]]
         assert sent[4] > 0
 
 
-def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:
+def slow_link(rank, seconds):
     """Train over a link whose exchanges take a while; return the bytes sent by each step, and what is said."""
     torch.manual_seed(0)
-    lines: list[str] = []
+    lines = []
     with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every="auto"), say=lines.append) as (_, engine):
         gather = engine.pipeline.collectives.all_gather
 
-        def slowly(tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        def slowly(tensor, out=None):
             time.sleep(seconds)
             return gather(tensor, out)
 
@@ -511,7 +496,7 @@ def slow_link(rank: int, seconds: float) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.clock
-def test_rounds_are_as_long_as_exchanges_are_slow(pair: Pool) -> None:
+def test_rounds_are_as_long_as_exchanges_are_slow(pair):
     lengths = []
     for seconds in (0.0, 0.1):
         answers = pair.run(slow_link, seconds)
@@ -526,7 +511,7 @@ def test_rounds_are_as_long_as_exchanges_are_slow(pair: Pool) -> None:
 
 
 @pytest.mark.parametrize("local", [OUTER, LATE])
-def test_nodes_of_several_ranks_go_the_same_way(pools: dict[int, Pool], local: LocalSteps) -> None:
+def test_nodes_of_several_ranks_go_the_same_way(pools, local):
     one_level, two_levels = (pools[4].run(train, 8, local, {"node_ranks": ranks}, True) for ranks in (1, 2))
     for one, two in zip(one_level, two_levels):
         for ours, theirs in zip(two["shared"], one["shared"]):

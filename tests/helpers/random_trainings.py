@@ -4,7 +4,6 @@ import dataclasses
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 import lightning_sparse.engine.engine as engine_module
@@ -96,7 +95,7 @@ class Training:
     skips: Optional[int] = None  # batch of an epoch that is not trained on, by hand
     may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         said = [
             f"{field.name}={value!r}"
             for field in dataclasses.fields(self)
@@ -104,37 +103,37 @@ class Training:
         ]
         return f"Training({', '.join(said)})"
 
-    def but(self, **changes: Any) -> "Training":
+    def but(self, **changes):
         """Return it with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
-    def subject(self) -> Compressor:
+    def subject(self):
         """The compressor."""
         return resolve("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
 
     @property
-    def drifts(self) -> bool:
+    def drifts(self):
         """Whether replicas are different models between two exchanges."""
         return self.local is not None or not agrees(self.subject)
 
     @property
-    def are_islands(self) -> bool:
+    def are_islands(self):
         """Whether ranks of a node train in step, and rounds go between nodes."""
         return self.local is not None and self.levels == 2
 
     @property
-    def has_adam(self) -> bool:
+    def has_adam(self):
         """Whether the optimizer is of Adam's kind."""
         return self.optimizer in ("adamw", "amsgrad")
 
     @property
-    def has_momentum(self) -> bool:
+    def has_momentum(self):
         """Whether SGD's momentum is accumulated before selection."""
         return self.subject.feedback.momentum is not None or "MomentumCorrection" in self.callbacks
 
     @property
-    def is_possible(self) -> bool:
+    def is_possible(self):
         """Whether Lightning and DDP can do it.
 
         Several optimizers are stepped by hand, what is not used is looked for, nothing is validated between two batches
@@ -147,7 +146,7 @@ class Training:
         return (self.finds_unused or not needs_search) and is_alone and not is_refused
 
     @property
-    def can_be_uneven(self) -> bool:
+    def can_be_uneven(self):
         """Whether ranks may have different numbers of batches: nothing but rounds, validations and epochs is common."""
         if self.local is None or self.are_islands or (self.by_hand and self.local.synchronous_steps):
             return False
@@ -159,23 +158,23 @@ class Training:
         return is_long and len(validations) == 1 and saves_together and not is_measured
 
     @property
-    def _freezes(self) -> bool:
+    def _freezes(self):
         """Whether something is frozen between two batches of a step."""
         return "thawing" in self.parts and self.by_hand != "" and self.batches % self.accumulates > 0
 
     @property
-    def _has_idle(self) -> bool:
+    def _has_idle(self):
         """Whether the third optimizer has its turn with a layer that may not be used: its loss has no gradient."""
         is_seldom = any("used" in part for part in self.parts) and "normalized" not in self.parts
         return "toggled" in self.by_hand and self.optimizers == 3 and is_seldom and not self.shares
 
     @property
-    def is_reproducible(self) -> bool:
+    def is_reproducible(self):
         """Whether nothing that is measured, or decided anew after a restart, changes its numbers."""
         return self.strategy != "auto"
 
     @property
-    def is_resumable(self) -> bool:
+    def is_resumable(self):
         """Whether files hold all that there is: of buffers and of what callbacks average, what rank 0 has.
 
         By hand, and where batches are accumulated, DDP does not make buffers alike before each forward; nor ever those
@@ -191,14 +190,14 @@ class Training:
         return self.is_reproducible and not (has_own or averages_own or self._drops)
 
     @property
-    def _drops(self) -> bool:
+    def _drops(self):
         """Whether a validation comes right after the save, before which Lightning drops gradients, once and no more."""
         if self.optimizers == 1 or self.validates is None or self.saves is None or self.saves[0] != "batch":
             return False
         return ((self.saves[1] - 1) % self.batches + 1) % self.validates == 0
 
     @property
-    def rounds_anew(self) -> bool:
+    def rounds_anew(self):
         """Whether steps may be DDP's, which sums over three ranks as buckets lie, and those change after a start."""
         is_ddp = (
             self.has_adam and self.correction is not None if self.local is None else self.local.synchronous_steps > 0
@@ -206,13 +205,13 @@ class Training:
         return is_ddp and self.ranks > 2
 
     @property
-    def _is_saved_last(self) -> bool:
+    def _is_saved_last(self):
         """Whether no forward comes after the save, before which buffers would be made alike."""
         last = {"batch": self.batches, "validation": self.batches // (self.validates or self.batches), "epoch": 1}
         return self.saves is not None and self.saves[1] >= self.epochs * last[self.saves[0]]
 
     @property
-    def has_twin(self) -> bool:
+    def has_twin(self):
         """Whether DDP trains the same model where everything is sent."""
         # DDP itself has no word for what thaws. A turn that begins without zeros adds to what its optimizer has stepped
         # with, which is zero by then with us.
@@ -225,7 +224,7 @@ class Training:
         is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
         return not (self.has_momentum and is_other and self.optimizer != "sgd")
 
-    def variants(self) -> "dict[str, Training]":
+    def variants(self):
         """Return what must end alike, by name: without what may not matter, with it, and that gone on from its file.
 
         And with everything sent, and the same behind DDP.
@@ -242,22 +241,22 @@ class Training:
         return found
 
 
-STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
-    **{name: lambda name=name: {"compressor": name} for name in sorted(COMPRESSORS)},  # type: ignore[misc]
+STRATEGIES = {
+    **{name: lambda name=name: {"compressor": name} for name in sorted(COMPRESSORS)},
     "lags by updates": lambda: {"compressor": LAGS(error_feedback="update")},
     "dgc masked": lambda: {"compressor": DGC(masks_momentum=True)},
     "a2sgd often": lambda: {"compressor": A2SGD(param_sync_every=3)},
     "auto": lambda: {"compressor": "lags", "schedule": "auto"},
 }
-CALLBACKS: dict[str, Callable[[], Callback]] = {
+CALLBACKS = {
     "MomentumCorrection": MomentumCorrection,
     "AdaptiveDensity": lambda: AdaptiveDensity([ErrorBudget(budget=2.0)], max_density=0.5, every_n_steps=2),
 }
-AVERAGES: dict[str, Callable[[], Callback]] = {
+AVERAGES = {
     "EMA": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
 }
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, weight_decay=1e-2),
     # Without decay, which has another weight where momentum is accumulated before selection.
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
@@ -270,14 +269,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 # What changes no bit ----------------------------------------------------------------------------------------------
 
 # Of the strategy, an argument that takes the drawn one's place.
-_ARGUMENTS: dict[str, dict[str, Any]] = {
+_ARGUMENTS = {
     "layerwise": {"schedule": "layerwise"},
     "single": {"schedule": "single"},
     "merged": {"schedule": "merged"},
     "exchange after backward": {"overlaps_backward": False},
     "gradients of their own": {"gradient_as_bucket_view": False},
 }
-_OBSERVERS: dict[str, Callable[[str], Callback]] = {
+_OBSERVERS = {
     "CompressionMonitor": lambda folder: CompressionMonitor(by_parameter=True),
     "AssumptionMonitor": lambda folder: AssumptionMonitor(every_n_steps=2),
     "ReplicaSentinel": lambda folder: ReplicaSentinel(every_n_steps=1),
@@ -296,60 +295,60 @@ MAY_NOT_MATTER = (*_ARGUMENTS, *_OBSERVERS, *_WAYS, "exchanges dawdle")
 class AverageAtValidation(Callback):
     """The commonest average at home: swap at the start of validation, and swap back at its end."""
 
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
+    def __init__(self):
+        self.average = {}
         self.failures = 0  # what was validated was not the average, or what is trained did not come back
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *batch):
         """Average."""
         for name, parameter in pl_module.named_parameters():
             self.average.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer, pl_module):
         """Swap."""
         self.own = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         write(pl_module, self.average)
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+    def on_validation_batch_start(self, trainer, pl_module, *batch):
         """Check that the average is validated."""
         parameters = dict(pl_module.named_parameters())
         self.failures += any(not torch.equal(parameters[name], average) for name, average in self.average.items())
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer, pl_module):
         """Swap back."""
         write(pl_module, self.own)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         """Return the average."""
         return {"average": self.average}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         """Go on with it."""
         self.average = state_dict["average"]
 
 
 @torch.no_grad()
-def write(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def write(module, tensors):
     """Write parameters, by name."""
     for name, parameter in module.named_parameters():
         if name in tensors:
             parameter.copy_(tensors[name])
 
 
-def look_alone(trainer: Trainer, *batch: Any) -> None:
+def look_alone(trainer, *batch):
     """Have rank 0, and no other, ask for what the strategy knows."""
     if trainer.is_global_zero and isinstance(trainer.strategy, SparseDDPStrategy):
         trainer.strategy.compression_stats()
         trainer.strategy.exchange_plan()
 
 
-def dawdle(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+def dawdle(trainer, pl_module, batch, batch_idx):
     """Have one rank after the other be late."""
     if batch_idx % trainer.world_size == trainer.global_rank:
         time.sleep(0.02)
 
 
-def move_memory(trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+def move_memory(trainer, pl_module, *rest):
     """Give all parameters other memory, as ``vector_to_parameters`` and ``flatten_parameters`` do."""
     for parameter in pl_module.parameters():
         parameter.data = parameter.data.clone()
@@ -364,7 +363,7 @@ PARTS = (*_PARAMETERS, "running mean", "mask", "normalized", "counter", "teacher
 class Drawn(LightningModule):
     """A model of about 200 parameters, and the loop that was drawn for it."""
 
-    def __init__(self, training: Training, goes_on: bool = False) -> None:
+    def __init__(self, training, goes_on=False):
         super().__init__()
         self.drawn = training
         self.goes_on = goes_on
@@ -373,10 +372,10 @@ class Drawn(LightningModule):
         if self._writes_weights and not goes_on:
             self._right = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
             write(self, {name: parameter + 0.5 for name, parameter in self._right.items()})
-        self.batches_seen: list[State] = []  # what it was after each batch
-        self.validated: list[State] = []
+        self.batches_seen = []  # what it was after each batch
+        self.validated = []
 
-    def _build(self, seed: int) -> None:
+    def _build(self, seed):
         torch.manual_seed(seed)
         parts = self.drawn.parts
         self.first = nn.Linear(WIDTH, 8, bias="normalized" not in parts)
@@ -401,20 +400,20 @@ class Drawn(LightningModule):
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @property
-    def _seldom(self) -> str:
+    def _seldom(self):
         return next((part for part in self.drawn.parts if "used" in part), "")
 
     @property
-    def _writes_weights(self) -> bool:
+    def _writes_weights(self):
         return any("weights at" in name for name in self.drawn.may_not_matter)
 
-    def rows(self, batch_index: int) -> Tensor:
+    def rows(self, batch_index):
         """Return what this rank, and nobody else, trains on now."""
         number = 1000 * self.current_epoch + 10 * batch_index + self.global_rank
         generator = torch.Generator().manual_seed(100_000 * self.drawn.seed + number)
         return torch.randn(5, WIDTH, generator=generator).to(self.device, self.dtype)
 
-    def forward(self, rows: Tensor, batch_index: int) -> Tensor:
+    def forward(self, rows, batch_index):
         """Return the error of each element."""
         parts = self.drawn.parts
         hidden = torch.tanh(self.norm(self.first(rows)))
@@ -437,7 +436,7 @@ class Drawn(LightningModule):
             self.count += 1
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
 
-    def _follow(self, name: str, new: Tensor) -> None:
+    def _follow(self, name, new):
         buffer = getattr(self, name)
         followed = 0.9 * buffer + 0.1 * new.to(buffer.dtype)
         if "buffers assigned" in self.drawn.may_not_matter:
@@ -445,7 +444,7 @@ class Drawn(LightningModule):
         else:
             buffer.copy_(followed)
 
-    def training_step(self, batch: Any, batch_index: int) -> Optional[Tensor]:
+    def training_step(self, batch, batch_index):
         """Train as was drawn."""
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
@@ -453,7 +452,7 @@ class Drawn(LightningModule):
             self._step_by_hand(_listed(self.optimizers()), batch_index)
         return None
 
-    def _step_by_hand(self, optimizers: list[Any], batch_index: int) -> None:
+    def _step_by_hand(self, optimizers, batch_index):
         drawn = self.drawn
         is_first, is_last = batch_index % drawn.accumulates == 0, (batch_index + 1) % drawn.accumulates == 0
         if drawn.by_hand == "together":
@@ -474,11 +473,11 @@ class Drawn(LightningModule):
                 if is_last:
                     self._step(optimizer, number)
 
-    def _go_backward(self, batch_index: int, number: int = 0) -> None:
+    def _go_backward(self, batch_index, number=0):
         for piece in range(self.drawn.backwards):
             self.manual_backward(self._loss(batch_index, piece + number, self.drawn.backwards))
 
-    def _step(self, optimizer: Any, number: int) -> None:
+    def _step(self, optimizer, number):
         drawn = self.drawn
         if drawn.clips is not None:
             self.clip_gradients(optimizer, drawn.clips, "norm")
@@ -486,7 +485,7 @@ class Drawn(LightningModule):
         if drawn.falls:
             _listed(self.lr_schedulers())[number].step()
 
-    def _loss(self, batch_index: int, piece: int, pieces: int) -> Tensor:
+    def _loss(self, batch_index, piece, pieces):
         drawn = self.drawn
         error = self.forward(self.rows(batch_index), batch_index)
         weight = 1.0 + piece
@@ -495,13 +494,13 @@ class Drawn(LightningModule):
             loss = loss * 0
         return loss / (pieces * (drawn.accumulates if drawn.by_hand else 1))
 
-    def validation_step(self, batch: Any, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         """Note what is validated."""
         if not self.trainer.sanity_checking:
             self.forward(self.rows(batch_index), batch_index)
             self.validated.append(self.state())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Share the layers out."""
         drawn, layers = self.drawn, [list[nn.Parameter]() for _ in range(self.drawn.optimizers)]
         names = [name for name in ("first", "head", "norm", "seldom", "middle", "again") if hasattr(self, name)]
@@ -520,26 +519,26 @@ class Drawn(LightningModule):
 
     # What happens beside it.
 
-    def _write_once(self, when: str) -> None:
+    def _write_once(self, when):
         if not self.goes_on and f"weights at {when} start" in self.drawn.may_not_matter and self._right:
             write(self, {name: each.to(self.device) for name, each in self._right.items()})
             self._right = {}
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         """Load weights."""
         self._write_once("fit")
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         """Load weights."""
         self._write_once("train")
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         """Unfreeze, and freeze again."""
         if "thawing" in self.drawn.parts:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
 
     @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         """Let the teacher follow, write what is written by hand, take notes."""
         drawn = self.drawn
         if "teacher" in drawn.parts:
@@ -550,16 +549,16 @@ class Drawn(LightningModule):
         self.batches_seen.append(self.state())
         self.saver.count(self.trainer, "batch")  # callbacks come before this hook
 
-    def state(self) -> State:
+    def state(self):
         """Return what the model holds."""
         return state(chain(self.named_parameters(), self.named_buffers()))
 
 
-def _listed(one_or_more: Any) -> list[Any]:
+def _listed(one_or_more):
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
-def state(tensors: Any) -> State:
+def state(tensors):
     """Return what tensors hold."""
     return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
 
@@ -581,12 +580,12 @@ class Outcome(NamedTuple):
 class Saver(Callback):
     """Save where it was drawn."""
 
-    def __init__(self, point: Optional[tuple[str, int]], path: str) -> None:
+    def __init__(self, point, path):
         self.point, self.path = point, path
         self.counts = {"batch": 0, "validation": 0, "epoch": 0}
-        self.saved: State = {}
+        self.saved = {}
 
-    def count(self, trainer: Trainer, what: str) -> None:
+    def count(self, trainer, what):
         """Count, and save."""
         self.counts[what] += 1
         if self.point == (what, self.counts[what]):
@@ -594,19 +593,19 @@ class Saver(Callback):
             # The file is rank 0's; what the others would have written has to be the same.
             self.saved = state(trainer.strategy.lightning_module_state_dict().items())
 
-    def on_validation_end(self, trainer: Trainer, *rest: Any) -> None:
+    def on_validation_end(self, trainer, *rest):
         """Save."""
         if not trainer.sanity_checking:
             self.count(trainer, "validation")
 
-    def on_train_epoch_end(self, trainer: Trainer, *rest: Any) -> None:
+    def on_train_epoch_end(self, trainer, *rest):
         """Save."""
         self.count(trainer, "epoch")
 
 
-def build_strategy(training: Training, is_ddp: bool = False) -> DDPStrategy:
+def build_strategy(training, is_ddp=False):
     """Build the strategy that was drawn, or DDP's for the same model."""
-    common: dict[str, Any] = {"find_unused_parameters": True} if training.finds_unused else {}
+    common = {"find_unused_parameters": True} if training.finds_unused else {}
     if is_ddp:
         return DDPStrategy(gradient_as_bucket_view=True, **common)
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
@@ -623,9 +622,7 @@ def build_strategy(training: Training, is_ddp: bool = False) -> DDPStrategy:
     return SparseDDPStrategy(**{**arguments, **density, **local, **common, **STRATEGIES[training.strategy]()})
 
 
-def fit(
-    rank: int, training: Training, folder: str, goes_on_from: Optional[str] = None, is_ddp: bool = False
-) -> Outcome:
+def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
     """Train what was drawn; go on from a file if one is given."""
     model = Drawn(training, goes_on=goes_on_from is not None)
     model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
@@ -669,9 +666,9 @@ def fit(
     return Outcome(model.batches_seen, model.validated, saver.saved, model.state(), states, failures)
 
 
-def train(rank: int, training: Training, folder: str) -> dict[str, Outcome]:
+def train(rank, training, folder):
     """Train what must end alike; a file that was not written, as training ended before, is not gone on from."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes = {}
     for name, each in training.variants().items():
         first = "all" if "all" in outcomes else "plain"
         if name != "resumed":
@@ -681,7 +678,7 @@ def train(rank: int, training: Training, folder: str) -> dict[str, Outcome]:
     return outcomes
 
 
-def refused(rank: int, training: Training, folder: str) -> str:
+def refused(rank, training, folder):
     """Train what is refused; return the message."""
     try:
         fit(rank, training, folder)
@@ -693,13 +690,13 @@ def refused(rank: int, training: Training, folder: str) -> str:
 # Drawing ----------------------------------------------------------------------------------------------------------
 
 
-def keeps_nothing(compressor: Compressor) -> bool:
+def keeps_nothing(compressor):
     """Tell whether nothing waits for another step."""
     return compressor.is_lossless or not keeps(compressor)
 
 
 # What documented limits refuse, and what the message has to say.
-REFUSALS: Mapping[str, Callable[[Training], bool]] = {
+REFUSALS = {
     "averages replicas by a period of its own": lambda it: it.local is not None and not agrees(it.subject),
     "act on gradients, which are not exchanged": (
         lambda it: it.local is not None and it.subject.feedback.momentum is not None
@@ -734,12 +731,12 @@ REFUSALS: Mapping[str, Callable[[Training], bool]] = {
 _SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "auto")  # on two levels
 
 
-def refusals(training: Training) -> list[str]:
+def refusals(training):
     """Return what the message of its refusal may say; nothing if it is not refused."""
     return [message for message, is_refused in REFUSALS.items() if is_refused(training)]
 
 
-def drawn(seed: int) -> Training:
+def drawn(seed):
     """Draw a training that is not refused."""
     training = drawn_freely(seed)
     for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
@@ -752,13 +749,13 @@ def drawn(seed: int) -> Training:
     return training
 
 
-def drawn_to_be_refused(message: str) -> Training:
+def drawn_to_be_refused(message):
     """Draw a training of which a documented limit refuses one thing alone, so that the message is about that."""
     found = (training for seed in count() if refusals(training := drawn_freely(seed)) == [message])
     return next(found)
 
 
-def simpler(training: Training, name: str) -> Iterator[Training]:
+def simpler(training, name):
     """Yield trainings that have less in one field, the plainest first."""
     value, default = getattr(training, name), Training.__dataclass_fields__[name].default
     if value == default:
@@ -776,7 +773,7 @@ def simpler(training: Training, name: str) -> Iterator[Training]:
         yield training.but(**{name: value - 1})
 
 
-def minimal(training: Training, fails: Callable[[Training], bool], seconds: float) -> Training:
+def minimal(training, fails, seconds):
     """Leave out of a training, for so many seconds, what it needs not to fail; nothing that makes it another matter."""
     end, before = time.monotonic() + seconds, None
     while training != before:
@@ -791,12 +788,12 @@ def minimal(training: Training, fails: Callable[[Training], bool], seconds: floa
     return training
 
 
-def drawn_freely(seed: int) -> Training:
+def drawn_freely(seed):
     """Draw a training, whatever is refused."""
     chance = random.Random(seed)
-    pick: Callable[[Any], Any] = chance.choice
+    pick = chance.choice
 
-    def seldom(share: float) -> bool:
+    def seldom(share):
         return chance.random() < share
 
     strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
@@ -813,7 +810,7 @@ def drawn_freely(seed: int) -> Training:
     validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
     points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
     nodes = pick([1, 1, 1, 1, 2])
-    correction: Any = "auto"
+    correction = "auto"
     if optimizer in ("adamw", "amsgrad"):
         corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
         correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
@@ -868,7 +865,7 @@ def drawn_freely(seed: int) -> Training:
     return uneven if uneven.can_be_uneven else uneven.but(validates=None)
 
 
-def _local(chance: random.Random, strategy: str) -> LocalSteps:
+def _local(chance, strategy):
     every = chance.choice([2, 2, 3, 4])
     momentum = chance.choice([0.0, 0.0, 0.5])
     return LocalSteps(
@@ -882,13 +879,13 @@ def _local(chance: random.Random, strategy: str) -> LocalSteps:
     )
 
 
-def _callbacks(chance: random.Random, strategy: str, optimizer: str) -> tuple[str, ...]:
+def _callbacks(chance, strategy, optimizer):
     takes = {"MomentumCorrection": ("topk", "lags", "omgs"), "AdaptiveDensity": ("topk", "lags", "dgc")}
     fits = {"MomentumCorrection": optimizer == "momentum", "AdaptiveDensity": True}
     return tuple(name for name in CALLBACKS if strategy in takes[name] and fits[name] and chance.random() < 0.15)
 
 
-def _can(training: Training, name: str) -> bool:
+def _can(training, name):
     """Tell whether something changes no bit of a training, as pages say."""
     if name in ("layerwise", "single", "merged"):
         return training.strategy != "auto" and is_grouping_free(training.subject)

@@ -2,10 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
@@ -14,29 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import LocalSteps, sparsify
 from lightning_sparse.loop.checks import check_rounds
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import Net, Tensors, optimizer_of, rows_of, tensors_of
+from tests.helpers.doors import Net, optimizer_of, rows_of, tensors_of
 
 EVERY = 4
-SPARSE: dict[str, Any] = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}
+SPARSE = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}
 
 
-def wrapped(net: Optional[nn.Module] = None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def wrapped(net=None):
     """Wrap a network, with AdamW."""
     ddp = DistributedDataParallel((Net() if net is None else net).to(DEVICE))
     return ddp, optimizer_of(ddp)[0]
 
 
-def train(
-    rank: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    after: Callable[[int], Any] = lambda step: None,
-) -> None:
+def train(rank, model, optimizer, steps, after=lambda step: None):
     """Train as a plain loop does."""
     for step in steps:
         model(rows_of(rank, step).to(DEVICE))["loss"].backward()
@@ -45,7 +35,7 @@ def train(
         after(step)
 
 
-def train_accumulating(rank: int, through_ddp: bool) -> tuple[Tensors, Tensors, dict[str, float]]:
+def train_accumulating(rank, through_ddp):
     """Train over two batches a step in the midst of a round and to the end; return what there is then."""
     ddp, optimizer = wrapped()
     model = ddp if through_ddp else ddp.module
@@ -61,24 +51,24 @@ def train_accumulating(rank: int, through_ddp: bool) -> tuple[Tensors, Tensors, 
 
 
 @pytest.mark.parametrize("through_ddp", [True, False], ids=["wrapped", "past the wrapper"])
-def test_ranks_train_alone_and_end_as_one(pair: Pool, through_ddp: bool) -> None:
+def test_ranks_train_alone_and_end_as_one(pair, through_ddp):
     (one, ends, stats), (other, others, _) = pair.run(train_accumulating, through_ddp)
     assert differences(one, other)
     assert_same(ends, others)
     assert (stats["total_steps"], stats["local_steps"]) == (6, 2)
 
 
-def forget(rank: int) -> list[str]:
+def forget(rank):
     """Return what is said where the shared model is forgotten, and train on after what is right."""
-    said: list[str] = []
+    said = []
 
-    def refused(act: Callable[[], Any]) -> None:
+    def refused(act):
         with pytest.raises((RuntimeError, ValueError)) as refusal:
             act()
         said.append(str(refusal.value))
 
     @torch.no_grad()
-    def evaluate(model: nn.Module) -> float:
+    def evaluate(model):
         model.eval()
         loss = float(model(rows_of(0, 0).to(DEVICE))["loss"])
         model.train()
@@ -116,23 +106,22 @@ def forget(rank: int) -> list[str]:
     return said
 
 
-def pickled(module: nn.Module) -> nn.Module:
+def pickled(module):
     """Return a module that has been written and read."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
-    read: nn.Module = torch.load(file, weights_only=False)
-    return read
+    return torch.load(file, weights_only=False)
 
 
-def test_what_is_forgotten_is_refused_with_its_cure(pair: Pool) -> None:
+def test_what_is_forgotten_is_refused_with_its_cure(pair):
     for said in pair.run(forget):
         expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "local_steps"]
         assert len(said) == len(expected)
         assert all(part in message for part, message in zip(expected, said))
 
 
-def adopt(rank: int) -> tuple[Tensors, Tensors]:
+def adopt(rank):
     """Load other weights in the midst of a round, and share them; return them, and what is shared then."""
     ddp, optimizer = wrapped()
     with sparsify(ddp, optimizer, **SPARSE) as handle:
@@ -147,12 +136,12 @@ def adopt(rank: int) -> tuple[Tensors, Tensors]:
     return loaded, shared
 
 
-def test_weights_that_are_loaded_in_training_are_shared_when_told(pair: Pool) -> None:
+def test_weights_that_are_loaded_in_training_are_shared_when_told(pair):
     for loaded, shared in pair.run(adopt):
         assert_same(shared, loaded)
 
 
-def skip(rank: int) -> tuple[list[float], Tensors]:
+def skip(rank):
     """Train with a scaler that skips a step on one rank only; return its scales and the parameters at the end."""
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     ddp, optimizer = wrapped()
@@ -168,7 +157,7 @@ def skip(rank: int) -> tuple[list[float], Tensors]:
     return scales, parameters_of(ddp)
 
 
-def test_ranks_may_skip_different_steps(pair: Pool) -> None:
+def test_ranks_may_skip_different_steps(pair):
     (scales, ends), (others, other_ends) = pair.run(skip)
     assert scales != others
     assert_same(ends, other_ends)
@@ -177,19 +166,19 @@ def test_ranks_may_skip_different_steps(pair: Pool) -> None:
 class Taught(Net):
     """A network beside a frozen one that somebody writes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.teacher = nn.Linear(32, 64)
         self.teacher.requires_grad_(False)
 
 
-def teach(rank: int, folder: Path, resumes: bool) -> Tensors:
+def teach(rank, folder, resumes):
     """Train while rank 0 alone writes a frozen parameter in the midst of a round, and save there, or go on."""
     net = Taught()
     ddp, optimizer = wrapped(net)
     with sparsify(ddp, optimizer, **SPARSE) as handle:
 
-        def write(step: int) -> None:
+        def write(step):
             if rank == 0 and step < EVERY + 2:
                 net.teacher.weight.data.mul_(0.5).add_(net.network[0].weight.detach())
             if step == EVERY + 1:
@@ -206,18 +195,18 @@ def teach(rank: int, folder: Path, resumes: bool) -> Tensors:
     return tensors_of(net)
 
 
-def test_what_one_rank_writes_within_a_round_is_resumed_to_the_bit(pair: Pool, tmp_path: Path) -> None:
+def test_what_one_rank_writes_within_a_round_is_resumed_to_the_bit(pair, tmp_path):
     whole = pair.run(teach, tmp_path, False)
     assert_same(*whole)
     for resumed in pair.run(teach, tmp_path, True):
         assert_same(resumed, whole[0])
 
 
-def fail(rank: int) -> bool:
+def fail(rank):
     """Leave the loop by an error of one rank, for which nobody waits."""
     ddp, optimizer = wrapped()
 
-    def break_off(step: int) -> None:
+    def break_off(step):
         if step == 1:
             raise OSError("disk full")
 
@@ -226,19 +215,19 @@ def fail(rank: int) -> bool:
     return True
 
 
-def test_an_error_leaves_a_round_open(pair: Pool) -> None:
+def test_an_error_leaves_a_round_open(pair):
     assert pair.run(fail) == [True, True]
 
 
 class Unhooked(torch.optim.SGD):
     """An optimizer that has not called its base's constructor: it has no hooks."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         self.param_groups = [{"params": list(parameters), "lr": 0.1}]
-        self.defaults: dict[str, Any] = {}
+        self.defaults = {}
 
 
-def refusal_of(rank: int, arguments: dict[str, Any], kind: Optional[type[Any]]) -> str:
+def refusal_of(rank, arguments, kind):
     ddp = DistributedDataParallel(Net().to(DEVICE), **arguments)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1) if kind is None else kind(ddp.parameters())
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -251,17 +240,17 @@ def refusal_of(rank: int, arguments: dict[str, Any], kind: Optional[type[Any]]) 
     [({"static_graph": True}, None, "static_graph="), ({}, Unhooked, "optimizer=")],
     ids=["static graph", "hooks"],
 )
-def test_what_local_steps_have_no_place_for(pair: Pool, arguments: dict[str, Any], kind: Any, named: str) -> None:
+def test_what_local_steps_have_no_place_for(pair, arguments, kind, named):
     for message in pair.run(refusal_of, arguments, kind):
         assert named in message
 
 
-def test_layers_that_send_in_every_step_are_refused() -> None:
+def test_layers_that_send_in_every_step_are_refused():
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         check_rounds(LocalSteps(EVERY), nn.Sequential(nn.SyncBatchNorm(2)))
 
 
-def test_one_process_trains_as_ever(pools: dict[int, Pool]) -> None:
+def test_one_process_trains_as_ever(pools):
     ((_, ends, stats),) = pools[1].run(train_accumulating, True)
     assert stats == {}
     assert ends

@@ -4,15 +4,7 @@ import random
 
 import pytest
 
-from lightning_sparse.schedule.hiding import (
-    GroupCosts,
-    GroupSample,
-    GroupShape,
-    Line,
-    costs_of,
-    fit,
-    hidden_densities,
-)
+from lightning_sparse.schedule.hiding import GroupCosts, GroupSample, GroupShape, Line, costs_of, fit, hidden_densities
 
 
 def made_up(seed, has_dense):

@@ -2,17 +2,14 @@
 
 import copy
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, Optional
 from unittest import mock
 
 import pytest
 import torch
 from pytorch_lightning.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
@@ -20,11 +17,10 @@ from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
 from tests.helpers.devices import DEVICE
-from tests.helpers.fits import NotingLogger, Tensors, assert_goes_on, fits, one_model, refusals
+from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
@@ -32,15 +28,7 @@ CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRE
 CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
 
 
-def corrected_steps(
-    rank: int,
-    kind: type,
-    settings: dict[str, Any],
-    arguments: dict[str, Any],
-    steps: int,
-    poisoned: Optional[int] = None,
-    correction: AdamCorrection = CORRECTION,
-) -> Iterator[tuple[DistributedDataParallel, Any, torch.optim.Optimizer, Tensors]]:
+def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, correction=CORRECTION):
     """Train with a corrected optimizer, without a Trainer; yield before the first step, and after every step.
 
     The gradient of step ``poisoned`` is not finite on rank 1; that step of the optimizer is left out.
@@ -65,7 +53,7 @@ def corrected_steps(
         view.close()
 
 
-def train(rank: int, *settings: Any) -> tuple[list[Tensors], list[Tensors], Tensors]:
+def train(rank, *settings):
     """Return parameters after every step, this rank's gradients of every step, and the parameters at the start."""
     torch.manual_seed(0)
     start = {name: parameter.detach().clone() for name, parameter in Edges().named_parameters()}
@@ -78,9 +66,7 @@ def train(rank: int, *settings: Any) -> tuple[list[Tensors], list[Tensors], Tens
     return history, seen, start
 
 
-def reference(
-    start: Tensors, gradients: list[list[Tensors]], density: float, arguments: dict[str, Any], shares: int = 1
-) -> list[Tensors]:
+def reference(start, gradients, density, arguments, shares=1):
     """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step.
 
     Elements are selected from each of so many shares of a parameter by itself.
@@ -135,7 +121,7 @@ def reference(
     return history
 
 
-CASES: dict[str, tuple[type, dict[str, Any], float]] = {
+CASES = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}, 0.05),
     "AdamW, dense": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}, 0.3),
     "AdamW, slow betas": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.999)}, 0.3),
@@ -154,7 +140,7 @@ ON_LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
 @pytest.mark.parametrize(
     ("name", "node_ranks"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
 )
-def test_against_a_slow_reference(pools: dict[int, Pool], name: str, node_ranks: int) -> None:
+def test_against_a_slow_reference(pools, name, node_ranks):
     kind, arguments, density = CASES[name]
     settings = {"density": density} if node_ranks == 1 else {"density": 0.1, "node_ranks": node_ranks}
     outcomes = pools[2 * node_ranks].run(train, kind, settings, arguments, STEPS)
@@ -170,7 +156,7 @@ def test_against_a_slow_reference(pools: dict[int, Pool], name: str, node_ranks:
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 
-def assert_close_to(expected: list[Tensors], histories: list[list[Tensors]]) -> None:
+def assert_close_to(expected, histories):
     """Compare the parameters of all ranks after every step with those of the reference."""
     for history in histories:
         for step, (ours, theirs) in enumerate(zip(history, expected)):
@@ -184,9 +170,9 @@ def assert_close_to(expected: list[Tensors], histories: list[list[Tensors]]) -> 
                 assert differ <= 2 + mine.numel() // 500, f"{differ} elements of {name} after step {step + 1}"
 
 
-def train_changing(rank: int, as_tensors: bool) -> Tensors:
+def train_changing(rank, as_tensors):
     """Change the numbers of one group and not of the other in the course of training; return what comes of it."""
-    arguments: dict[str, Any] = {"lr": torch.tensor(RATE) if as_tensors else RATE, "foreach": False}
+    arguments = {"lr": torch.tensor(RATE) if as_tensors else RATE, "foreach": False}
     training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
     ddp, _, optimizer, _ = next(training)
     group = optimizer.param_groups[0]
@@ -198,11 +184,11 @@ def train_changing(rank: int, as_tensors: bool) -> Tensors:
     return parameters_of(ddp)
 
 
-def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair: Pool) -> None:
+def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair):
     torch.testing.assert_close(pair.run(train_changing, True), pair.run(train_changing, False), rtol=1e-4, atol=1e-6)
 
 
-def watched_steps(rank: int, compressor: str, wire: str, steps: int) -> list[dict[str, Any]]:
+def watched_steps(rank, compressor, wire, steps):
     """Train; return parameters, gradients and what waits of every step."""
     book = []
     settings = {"compressor": compressor, "density": 0.1, "wire": wire}
@@ -224,7 +210,7 @@ def watched_steps(rank: int, compressor: str, wire: str, steps: int) -> list[dic
 @pytest.mark.parametrize(
     ("compressor", "wire"), [*((name, "bfloat16") for name in CORRECTED), ("topk", "float32"), ("exdyna", "float32")]
 )
-def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire: str) -> None:
+def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
     one, other = pair.run(watched_steps, compressor, wire, 9)
     for ours, theirs in zip(one, other):
         for kind in ("parameters", "seconds"):
@@ -246,7 +232,7 @@ def test_replicas_agree_and_no_update_is_lost(pair: Pool, compressor: str, wire:
 
 
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
-def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
+def test_no_schedule_changes_a_bit(pair, compressor):
     (expected, _, _), *others = (
         history
         for schedule in ("single", "layerwise", "merged")
@@ -258,7 +244,7 @@ def test_no_schedule_changes_a_bit(pair: Pool, compressor: str) -> None:
         assert_same(history, expected)
 
 
-def first_planned_step(rank: int, dense_steps: int) -> int:
+def first_planned_step(rank, dense_steps):
     """Return the first step after which a plan is followed."""
     correction = AdamCorrection(dense_steps=dense_steps, fall_steps=0, refresh_steps=1000)
     settings = {"compressor": "topk", "schedule": "merged"}
@@ -269,13 +255,13 @@ def first_planned_step(rank: int, dense_steps: int) -> int:
 
 
 @pytest.mark.clock
-def test_a_plan_is_not_made_of_steps_that_send_everything(pair: Pool) -> None:
+def test_a_plan_is_not_made_of_steps_that_send_everything(pair):
     # How many steps are tried first depends on what they take; always fewer than the hundred that are whole here.
     [early, *_], [late, *_] = (pair.run(first_planned_step, dense_steps) for dense_steps in (5, 100))
     assert early < 100 < late
 
 
-def train_twin(rank: int, steps: int) -> Tensors:
+def train_twin(rank, steps):
     """Train the same model behind plain DDP."""
     torch.manual_seed(0)
     twin = DistributedDataParallel(Edges().to(DEVICE))
@@ -291,14 +277,14 @@ def train_twin(rank: int, steps: int) -> Tensors:
     ("compressor", "density", "steps"),
     [*((name, 0.05, DENSE) for name in CORRECTED), *((name, 1.0, STEPS) for name in ("topk", "lags", "omgs"))],
 )
-def test_while_all_is_sent_it_is_ddp(pair: Pool, compressor: str, density: float, steps: int) -> None:
+def test_while_all_is_sent_it_is_ddp(pair, compressor, density, steps):
     settings = {"compressor": compressor, "density": density}
     answers = pair.run(train, torch.optim.AdamW, settings, {}, steps)
     for (history, _, _), twin in zip(answers, pair.run(train_twin, steps)):
         torch.testing.assert_close(history[-1], twin, rtol=1e-5, atol=1e-5)
 
 
-def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
+def poison(rank, compressor, poisoned):
     """Train with a step that is not finite; return all that is kept before and after it, and whether it was noticed."""
     states, gradients = [], []
     for ddp, engine, optimizer, _ in corrected_steps(
@@ -312,13 +298,13 @@ def poison(rank: int, compressor: str, poisoned: int) -> tuple[Any, Any, bool]:
 
 @pytest.mark.parametrize("poisoned", [DENSE + 1, DENSE + 2, DENSE + 3])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
-def test_what_is_not_finite_moves_nothing_that_is_kept(pair: Pool, compressor: str, poisoned: int) -> None:
+def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisoned):
     for before, after, is_noticed in pair.run(poison, compressor, poisoned):
         assert is_noticed
         assert_same(before, after)
 
 
-def step_twice(rank: int) -> tuple[float, Tensors]:
+def step_twice(rank):
     """Step twice with the same gradient; return the number of steps made, and the parameters."""
     training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, {}, 7)
     ddp, _, optimizer, _ = next(training)
@@ -327,7 +313,7 @@ def step_twice(rank: int) -> tuple[float, Tensors]:
     return float(optimizer.state[next(ddp.parameters())]["step"]), parameters_of(ddp)
 
 
-def test_a_gradient_may_be_stepped_with_twice(pair: Pool) -> None:
+def test_a_gradient_may_be_stepped_with_twice(pair):
     (steps, one), (_, other) = pair.run(step_twice)
     assert steps == 14
     assert_same(one, other)
@@ -345,11 +331,11 @@ SOON = {
 class NumberedAdam(Numbered):
     """The same, with AdamW."""
 
-    def __init__(self, save_after: Optional[int] = None, path: str = "", rate: float = 0.01, **arguments: Any) -> None:
+    def __init__(self, save_after=None, path="", rate=0.01, **arguments):
         super().__init__(save_after, path)
         self.arguments = {"lr": rate, "betas": (0.9, 0.95), **arguments}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Return AdamW with a learning rate that falls step by step."""
         optimizer = torch.optim.AdamW(self.parameters(), **self.arguments)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
@@ -359,17 +345,17 @@ class NumberedAdam(Numbered):
 class ByHand(NumberedAdam):
     """A model whose user goes backward, clips and steps."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.go_backward(self.rows(batch_index), batch_index)
         optimizer.step()
 
-    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+    def go_backward(self, rows, batch_index):
         self.manual_backward((self.network(rows) - rows).square().mean())
         self.clip_gradients(self.optimizers(), 0.01, "norm")
 
@@ -383,13 +369,11 @@ class ByHand(NumberedAdam):
         (ByHand, {}, {}, 7),
     ],
 )
-def test_resumed_it_goes_on_to_the_bit(
-    pair: Pool, tmp_path: Path, module: Any, settings: dict[str, Any], arguments: dict[str, Any], save_after: int
-) -> None:
+def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, module, settings, arguments, save_after):
     assert_goes_on(pair, tmp_path, {**SOON, **settings}, module, save_after, **arguments)
 
 
-def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools, tmp_path):
     paths = {name: str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs")}
     saved = {"ours": SOON, "theirs": None}
     ended = {name: fits(pools[2], partial(NumberedAdam, 8, path), saved[name])[0].end for name, path in paths.items()}
@@ -411,20 +395,20 @@ def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools: dict[int, 
 class Unfreezing(NumberedAdam):
     """A layer that joins the optimizer in the fifth batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network[0].requires_grad_(False)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.network[2].parameters(), lr=0.01)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if self.current_epoch == 0 and batch_idx == 4:
             self.network[0].requires_grad_(True)
             self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
 
 
-def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
+def test_a_parameter_that_joins_late_is_sent_whole_first(pair):
     densities = [stats["density"] for stats in one_model(fits(pair, Unfreezing, SOON)).stats]
     assert densities[3] < 0.3  # the last layer alone, corrected
     assert densities[4] > 0.4  # half of the elements join
@@ -435,18 +419,18 @@ def test_a_parameter_that_joins_late_is_sent_whole_first(pair: Pool) -> None:
 class Clipped(NumberedAdam):
     """It notes norms of gradients, and of what clipping left of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[tuple[float, float]] = []
+        self.notes = []
 
-    def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named_clipping: Any) -> None:
+    def configure_gradient_clipping(self, optimizer, *clipping, **named_clipping):
         before = float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))
         super().configure_gradient_clipping(optimizer, *clipping, **named_clipping)
         self.notes.append((before, float(nn.utils.get_total_norm([each.grad for each in self.parameters()]))))
 
 
 @pytest.mark.parametrize(("algorithm", "clip"), [("norm", 0.05), ("value", 1e-3)])
-def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Pool, algorithm: str, clip: float) -> None:
+def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair, algorithm, clip):
     clipped = fits(pair, Clipped, SOON, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
     free = one_model(fits(pair, Clipped, SOON))
     assert not torch.equal(one_model(clipped).end["network.0.weight"], free.end["network.0.weight"])
@@ -455,7 +439,7 @@ def test_gradients_are_clipped_before_they_wait_and_never_what_arrives(pair: Poo
         assert all(after == before for before, after in each.notes[2:])  # an update must not be taken for a gradient
 
 
-def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
+def test_a_scaler_does_as_well_with_a_fused_optimizer(pair):
     ends = []
     for is_fused in (False, True):
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
@@ -468,18 +452,18 @@ def test_a_scaler_does_as_well_with_a_fused_optimizer(pair: Pool) -> None:
 class Moving(NumberedAdam):
     """Parameters get other memory in some batches, before the forward or before the optimizer's step."""
 
-    def __init__(self, when: str) -> None:
+    def __init__(self, when):
         super().__init__()
         self.when = when
 
-    def move(self, when: str) -> None:
+    def move(self, when):
         for parameter in self.parameters() if when == self.when and self.global_step in (4, 5, 10) else ():
             parameter.data = parameter.data.clone()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.move("forward")
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.move("step")
 
 
@@ -487,7 +471,7 @@ class Moving(NumberedAdam):
     ("precision", "when"),
     [("32-true", "forward"), ("32-true", "step"), ("bf16-mixed", "forward"), ("bf16-true", "forward")],
 )
-def test_parameters_may_get_other_memory_in_every_precision(pair: Pool, precision: str, when: str) -> None:
+def test_parameters_may_get_other_memory_in_every_precision(pair, precision, when):
     moved, stayed = (
         one_model(fits(pair, partial(Moving, each), SOON, precision=precision)) for each in (when, "never")
     )
@@ -499,29 +483,29 @@ def test_parameters_may_get_other_memory_in_every_precision(pair: Pool, precisio
 class Stepless(torch.optim.Adam):
     """An Adam with a step of its own."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         return None if closure is None else closure()
 
 
 class WithOptimizer(Numbered):
     """A model trained by any optimizer."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return self.kind(self.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.NAdam, Stepless])
-def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair: Pool, kind: type) -> None:
+def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair, kind):
     for answer in refusals(pair, partial(WithOptimizer, kind), SOON):
         assert re.match(rf"ValueError.*AdamCorrection.*{kind.__name__}", answer)
 
 
 @pytest.mark.parametrize("compressor", ["qsgd", "a2sgd", "dense"])
-def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor: str) -> None:
+def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor):
     with pytest.raises(ValueError, match="AdamCorrection"):
         SparseDDPStrategy(compressor, optimizer_correction=AdamCorrection())
     with pytest.raises(ValueError, match="optimizer_correction="):
@@ -529,7 +513,7 @@ def test_a_method_that_cannot_be_corrected_refuses_to_be(compressor: str) -> Non
 
 
 @pytest.mark.parametrize("given", [{"dense_steps": 1}, {"fall_steps": -1}, {"refresh_steps": 0}, {"dense_steps": 0.5}])
-def test_numbers_out_of_range_are_refused(given: dict[str, Any]) -> None:
+def test_numbers_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         AdamCorrection(**given)
 
@@ -538,11 +522,11 @@ class Logged(NumberedAdam):
     """It returns what was logged of the exchange."""
 
     @property
-    def notes(self) -> list[dict[str, float]]:
+    def notes(self):
         return [told for told in self.trainer.logger.told if "sparse/wire_bytes" in told]
 
 
-def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool) -> None:
+def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair):
     more = {"logger": NotingLogger(), "callbacks": [CompressionMonitor(by_parameter=True)], "log_every_n_steps": 1}
     told = fits(pair, Logged, SOON, **more)[0].notes
     assert len(told) == 12
@@ -560,7 +544,7 @@ def test_what_waits_and_the_age_of_the_second_moment_are_logged(pair: Pool) -> N
     assert all(refresh > 1.5 * other for refresh, other in zip(bytes_sent[3::2], bytes_sent[4::2])), bytes_sent
 
 
-def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
+def test_gradients_that_are_learned_from_are_held_as_they_travel():
     first, second, weight, gradient = torch.ones(4, 1000).unbind()
     moments = AdamMoments(5, 0.9, 0.999, 1e-8, 0.0, first, second, None, weight)
     memory = AdamMemory(2, AdamCorrection(refresh_steps=1))
@@ -575,17 +559,17 @@ def test_gradients_that_are_learned_from_are_held_as_they_travel() -> None:
 class InHalves(ByHand):
     """A weight whose loss is backpropagated at once, or in halves of it, before AdamW or Adam steps."""
 
-    def __init__(self, is_halved: bool, kind: type, **arguments: Any) -> None:
+    def __init__(self, is_halved, kind, **arguments):
         super().__init__()
         self.is_halved, self.kind, self.arguments = is_halved, kind, arguments
         self.network = nn.Sequential()
         self.weight = nn.Parameter(torch.linspace(1e-3, 2e-3, 100))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Build the optimizer; with so small a rate, gradients do not depend on what was selected before."""
         return self.kind(self.parameters(), lr=1e-7, **self.arguments)
 
-    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+    def go_backward(self, rows, batch_index):
         losses = self.weight * torch.linspace(1, 3, 100, device=self.device) * (1 + rows.mean())
         shared = losses.sum() * 0.1 if self.is_halved else 0.0
         for loss in (losses[:50].sum() + shared, losses[50:].sum() - shared) if self.is_halved else (losses.sum(),):
@@ -595,9 +579,7 @@ class InHalves(ByHand):
 @pytest.mark.parametrize(
     ("kind", "arguments"), [(torch.optim.AdamW, {}), (torch.optim.Adam, {"weight_decay": 200.0})], ids=["AdamW", "Adam"]
 )
-def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(
-    pair: Pool, kind: type, arguments: dict[str, Any]
-) -> None:
+def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, arguments):
     settings = {"compressor": "topk", "density": 0.1, "optimizer_correction": CORRECTION}
     came, seconds = [], []
     for is_halved in (False, True):
@@ -613,18 +595,18 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(
 class Turns(NumberedAdam):
     """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not."""
 
-    def __init__(self, toggles: bool) -> None:
+    def __init__(self, toggles):
         super().__init__()
         self.automatic_optimization = False
         self.toggles = toggles
         self.network = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.9)) for network in self.network]
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
-        for optimizer, network in zip(self.optimizers(), self.network):  # type: ignore[arg-type]
+        for optimizer, network in zip(self.optimizers(), self.network):
             with optimizer.toggle_model() if self.toggles else nullcontext():
                 optimizer.zero_grad()
                 # Gradients grow, so that a second moment that is not learned any more is far too small.
@@ -632,7 +614,7 @@ class Turns(NumberedAdam):
                 optimizer.step()
 
 
-def test_optimizers_that_toggle_learn_their_second_moments(pair: Pool) -> None:
+def test_optimizers_that_toggle_learn_their_second_moments(pair):
     settings = {**SOON, "find_unused_parameters": True}
     toggled, untoggled = (one_model(fits(pair, partial(Turns, toggles), settings)) for toggles in (True, False))
     assert_same(toggled.batches, untoggled.batches)
@@ -642,12 +624,12 @@ def test_optimizers_that_toggle_learn_their_second_moments(pair: Pool) -> None:
 class Pieces(ByHand):
     """A model whose step is the sum of several backwards."""
 
-    def go_backward(self, rows: Tensor, batch_index: int) -> None:
+    def go_backward(self, rows, batch_index):
         for row in rows:
             self.manual_backward((self.network(row) - row).square().mean())
 
 
-def test_pieces_of_a_step_teach_the_same_in_every_schedule(pair: Pool) -> None:
+def test_pieces_of_a_step_teach_the_same_in_every_schedule(pair):
     module = partial(Pieces, rate=1e-4, betas=(0.9, 0.9))
     one, other = (one_model(fits(pair, module, {**SOON, "schedule": each})) for each in ("single", "layerwise"))
     assert_same(one.batches, other.batches)
@@ -657,21 +639,21 @@ def test_pieces_of_a_step_teach_the_same_in_every_schedule(pair: Pool) -> None:
 class Silent(NumberedAdam):
     """Some ranks have no gradient in a few steps; it notes the factors of clipping."""
 
-    def __init__(self, *ranks: int) -> None:
+    def __init__(self, *ranks):
         super().__init__()
         self.silent = ranks
-        self.notes: list[float] = []
+        self.notes = []
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
         return loss * 0 if 2 <= self.global_step <= 4 and self.global_rank in self.silent else loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         factor = self.trainer.strategy.engine.memory.statistics().get("local_clip_factor")
         self.notes.append(1.0 if factor is None else float(factor))
 
 
-def test_a_gradient_of_zero_silences_no_rank(pair: Pool) -> None:
+def test_a_gradient_of_zero_silences_no_rank(pair):
     usual, one, both = (
         fits(pair, partial(Silent, *ranks), SOON, gradient_clip_val=0.05) for ranks in ((), (1,), (0, 1))
     )

@@ -2,16 +2,13 @@
 
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model
 from tests.helpers.resuming import Numbered
@@ -25,39 +22,35 @@ LONG = {"max_epochs": 1000}  # Lightning's own default, which EarlyStopping is t
 class Watched(Numbered):
     """A model trained by AdamW, whose gradients may grow, and that may stop after some batches."""
 
-    def __init__(
-        self, save_after: Optional[int] = None, path: str = "", growth: float = 1.0, stop_after: Optional[int] = None
-    ) -> None:
+    def __init__(self, save_after=None, path="", growth=1.0, stop_after=None):
         super().__init__(save_after, path)
         self.growth, self.stop_after, self.seen = growth, stop_after, 0
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return super().training_step(batch, batch_index) * self.growth**self.trainer.global_step
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.seen += 1
         self.trainer.should_stop = self.seen == self.stop_after
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def densities(
-    pair: Pool, module: Any, settings: dict[str, Any] = SPARSE, source: Optional[str] = None, **trainer: Any
-) -> list[float]:
+def densities(pair, module, settings=SPARSE, source=None, **trainer):
     """Fit one model; return the density of each step."""
     return [stats["density"] for stats in one_model(fits(pair, module, settings, source, **trainer)).stats]
 
 
-def test_the_first_steps_are_ddps_to_the_bit(pools: dict[int, Pool]) -> None:
+def test_the_first_steps_are_ddps_to_the_bit(pools):
     ours, theirs = (fits(pools[3], partial(Watched, stop_after=10), each, **LONG) for each in (SPARSE, None))
     for one, other in zip(ours, theirs):
         assert [stats["density"] for stats in one.stats] == [1.0] * 10
         assert_same(one.batches, other.batches)
 
 
-def test_in_few_bits_adam_still_learns_from_sixteen(pair: Pool) -> None:
+def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     module = partial(Watched, stop_after=12)
     by_wire = {}
     for wire in ("bfloat16", "4bit"):
@@ -70,7 +63,7 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair: Pool) -> None:
     assert four.stats[6]["wire_bytes"] < 0.5 * sixteen.stats[6]["wire_bytes"]
 
 
-def test_a_training_that_stops_early_is_compressed_soon(pair: Pool) -> None:
+def test_a_training_that_stops_early_is_compressed_soon(pair):
     found = densities(pair, partial(Watched, stop_after=130), **LONG)
     assert found[:10] == [1.0] * 10
     falling = found[10:60]
@@ -79,7 +72,7 @@ def test_a_training_that_stops_early_is_compressed_soon(pair: Pool) -> None:
     assert max(found[60:]) < 1.2 * DENSITY
 
 
-def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair: Pool) -> None:
+def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair):
     found = densities(pair, partial(Watched, growth=1.2, stop_after=105), **LONG)
     assert found[:60] == [1.0] * 60  # a hundredth of them all
     assert found[104] < 1.0
@@ -88,7 +81,7 @@ def test_gradients_that_grow_are_sent_whole_for_longer_but_not_for_ever(pair: Po
     assert found[14] < 0.1
 
 
-def test_a_resume_with_more_epochs_does_not_go_back(pair: Pool, tmp_path: Path) -> None:
+def test_a_resume_with_more_epochs_does_not_go_back(pair, tmp_path):
     path = str(tmp_path / "adam.ckpt")
     densities(pair, partial(Watched, 36, path), max_epochs=6)
     for epochs in (200, 100_000):
@@ -96,11 +89,11 @@ def test_a_resume_with_more_epochs_does_not_go_back(pair: Pool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("save_after", [3, 7, 10, 11, 14])
-def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair: Pool, tmp_path: Path, save_after: int) -> None:
+def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair, tmp_path, save_after):
     assert_goes_on(pair, tmp_path, SPARSE, Watched, save_after, max_epochs=4)
 
 
-def test_max_steps_beside_max_epochs_is_no_length(pair: Pool) -> None:
+def test_max_steps_beside_max_epochs_is_no_length(pair):
     settings = {**SPARSE, "optimizer_correction": AdamCorrection(fall_steps=0)}
     found = densities(pair, Watched, settings, max_epochs=3, max_steps=100_000)
     assert found[9] == 1.0
@@ -110,41 +103,41 @@ def test_max_steps_beside_max_epochs_is_no_length(pair: Pool) -> None:
 class LateData(Small):
     """A model that makes its data when training begins."""
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         self.data = Rows(32)
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(self.data, batch_size=4)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
 
-def test_data_may_be_made_in_on_fit_start(pair: Pool) -> None:
+def test_data_may_be_made_in_on_fit_start(pair):
     assert len(densities(pair, LateData, max_epochs=1)) == 4
 
 
 class TwoKinds(Small):
     """One network trained by AdamW, one by SGD."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.network = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first, second = self.network
         return torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+    def training_step(self, batch, batch_index):
+        for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward((self.network(batch) - batch).square().mean())
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             optimizer.step()
 
 
-def test_beside_an_optimizer_that_is_not_corrected(pair: Pool) -> None:
+def test_beside_an_optimizer_that_is_not_corrected(pair):
     found = densities(pair, TwoKinds, limit_train_batches=16)
     assert found[:10] == [1.0] * 10
     assert found[-1] < 1.2 * DENSITY

@@ -139,22 +139,14 @@ def whole(answers, is_shared, place):
         return notes
     pairs = [notes[rank - rank % 2 : rank - rank % 2 + 2] for rank in range(len(notes))]
     return [
-        (
-            own[0],
-            {name: torch.cat([each[1][name] for each in pair])[: own[0][name].numel()] for name in own[1]},
-        )
+        (own[0], {name: torch.cat([each[1][name] for each in pair])[: own[0][name].numel()] for name in own[1]})
         for own, pair in zip(notes, pairs)
     ]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ((4, 2), (2, None)),
-        ((4, 2), (4, "auto")),
-        ((4, "auto"), (4, 2)),
-        ((3, None), (4, 2)),
-    ],
+    [((4, 2), (2, None)), ((4, 2), (4, "auto")), ((4, "auto"), (4, 2)), ((3, None), (4, 2))],
     ids=["to two ranks", "to ranks of nodes", "from ranks of nodes", "from three ranks"],
 )
 @pytest.mark.parametrize("kind", ["diloco", "sparse"])

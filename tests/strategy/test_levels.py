@@ -2,11 +2,9 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.callbacks import (
@@ -19,7 +17,6 @@ from lightning_sparse.callbacks import (
 from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.testing.pool import Pool
 from tests.helpers.fits import NotingLogger, fits, one_model
 from tests.helpers.trainers import Small
 
@@ -36,26 +33,26 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("compressor", "nodes", "expected"), CHOICES.values(), ids=CHOICES)
-def test_auto_takes_two_levels_where_there_are(compressor: str, nodes: list[int], expected: int) -> None:
+def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
     assert ranks_of_node(Settings(compressor, None, "merged", "float32"), nodes) == expected
     assert ranks_of_node(Settings(compressor, None, "merged", "float32", levels=1), nodes) == 1
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
-def test_two_levels_are_refused_where_there_are_none(nodes: list[int]) -> None:
+def test_two_levels_are_refused_where_there_are_none(nodes):
     with pytest.raises(ValueError, match="levels=2 was given, but"):
         ranks_of_node(Settings("topk", 0.01, "merged", "float32", levels=2), nodes)
 
 
 @pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc"])
-def test_two_levels_are_refused_to_methods_that_cannot_work_on_shares(compressor: str) -> None:
+def test_two_levels_are_refused_to_methods_that_cannot_work_on_shares(compressor):
     with pytest.raises(ValueError, match="levels=2 was given, but"):
         SparseDDPStrategy(compressor, levels=2)
     SparseDDPStrategy(compressor, levels="auto")
 
 
 @pytest.mark.parametrize("levels", [0, 3, "two", None])
-def test_other_numbers_of_levels_are_refused(levels: Any) -> None:
+def test_other_numbers_of_levels_are_refused(levels):
     with pytest.raises(ValueError, match=f"levels={levels!r}"):
         SparseDDPStrategy(levels=levels)
 
@@ -63,22 +60,22 @@ def test_other_numbers_of_levels_are_refused(levels: Any) -> None:
 class Trained(Small):
     """A model trained by an optimizer of a kind, which notes its losses and what is logged."""
 
-    def __init__(self, kind: type = torch.optim.SGD) -> None:
+    def __init__(self, kind=torch.optim.SGD):
         super().__init__()
         self.kind = kind
-        self.notes: list[Any] = []
+        self.notes = []
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         loss = super().training_step(batch, batch_index)
         self.notes.append(float(loss.detach()))
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return self.kind(self.parameters(), lr=1e-2 if self.kind is torch.optim.AdamW else 0.1)
 
 
 CORRECTION = AdamCorrection(dense_steps=4, fall_steps=4, refresh_steps=2)
-FITS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
+FITS = {
     "AdamW": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {}),
     "AdamW, clipped": ({"optimizer_correction": CORRECTION}, torch.optim.AdamW, {"gradient_clip_val": 0.1}),
     "AdamW, owners": ({"optimizer_correction": CORRECTION, "exchange": "owners"}, torch.optim.AdamW, {}),
@@ -95,9 +92,7 @@ NODES = {"node_ranks": 2, "max_epochs": 4, "limit_train_batches": 8}
 
 
 @pytest.mark.parametrize(("settings", "kind", "trainer"), FITS.values(), ids=FITS)
-def test_a_fit_on_two_nodes(
-    pools: dict[int, Pool], settings: dict[str, Any], kind: type, trainer: dict[str, Any]
-) -> None:
+def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
     answers = fits(pools[4], partial(Trained, kind), {**SPARSE, **settings}, **{**NODES, **trainer})
     one_model(answers)
     for each in answers:
@@ -108,7 +103,7 @@ def test_a_fit_on_two_nodes(
     assert "to other nodes) where DDP sends" in answers[0].said[-1]
 
 
-def test_one_level_on_two_nodes_if_it_is_asked_for(pools: dict[int, Pool]) -> None:
+def test_one_level_on_two_nodes_if_it_is_asked_for(pools):
     for each in fits(pools[4], Trained, {**SPARSE, "levels": 1}, node_ranks=2):
         assert "link_bytes" not in each.total
         assert not any("two levels" in line for line in each.said)
@@ -117,18 +112,18 @@ def test_one_level_on_two_nodes_if_it_is_asked_for(pools: dict[int, Pool]) -> No
 class Freezing(Trained):
     """A model whose first layer is frozen for an epoch, which notes what waits of it before and after that."""
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.network[0].requires_grad_(self.current_epoch != 1)
         if self.current_epoch:
-            engine = self.trainer.strategy.engine  # type: ignore[union-attr]
+            engine = self.trainer.strategy.engine
             engine.worker.settle()
             self.notes.append(engine.memory.state_dict()["residual"]["network.0.weight"].clone())
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return Small.training_step(self, batch, batch_index)
 
 
-def test_what_waits_of_a_frozen_layer_waits(pools: dict[int, Pool]) -> None:
+def test_what_waits_of_a_frozen_layer_waits(pools):
     answers = fits(pools[4], Freezing, SPARSE, node_ranks=2, max_epochs=3)
     one_model(answers)
     for each in answers:
@@ -140,12 +135,12 @@ def test_what_waits_of_a_frozen_layer_waits(pools: dict[int, Pool]) -> None:
 class Logged(Trained):
     """It notes what is logged."""
 
-    def on_train_end(self) -> None:
-        self.notes = self.trainer.logger.told  # type: ignore[union-attr]
+    def on_train_end(self):
+        self.notes = self.trainer.logger.told
 
 
 @pytest.mark.parametrize("compressor", ["topk", "lags"])
-def test_whoever_looks_on_sees_shares(pools: dict[int, Pool], compressor: str) -> None:
+def test_whoever_looks_on_sees_shares(pools, compressor):
     callbacks = [
         CompressionMonitor(by_parameter=True),
         AssumptionMonitor(every_n_steps=1),

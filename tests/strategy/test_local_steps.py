@@ -2,24 +2,21 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any, Optional
 from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import LearningRateFinder, StochasticWeightAveraging
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import ReplicaSentinel
 from lightning_sparse.compressors import DGC, LAGS, SDAGC
 from lightning_sparse.strategy.uneven import samples_of
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import Tensors, assert_goes_on, fits, refusals
+from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.random_trainings import AverageAtValidation, write
 from tests.helpers.resuming import Numbered
 from tests.helpers.rounds import ROUNDS, Local, Overflowing, Worker, average, scaling
@@ -29,24 +26,24 @@ from tests.helpers.trainers import Rows, Small, run_fit, weights
 class Narrow(Local):
     """The same in bfloat16, without BatchNorm."""
 
-    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+    def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self):
         return torch.bfloat16
 
 
 class Teaching(Local):
     """A network beside a frozen one that follows it, written in a way that no version of a tensor counts."""
 
-    def __init__(self, save_after: Optional[int] = None, path: str = "") -> None:
+    def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.teacher = nn.Linear(32, 64)
         self.teacher.requires_grad_(False)
 
-    def on_before_zero_grad(self, *args: Any) -> None:
+    def on_before_zero_grad(self, *args):
         for followed, teacher in zip(self.network[0].parameters(), self.teacher.parameters()):
             teacher.data = 0.5 * (teacher.data + followed.data)
 
@@ -54,7 +51,7 @@ class Teaching(Local):
 class TeachingOnOne(Teaching):
     """The teacher follows on rank 0 alone, until the others hear of it."""
 
-    def on_before_zero_grad(self, *args: Any) -> None:
+    def on_before_zero_grad(self, *args):
         if self.global_rank == 0:
             super().on_before_zero_grad(*args)
 
@@ -70,21 +67,19 @@ class TeachingOnOne(Teaching):
         ("late", Narrow, 8),
     ],
 )
-def test_a_round_goes_on_to_the_bit(
-    pair: Pool, tmp_path: Path, kind: str, module: type[Numbered], save_after: int
-) -> None:
+def test_a_round_goes_on_to_the_bit(pair, tmp_path, kind, module, save_after):
     assert_goes_on(pair, tmp_path, ROUNDS[kind], module, save_after, limit_val_batches=1)
 
 
 class SavedLast(Numbered):
     """A model that saves when its last epoch ends, in the midst of a round."""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         if self.path:
             self.trainer.save_checkpoint(self.path)
 
 
-def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair: Pool, tmp_path: Path) -> None:
+def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair, tmp_path):
     path, settings = str(tmp_path / "end.ckpt"), {"compressor": "topk", "density": 0.1, "local_steps": 4}
     first, *_ = fits(pair, partial(SavedLast, None, path), settings, max_epochs=1)
     for resumed in fits(pair, SavedLast, settings, path, max_epochs=1):
@@ -94,7 +89,7 @@ def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair: Po
 class Starting(Local):
     """A model that notes what it starts with."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.notes = weights(self)
 
 
@@ -106,9 +101,7 @@ class StartingTeaching(Teaching, Starting):
     ("kind", "module", "save_after"),
     [("diloco", Starting, 6), ("late", Starting, 6), ("diloco", StartingTeaching, 2), ("late", StartingTeaching, 6)],
 )
-def test_other_numbers_of_ranks_take_up_the_mean(
-    pools: dict[int, Pool], tmp_path: Path, kind: str, module: type[Local], save_after: int
-) -> None:
+def test_other_numbers_of_ranks_take_up_the_mean(pools, tmp_path, kind, module, save_after):
     path = str(tmp_path / "middle.ckpt")
     saved = fits(pools[3], partial(module, save_after, path), ROUNDS[kind], max_epochs=1)
     for taken_up in fits(pools[2], module, ROUNDS[kind], path):
@@ -117,7 +110,7 @@ def test_other_numbers_of_ranks_take_up_the_mean(
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-6)
 
 
-def test_rounds_and_gradients_keep_different_things(pair: Pool, tmp_path: Path) -> None:
+def test_rounds_and_gradients_keep_different_things(pair, tmp_path):
     path, gradients = str(tmp_path / "middle.ckpt"), {"density": 0.1}
     rounds = {**gradients, "local_steps": 4}
     for before, after, told in (
@@ -133,23 +126,23 @@ def test_rounds_and_gradients_keep_different_things(pair: Pool, tmp_path: Path) 
 class Validated(Local):
     """A model that notes with which parameters and buffers it is validated."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[Tensors] = []
+        self.notes = []
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         self.notes.append({name: each.detach().clone() for name, each in self.state_dict().items()})
 
 
 class Swaps(AverageAtValidation):
     """An average that is validated."""
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer, pl_module):
         pl_module.notes = self.failures
 
 
 @pytest.mark.parametrize("kind", [*ROUNDS, "a2sgd"])
-def test_a_validation_changes_no_bit_whatever_is_validated(pair: Pool, kind: str) -> None:
+def test_a_validation_changes_no_bit_whatever_is_validated(pair, kind):
     settings, often = ROUNDS.get(kind, {"compressor": kind}), {"val_check_interval": 1, "limit_val_batches": 1}
     never = fits(pair, Validated, settings, **({} if kind in ROUNDS else often))  # A2SGD averages for each of them
     validated = fits(pair, Validated, settings, **often)
@@ -168,17 +161,17 @@ def test_a_validation_changes_no_bit_whatever_is_validated(pair: Pool, kind: str
 class Loads(Callback):
     """Load other weights when training starts, before which there are others, in a hook or at once."""
 
-    def __init__(self, hook: str, by_rank: float) -> None:
+    def __init__(self, hook, by_rank):
         setattr(self, hook, self._load)
         self.by_rank = by_rank
 
-    def _load(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+    def _load(self, trainer, pl_module, *args):
         if trainer.global_step == 0:
             scale_weights(pl_module, 1.0 + self.by_rank * trainer.global_rank)
 
 
 @torch.no_grad()
-def scale_weights(module: nn.Module, factor: float) -> None:
+def scale_weights(module, factor):
     """Write other weights, of few bits, so that means of them are exact."""
     for parameter in module.parameters():
         parameter.mul_(64).round_().mul_(factor / 16)
@@ -187,13 +180,13 @@ def scale_weights(module: nn.Module, factor: float) -> None:
 class Scaled(Validated):
     """It has had the mean of those weights from the start."""
 
-    def __init__(self, by_rank: float) -> None:
+    def __init__(self, by_rank):
         super().__init__()
         scale_weights(self, 1.0 + by_rank / 2)
 
 
 @pytest.mark.parametrize("kind", list(ROUNDS))
-def test_training_starts_from_what_callbacks_load(pair: Pool, kind: str) -> None:
+def test_training_starts_from_what_callbacks_load(pair, kind):
     by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps leave ranks as they are
     checks = {"num_sanity_val_steps": 1, "limit_val_batches": 1}
     expected = fits(pair, partial(Scaled, by_rank), ROUNDS[kind], **checks)
@@ -210,12 +203,12 @@ def test_training_starts_from_what_callbacks_load(pair: Pool, kind: str) -> None
 class SavedTwice(Local):
     """It saves in the midst of a round, and when training has ended."""
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self):
         self.trainer.save_checkpoint(f"{self.path}.end")
 
 
 @pytest.mark.parametrize("kind", list(ROUNDS))
-def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair: Pool, tmp_path: Path, kind: str) -> None:
+def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair, tmp_path, kind):
     path = str(tmp_path / "middle.ckpt")
     first, second = fits(pair, partial(SavedTwice, 5, path), ROUNDS[kind])
     assert_same(first.end, second.end)
@@ -227,12 +220,12 @@ def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair: Pool, tmp_
 class Adversaries(Small):
     """Two networks that are trained in turn by optimizers of their own, by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.judge = nn.Linear(32, 1)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
+    def training_step(self, batch, batch_index):
         """Train one, then the other, which steps every second time."""
         rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(self.global_rank)).to(self.device)
         first, second = self.optimizers()
@@ -248,25 +241,25 @@ class Adversaries(Small):
             self.manual_backward(loss)
             second.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.network.parameters()), torch.optim.SGD(self.judge.parameters(), lr=0.1)
 
 
 class Partial(Local):
     """A model of which some ranks use a part only, and of which a part is frozen after some steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.side = nn.Linear(32, 32)
         self.late = nn.Linear(32, 32)
         self.late.requires_grad_(False)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         out = self.late(self.network(rows))
         return ((out + self.side(rows) if self.global_rank % 2 else out) - rows).square().mean()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         """Freeze one part and unfreeze another, in the midst of a round."""
         if batch_idx == 2:
             self.network[0].requires_grad_(False)
@@ -276,18 +269,18 @@ class Partial(Local):
 class Unseen(Small):
     """A model that steps its optimizer where Lightning does not see it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:
+    def training_step(self, batch, batch_index):
         optimizer = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
         self.manual_backward((self.network(batch) - batch).square().mean())
         optimizer.step()
 
 
-LOOPS: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any]]] = {
+LOOPS = {
     "by hand": (Adversaries, {}, {}),
     "past Lightning": (Unseen, {}, {}),
     "accumulated": (Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
@@ -298,16 +291,14 @@ LOOPS: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any]]] =
 
 @pytest.mark.parametrize(("module", "arguments", "more"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["sparse", "late", "synchronous"])
-def test_any_loop_trains_one_model(
-    pair: Pool, kind: str, module: type[LightningModule], arguments: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
     first, second = fits(pair, module, {**ROUNDS[kind], **more}, limit_train_batches=8, max_epochs=1, **arguments)
     assert_same({name: first.end[name] for name in first.start}, {name: second.end[name] for name in first.start})
     assert all(not torch.equal(first.end[name], first.start[name]) for name in first.start if "network.1" not in name)
     assert first.total["total_wire_bytes"] > 0
 
 
-def test_ranks_may_skip_different_steps(pair: Pool, tmp_path: Path) -> None:
+def test_ranks_may_skip_different_steps(pair, tmp_path):
     path = str(tmp_path / "middle.ckpt")
     first, second = fits(pair, partial(Overflowing, 6, path), ROUNDS["diloco"], plugins=scaling())
     assert_same(first.end, second.end)
@@ -329,9 +320,7 @@ def test_ranks_may_skip_different_steps(pair: Pool, tmp_path: Path) -> None:
     ],
     ids=["AdamW", "bfloat16", "accumulated", "scaled", "by hand"],
 )
-def test_synchronous_steps_are_those_of_ddp_to_the_bit(
-    pools: dict[int, Pool], ranks: int, module: type[LightningModule], arguments: dict[str, Any], unused: bool
-) -> None:
+def test_synchronous_steps_are_those_of_ddp_to_the_bit(pools, ranks, module, arguments, unused):
     more, checks = {"find_unused_parameters": unused}, {"val_check_interval": 4, "limit_val_batches": 1}
     synchronous = {"density": 0.1, "local_steps": LocalSteps(2, synchronous_steps=12), **more}
     ours, theirs = (fits(pools[ranks], module, each, **arguments, **checks) for each in (synchronous, {"ddp": more}))
@@ -340,18 +329,18 @@ def test_synchronous_steps_are_those_of_ddp_to_the_bit(
             assert_same(getattr(one, place), getattr(other, place))
 
 
-def averaging_after(synchronous: int, every: int, **arguments: Any) -> dict[str, Any]:
+def averaging_after(synchronous, every, **arguments):
     """Return a strategy's arguments: plain averages after some synchronous steps."""
     return {"compressor": "dense", "local_steps": LocalSteps(every, synchronous_steps=synchronous), **arguments}
 
 
-def are_alike(answers: Any) -> list[bool]:
+def are_alike(answers):
     """Tell after which batches, but the last, two ranks are one model."""
     return [not differences(*both) for both in zip(*(each.batches[:11] for each in answers))]
 
 
 @pytest.mark.parametrize("synchronous", [3, 4])
-def test_rounds_follow_synchronous_steps(pair: Pool, synchronous: int) -> None:
+def test_rounds_follow_synchronous_steps(pair, synchronous):
     answers = fits(pair, Numbered, averaging_after(synchronous, 2))
     workers = [Worker(rank) for rank in range(2)]
     ends_round = [seen < synchronous or (seen + 1 - synchronous) % 2 == 0 for seen in range(11)]
@@ -373,22 +362,22 @@ def test_rounds_follow_synchronous_steps(pair: Pool, synchronous: int) -> None:
 class Looking(Local):
     """It notes what would be saved of its buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[Tensors] = []
+        self.notes = []
         warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         state = self.trainer.strategy.lightning_module_state_dict()
         self.notes.append({name: each.clone() for name, each in state.items() if "running" in name})
 
 
-def test_rounds_begin_with_the_same_buffers(pair: Pool) -> None:
+def test_rounds_begin_with_the_same_buffers(pair):
     one, other = fits(pair, Looking, averaging_after(3, 2, broadcast_buffers=False))
     assert [not differences(*both) for both in zip(one.notes, other.notes)] == [False] * 3 + [True] * 9
 
 
-def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair: Pool, tmp_path: Path) -> None:
+def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair, tmp_path):
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, update_attr=False)
     searched = fits(pair, Numbered, ROUNDS["synchronous"], callbacks=[finder], default_root_dir=str(tmp_path))
     for one, other in zip(searched, fits(pair, Numbered, ROUNDS["synchronous"])):
@@ -398,16 +387,14 @@ def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair: Pool, tmp_path
 class Counting(Numbered):
     """It notes which steps are plain."""
 
-    def on_before_zero_grad(self, *args: Any) -> None:
+    def on_before_zero_grad(self, *args):
         self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_plain]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"), [(5, 8, 4), (5, 2, 0), (2, 8, 0)], ids=["more", "fewer", "begun"]
 )
-def test_another_number_counts_until_rounds_begin(
-    pair: Pool, tmp_path: Path, before: int, after: int, expected: int
-) -> None:
+def test_another_number_counts_until_rounds_begin(pair, tmp_path, before, after, expected):
     path = str(tmp_path / "middle.ckpt")
     assert [sum(each.notes) for each in fits(pair, partial(Counting, 4, path), averaging_after(before, 3))] == [
         before
@@ -418,7 +405,7 @@ def test_another_number_counts_until_rounds_begin(
 class Averages(AverageAtValidation):
     """A moving average of the weights, which is the model at the end."""
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer, pl_module):
         write(pl_module, self.average)
         pl_module.notes = weights(pl_module)
 
@@ -426,11 +413,11 @@ class Averages(AverageAtValidation):
 class NotedSWA(StochasticWeightAveraging):
     """Lightning's own."""
 
-    def on_fit_start(self, *arguments: Any) -> None:
+    def on_fit_start(self, *arguments):
         warnings.filterwarnings("ignore", message=".*SWA is currently only supported every epoch.*")
         super().on_fit_start(*arguments)
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer, pl_module):
         super().on_train_end(trainer, pl_module)
         pl_module.notes = weights(self._average_model)
 
@@ -442,9 +429,7 @@ class NotedSWA(StochasticWeightAveraging):
         *(("sparse", averages, 4) for averages in ("EMA", "SWA")),
     ],
 )
-def test_weights_that_callbacks_average_are_there_at_the_end(
-    pair: Pool, kind: str, averages: str, batches: int
-) -> None:
+def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, averages, batches):
     swa = NotedSWA(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
     callbacks = [Averages() if averages == "EMA" else swa]
     module = Numbered if averages == "SWA" else Local
@@ -456,9 +441,9 @@ def test_weights_that_callbacks_average_are_there_at_the_end(
         torch.testing.assert_close(one.end[name], (one.notes[name] + other.notes[name]) / 2, rtol=1e-5, atol=1e-6)
 
 
-def told(rank: int, local_steps: Any, module: Any, arguments: dict[str, Any]) -> list[str]:
+def told(rank, local_steps, module, arguments):
     """Fit; return the lines and the warning about rounds."""
-    lines: list[str] = []
+    lines = []
     strategy = SparseDDPStrategy("dense", local_steps=local_steps)
     warn = "lightning_sparse.loop.loop.warn_user"
     with mock.patch(warn, lines.append), mock.patch.object(strategy._loop, "_say", lines.append):
@@ -477,9 +462,7 @@ def told(rank: int, local_steps: Any, module: Any, arguments: dict[str, Any]) ->
     ],
     ids=["known", "few", "a try", "auto", "by hand"],
 )
-def test_the_number_of_rounds_is_told_at_the_start(
-    pair: Pool, local_steps: Any, module: Any, arguments: dict[str, Any], expected: list[str]
-) -> None:
+def test_the_number_of_rounds_is_told_at_the_start(pair, local_steps, module, arguments, expected):
     for lines in pair.run(told, local_steps, module, arguments):
         assert len(lines) == len(expected)
         assert all(part in line for part, line in zip(expected, lines))
@@ -488,19 +471,19 @@ def test_the_number_of_rounds_is_told_at_the_start(
 class Batches(Small):
     """A model that learns twice as much on the second rank, in as many batches of another size, of several kinds."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
 
-    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return (1 + self.global_rank) * self.network[0].bias.sum() + 0 * sum(each.sum() for each in self.parameters())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         size = 2 if self.global_rank else 6
-        rows: list[Any] = list(Rows(4 * size))
+        rows = list(Rows(4 * size))
         if self.kind == "named":
             rows = [{"text": "a word", "row": row} for row in rows]
         elif self.kind == "words":
@@ -510,21 +493,17 @@ class Batches(Small):
 
 @pytest.mark.parametrize(
     ("module", "learned"),
-    [
-        (partial(Batches, "rows"), 1.25),
-        (partial(Batches, "named"), 1.25),
-        (partial(Batches, "words"), 1.5),
-    ],
+    [(partial(Batches, "rows"), 1.25), (partial(Batches, "named"), 1.25), (partial(Batches, "words"), 1.5)],
     ids=["rows", "named", "words"],
 )
-def test_a_change_counts_by_the_samples_of_its_batches(pair: Pool, module: Any, learned: float) -> None:
+def test_a_change_counts_by_the_samples_of_its_batches(pair, module, learned):
     settings = {"compressor": "dense", "local_steps": 2}
     for answer in fits(pair, module, settings, max_epochs=1, use_distributed_sampler=False):
         change = answer.start["network.0.bias"] - answer.end["network.0.bias"]
         torch.testing.assert_close(change.cpu(), torch.full((64,), 4 * learned))
 
 
-def test_no_batch_is_taken_to_be_counted() -> None:
+def test_no_batch_is_taken_to_be_counted():
     batches = iter([torch.ones(3)])
     assert samples_of(batches) is None
     assert len(list(batches)) == 1
@@ -533,11 +512,11 @@ def test_no_batch_is_taken_to_be_counted() -> None:
 class Plateau(Small):
     """A model whose learning rate goes by a loss of this rank alone."""
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch, batch_index):
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*")
         self.log("mine", float(self.global_step * (2 * self.global_rank - 1)), sync_dist=False)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Return SGD that slows down where the loss gets worse."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -553,9 +532,7 @@ class Plateau(Small):
     ],
     ids=["SyncBatchNorm", "plateau", "compared"],
 )
-def test_what_would_drive_ranks_apart_is_refused(
-    pair: Pool, module: type[LightningModule], arguments: dict[str, Any], named: str
-) -> None:
+def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named):
     for answer in refusals(pair, module, ROUNDS["diloco"], **arguments):
         assert named in answer
 
@@ -572,6 +549,6 @@ def test_what_would_drive_ranks_apart_is_refused(
     ],
     ids=["clipping", "adapting", "none", "gaps", "union", "exact"],
 )
-def test_what_cannot_go_together_is_refused(arguments: dict[str, Any], named: str) -> None:
+def test_what_cannot_go_together_is_refused(arguments, named):
     with pytest.raises(ValueError, match=named):
         SparseDDPStrategy(**{"local_steps": 5, **arguments})

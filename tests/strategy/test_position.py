@@ -64,15 +64,7 @@ class Seen(LightningModule):
         return DataLoader(Numbers(4), batch_size=2)
 
 
-def see(
-    rank,
-    settings,
-    trainer,
-    loader,
-    save_at,
-    path,
-    source,
-):
+def see(rank, settings, trainer, loader, save_at, path, source):
     """Fit two epochs, from a checkpoint if given, up to the save; return what this rank saw and when it validated."""
     strategy = SparseDDPStrategy(**{"compressor": "topk", "density": 0.5, **settings})
     module = Seen(save_at, path, loader)
@@ -81,14 +73,7 @@ def see(
     return module.seen, module.validated
 
 
-def see_in_turn(
-    pools,
-    folder,
-    turns,
-    settings=None,
-    trainer=None,
-    loader=None,
-):
+def see_in_turn(pools, folder, turns, settings=None, trainer=None, loader=None):
     """Train by as many ranks as each turn has, up to its save; return how often each epoch has seen each sample."""
     source, epochs = None, {0: Counter[int](), 1: Counter[int]()}
     for turn, (ranks, save_at) in enumerate(turns):
@@ -115,14 +100,7 @@ ALL = Counter(range(SAMPLES))
     ],
 )
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(
-    pools,
-    tmp_path,
-    epoch,
-    settings,
-    trainer,
-    loader,
-):
+def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(pools, tmp_path, epoch, settings, trainer, loader):
     # Of 60 samples 3 ranks take 24; to 2 ranks these are 6 batches of 2, and 3 more are 36; 24 are left for 3 ranks.
     pace = 2 // loader.get("batch_size", 2)
     turns = [(3, (epoch, 4 * pace)), (2, (epoch, 9 * pace)), (3, None)]
@@ -142,14 +120,7 @@ def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(
         ({}, [(2, (0, 3)), (2, None)], 0, 0),
     ],
 )
-def test_what_does_not_divide_is_padded_or_dropped_at_the_end_as_ever(
-    pools,
-    tmp_path,
-    loader,
-    turns,
-    twice,
-    left_out,
-):
+def test_what_does_not_divide_is_padded_or_dropped_at_the_end_as_ever(pools, tmp_path, loader, turns, twice, left_out):
     epochs = see_in_turn(pools, tmp_path, turns, loader=loader)
     assert sum((epochs[0] - ALL).values()) == twice
     assert sum((ALL - epochs[0]).values()) == left_out

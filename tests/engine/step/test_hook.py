@@ -3,7 +3,6 @@
 import re
 import weakref
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -95,7 +94,7 @@ def train_watched(rank):
     seen = []
     receive = GradientStream.receive
 
-    def receive_watched(stream: GradientStream, bucket: Any) -> Any:
+    def receive_watched(stream, bucket):
         seen.append(weakref.ref(bucket.buffer()))
         return receive(stream, bucket)
 

@@ -1,7 +1,5 @@
 """Two levels: four ranks play two nodes of two."""
 
-from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +13,6 @@ from lightning_sparse.testing.laws.edges import Given, edges_of
 from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
 from lightning_sparse.testing.laws.mass import balance, train_branches
 from lightning_sparse.testing.laws.replicas import assert_close, outcomes_of, train_both
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import density_for
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, residuals_like, sparse_ddp
@@ -35,22 +32,22 @@ each_wire = pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
 
 
 @pytest.fixture
-def nodes(pools: dict[int, Pool]) -> Pool:
+def nodes(pools):
     return pools[4]
 
 
-def settings_of(compressor: str, exchange: str = "auto", **others: Any) -> dict[str, Any]:
+def settings_of(compressor, exchange="auto", **others):
     """Return what :func:`sparse_ddp` needs for two levels."""
     return {"compressor": compressor, "density": density_for(compressor), "exchange": exchange, **NODE, **others}
 
 
-def whole(shares: Sequence[Tensors], name: str, like: Tensor) -> Tensor:
+def whole(shares, name, like):
     """Return what is kept of a parameter, the mean over two nodes, of what each of their two ranks keeps."""
     nodes = [torch.cat([each[name].double() for each in shares[first : first + 2]]) for first in (0, 2)]
     return (sum(nodes) / 2)[: like.numel()].view_as(like)
 
 
-def assert_balanced(books: list[list[dict[str, Tensors]]]) -> None:
+def assert_balanced(books):
     for entries in zip(*books):
         gradients, before, applied, after = (
             [entry[key] for entry in entries] for key in ("gradient", "before", "applied", "after")
@@ -64,18 +61,18 @@ def assert_balanced(books: list[list[dict[str, Tensors]]]) -> None:
 
 @pytest.mark.parametrize(("compressor", "exchange"), [way for way in WAYS if way.id != "dgc"])
 @each_wire
-def test_mass_is_conserved(nodes: Pool, compressor: str, exchange: str, wire: str) -> None:
+def test_mass_is_conserved(nodes, compressor, exchange, wire):
     assert_balanced(nodes.run(balance, settings_of(compressor, exchange, wire=wire), 4))
 
 
 @each_way
-def test_density_one_equals_ddp(nodes: Pool, compressor: str, exchange: str) -> None:
+def test_density_one_equals_ddp(nodes, compressor, exchange):
     density = None if density_for(compressor) is None else 1.0
     assert_close(nodes.run(train_both, {**settings_of(compressor, exchange), "density": density}, 2))
 
 
 @each_way
-def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes: Pool, compressor: str, exchange: str) -> None:
+def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes, compressor, exchange):
     schedules = ("layerwise", "single", FixedSize(1000))
     first, *others = outcomes_of(nodes, settings_of(compressor, exchange), schedules, steps=4)
     for outcome in others:
@@ -84,16 +81,12 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(nodes: Pool, compr
 
 @pytest.mark.parametrize("gap_rank", [0, 3])
 @each_way
-def test_a_gradient_that_is_not_finite_moves_nothing_anywhere(
-    nodes: Pool, compressor: str, exchange: str, gap_rank: int
-) -> None:
+def test_a_gradient_that_is_not_finite_moves_nothing_anywhere(nodes, compressor, exchange, gap_rank):
     assert_nothing_moves(nodes.run(train_with_gaps, settings_of(compressor, exchange), gap_rank))
 
 
 @each_way
-def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(
-    nodes: Pool, compressor: str, exchange: str
-) -> None:
+def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(nodes, compressor, exchange):
     books = nodes.run(train_branches, settings_of(compressor, exchange), 3)  # the last of its node
     for book in books:
         for entry, first in zip(book[1:], books[0][1:]):
@@ -105,7 +98,7 @@ def test_what_one_rank_uses_is_written_on_all_and_what_none_uses_is_left_alone(
         assert_balanced(books)
 
 
-def exchange_edges(rank: int, settings: dict[str, Any], gradients: Tensors) -> tuple[Tensors, Tensors]:
+def exchange_edges(rank, settings, gradients):
     """Exchange the same gradients from all ranks; return what was applied, and what waits here."""
     gradients = moved(gradients, DEVICE)
     with sparse_ddp(model := Given(gradients), **settings) as (ddp, engine):
@@ -118,7 +111,7 @@ def exchange_edges(rank: int, settings: dict[str, Any], gradients: Tensors) -> t
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compressor", ["topk", "dense"])
-def test_edges(nodes: Pool, compressor: str, dtype: torch.dtype, schedule: str) -> None:
+def test_edges(nodes, compressor, dtype, schedule):
     gradients = edges_of(dtype)
     answers = nodes.run(exchange_edges, settings_of(compressor, schedule=schedule), gradients)
     for edge, gradient in gradients.items():
@@ -132,7 +125,7 @@ def test_edges(nodes: Pool, compressor: str, dtype: torch.dtype, schedule: str) 
         torch.testing.assert_close(mass, gradient.double(), rtol=rtol, atol=1e-8, msg=edge)
 
 
-def train_mixed(rank: int, settings: dict[str, Any]) -> list[Tensors]:
+def train_mixed(rank, settings):
     """Train a model some of whose parameters are of 16 bits, so that one group has gradients of two types."""
     torch.manual_seed(0)
     model = Edges()
@@ -140,7 +133,7 @@ def train_mixed(rank: int, settings: dict[str, Any]) -> list[Tensors]:
     return train_steps(rank, model, settings)
 
 
-def train_steps(rank: int, model: Edges, settings: dict[str, Any], steps: int = 3) -> list[Tensors]:
+def train_steps(rank, model, settings, steps=3):
     """Train with SGD, and copy the gradients that were applied in each step."""
     history = []
     with sparse_ddp(model, **settings) as (ddp, engine):
@@ -152,19 +145,19 @@ def train_steps(rank: int, model: Edges, settings: dict[str, Any], steps: int = 
     return history
 
 
-def test_gradients_of_two_types_in_one_group(nodes: Pool) -> None:
+def test_gradients_of_two_types_in_one_group(nodes):
     for history in (histories := nodes.run(train_mixed, settings_of("topk", schedule="single"))):
         assert_same(history, histories[0])
         assert history[0]["prime"].dtype is torch.bfloat16
 
 
-def train_clipped(rank: int, settings: dict[str, Any], clip_norm: float) -> list[Tensors]:
+def train_clipped(rank, settings, clip_norm):
     torch.manual_seed(0)
     return train_steps(rank, Edges(), {**settings, "compressor": DGC(momentum=None, clip_norm=clip_norm)})
 
 
 @pytest.mark.parametrize("density", [1.0, 0.05])
-def test_the_mean_gradient_of_a_node_is_clipped_as_one(nodes: Pool, density: float) -> None:
+def test_the_mean_gradient_of_a_node_is_clipped_as_one(nodes, density):
     settings = {**settings_of("dgc"), "density": density}
     histories = nodes.run(train_clipped, settings, 1e-3)
     for history in histories:
@@ -173,7 +166,7 @@ def test_the_mean_gradient_of_a_node_is_clipped_as_one(nodes: Pool, density: flo
     assert (0.3e-3 if density == 1 else 0) < applied <= 1e-3
 
 
-def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], int]:
+def count_bytes(rank, settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
     with sparse_ddp(model, **settings) as (ddp, engine):
@@ -183,7 +176,7 @@ def count_bytes(rank: int, settings: dict[str, Any]) -> tuple[dict[str, float], 
 
 
 @pytest.mark.parametrize("exchange", ["gather", "owners"])
-def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes: Pool, exchange: str) -> None:
+def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes, exchange):
     two = {"compressor": "topk", "density": 0.05, "exchange": exchange, **NODE}
     one = {**two, "node_ranks": 1}
     (flat, flat_kept), (stats, kept_bytes) = nodes.run(count_bytes, one)[0], nodes.run(count_bytes, two)[0]
@@ -194,35 +187,34 @@ def test_bytes_between_nodes_and_memory_fall_by_the_ranks_of_a_node(nodes: Pool,
     assert "link_bytes" not in flat
 
 
-def sum_rows(rank: int, settings: dict[str, Any]) -> Tensor:
+def sum_rows(rank, settings):
     """Return the mean gradient, of a sparse layout, of an embedding of which each rank looks up another row."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"rows": torch.nn.Embedding(8, 2, sparse=True), "rest": torch.nn.Linear(2, 2)})
     model.forward = lambda index: model["rest"](model["rows"](index)).sum()
     with sparse_ddp(model, **settings) as (ddp, engine):
         backpropagate(ddp, engine, ddp(torch.tensor([rank], device=DEVICE)))
-        gradient: Tensor = ddp.module["rows"].weight.grad.to_dense()
-        return gradient
+        return ddp.module["rows"].weight.grad.to_dense()
 
 
-def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes: Pool) -> None:
+def test_a_gradient_of_a_sparse_layout_is_averaged_over_all_ranks(nodes):
     for rows in (everywhere := nodes.run(sum_rows, settings_of("topk"))):
         assert torch.equal(rows, everywhere[0])
         assert rows.any(dim=1).tolist() == [True] * 4 + [False] * 4
 
 
-def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes: Pool) -> None:
+def test_messages_inside_a_node_are_bounded_and_change_no_bit(nodes):
     settings = settings_of("topk", schedule="single")
     assert_same(nodes.run(train_in_messages, settings, 64), nodes.run(train_in_messages, settings, 1 << 22))
 
 
-def train_in_messages(rank: int, settings: dict[str, Any], elements: int) -> list[Tensors]:
+def train_in_messages(rank, settings, elements):
     torch.manual_seed(0)
     with mock.patch.object(levels_module, "_MESSAGE_ELEMENTS", elements):
         return train_steps(rank, Edges(), settings)
 
 
-def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any, list[Tensors]]:
+def follow_a_plan(rank, settings, steps):
     """Train until a plan is followed, and on; return its groups and what was applied in the last steps."""
     torch.manual_seed(0)
     history = []
@@ -235,7 +227,7 @@ def follow_a_plan(rank: int, settings: dict[str, Any], steps: int) -> tuple[Any,
         return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
 
-def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes: Pool) -> None:
+def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes):
     (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 72)
     assert groups is not None
     assert all(theirs == groups for theirs, _ in others)

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -92,7 +91,7 @@ def exchange_from_two_streams(rank):
     PlayedWorker.played = played = PlayedDevice()
     receive, written, seen = GradientStream.receive, list[str](), list[set[str]]()
 
-    def write(stream: GradientStream, bucket: Any) -> Any:
+    def write(stream, bucket):
         written.append(f"piece {len(written)}")
         with played.stream(Stream()):
             played.current_stream().done.add(written[-1])

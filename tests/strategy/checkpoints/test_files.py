@@ -6,10 +6,9 @@ import re
 import shutil
 import signal
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -20,9 +19,8 @@ from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchChec
 
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, Checkpointer, CheckpointError
 from lightning_sparse.strategy.checkpoints.shards import read_header, read_shard
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import Fitted, Settings, Tensors, fit, fits, strategy_of
+from tests.helpers.fits import fit, fits, strategy_of
 from tests.helpers.resuming import Numbered, files_in, fit_numbered
 
 DGC = {"compressor": "dgc", "density": 0.05}
@@ -34,7 +32,7 @@ class Noting(TorchCheckpointIO):
 
     written: ClassVar[list[Any]] = []
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
         self.written.append(path)
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -42,16 +40,16 @@ class Noting(TorchCheckpointIO):
 class Saves(Numbered):
     """A model that does something after some of its batches, with notes of what a plugin has written."""
 
-    def __init__(self, actions: dict[int, Callable[["Saves"], None]]) -> None:
+    def __init__(self, actions):
         super().__init__()
         self.actions = actions
         Noting.written.clear()
 
     @property
-    def notes(self) -> list[Any]:
+    def notes(self):
         return list(Noting.written)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         """Take a note, and do what is to be done."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         action = self.actions.get(max(self.history))
@@ -59,23 +57,23 @@ class Saves(Numbered):
             action(self)
 
 
-def save(path: Any, model: Saves, weights_only: bool = False) -> None:
+def save(path, model, weights_only=False):
     """Save."""
     model.trainer.save_checkpoint(path, weights_only=weights_only)
 
 
-def act(rank: int, actions: dict[int, Any], *plugins: Any) -> list[Tensors]:
+def act(rank, actions, *plugins):
     """Fit and do something after some batches; return the weights after each."""
     return fit(rank, partial(Saves, actions), DGC, None, {"plugins": plugins}).batches
 
 
-def assert_went_on(pool: Pool, path: Any, expected: list[Fitted], first: int, **arguments: Any) -> None:
+def assert_went_on(pool, path, expected, first, **arguments):
     """Go on from a checkpoint, and ask for the same bits from a batch on."""
     for resumed, whole in zip(fits(pool, Numbered, DGC, str(path), **arguments), expected):
         assert_same(resumed.batches, whole.batches[first - 1 :])
 
 
-def with_ranks(*names: str) -> list[str]:
+def with_ranks(*names):
     """Return the files that belong to full checkpoints."""
     return sorted([*names, *(f"{name}.sparse/{rank}" for name in names for rank in RANKS)])
 
@@ -91,9 +89,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize(("settings", "name", "expected"), CALLBACKS.values(), ids=CALLBACKS)
-def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(
-    pair: Pool, tmp_path: Path, settings: dict[str, Any], name: str, expected: list[str]
-) -> None:
+def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(pair, tmp_path, settings, name, expected):
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, **settings)
     saved = fits(pair, Numbered, DGC, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
     assert files_in(tmp_path) == expected
@@ -106,7 +102,7 @@ def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(
 
 
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO, Noting, partial(AsyncCheckpointIO, Noting())])
-def test_a_new_save_takes_the_place_of_the_old_one(pair: Pool, tmp_path: Path, plugin: Any) -> None:
+def test_a_new_save_takes_the_place_of_the_old_one(pair, tmp_path, plugin):
     path = str(tmp_path / "same.ckpt")
     actions = {batch: partial(save, path) for batch in (2, 5, 8)}
     saved = fits(pair, partial(Saves, actions), DGC, plugins=[plugin()] if plugin else [])
@@ -116,13 +112,13 @@ def test_a_new_save_takes_the_place_of_the_old_one(pair: Pool, tmp_path: Path, p
     assert_went_on(pair, path, saved, 9)
 
 
-def test_weights_alone_leave_nothing_of_a_save_before_them(pair: Pool, tmp_path: Path) -> None:
+def test_weights_alone_leave_nothing_of_a_save_before_them(pair, tmp_path):
     path = tmp_path / "same.ckpt"
     pair.run(act, {2: partial(save, path), 8: partial(save, path, weights_only=True)})
     assert files_in(tmp_path) == ["same.ckpt"]
 
 
-def save_over_another(rank: int, folder: Path, plugin: Any) -> tuple[list[str], list[str]]:
+def save_over_another(rank, folder, plugin):
     """Save, save under that name from another Trainer, use the first one again; return the files before and after."""
     path, plugins = str(folder / "same.ckpt"), [plugin()] if plugin else []
     model = Saves({5: partial(save, path)})
@@ -138,13 +134,13 @@ def save_over_another(rank: int, folder: Path, plugin: Any) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO])
-def test_what_another_trainer_has_saved_since_is_left_alone(pair: Pool, tmp_path: Path, plugin: Any) -> None:
+def test_what_another_trainer_has_saved_since_is_left_alone(pair, tmp_path, plugin):
     for before, after in pair.run(save_over_another, tmp_path, plugin):
         assert len(before) == 2
         assert after == before
 
 
-def test_the_users_plugin_writes_everything_by_the_path_that_the_user_gave(pair: Pool, tmp_path: Path) -> None:
+def test_the_users_plugin_writes_everything_by_the_path_that_the_user_gave(pair, tmp_path):
     path = tmp_path / "given.ckpt"
     answers = fits(pair, partial(Saves, {batch: partial(save, path) for batch in (4, 8)}), DGC, plugins=[Noting()])
     for rank, written in enumerate(each.notes for each in answers):
@@ -155,10 +151,10 @@ def test_the_users_plugin_writes_everything_by_the_path_that_the_user_gave(pair:
         assert [each for each in written if isinstance(each, Path)] == ([] if rank else [path] * 2)
 
 
-def write_half(original: Callable[..., None], part: str) -> Callable[..., None]:
+def write_half(original, part):
     """Return a ``torch.save`` that ends the process in the middle of a file whose name has a part."""
 
-    def save(content: Any, path: str) -> None:
+    def save(content, path):
         original(content, path)
         if part in path:
             os.truncate(path, os.path.getsize(path) // 2)
@@ -167,12 +163,12 @@ def write_half(original: Callable[..., None], part: str) -> Callable[..., None]:
     return save
 
 
-def dies(rank: int, path: str, point: str) -> None:
+def dies(rank, path, point):
     """Save after batch 4, train on, and die when saving after batch 8."""
 
-    def die(model: Saves) -> None:
+    def die(model):
         if point == "cleaning":
-            Checkpointer._remove_saves = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
+            Checkpointer._remove_saves = lambda *_, **__: os._exit(1)
         else:
             torch.save = write_half(torch.save, point)
         save(path, model)
@@ -181,9 +177,7 @@ def dies(rank: int, path: str, point: str) -> None:
 
 
 @pytest.mark.parametrize(("point", "first"), [("rank_00001", 5), ("crash.ckpt.partial", 5), ("cleaning", 9)])
-def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
-    forked: dict[int, Pool], tmp_path: Path, point: str, first: int
-) -> None:
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(forked, tmp_path, point, first):
     path = str(tmp_path / "crash.ckpt")
     failures = [failure for failure, _ in forked[2].answers(dies, path, point)]
     assert "the process died" in failures
@@ -196,21 +190,21 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
 class FullDisk(AtomicCheckpointIO):
     """A plugin that runs out of space in one kind of file after a few of them."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, part):
         self.part = part
         self.is_full = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
         if self.is_full and self.part in str(path):
             raise OSError(28, "No space left on device")
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def fill_disk(rank: int, path: str, part: str) -> tuple[str, list[Tensors], list[str]]:
+def fill_disk(rank, path, part):
     """Fail to save over a checkpoint and train on; return what was raised, what comes of it, and the files then."""
     plugin, raised = FullDisk(part), []
 
-    def fail(model: Saves) -> None:
+    def fail(model):
         plugin.is_full = True
         try:
             save(path, model)
@@ -224,9 +218,7 @@ def fill_disk(rank: int, path: str, part: str) -> tuple[str, list[Tensors], list
 
 
 @pytest.mark.parametrize(("part", "failing"), [("rank_00001", 1), ("full.ckpt", 0)])
-def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(
-    pair: Pool, tmp_path: Path, part: str, failing: int
-) -> None:
+def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(pair, tmp_path, part, failing):
     path = str(tmp_path / "full.ckpt")
     answers = pair.run(fill_disk, path, part)
     for rank, (message, _, files) in enumerate(answers):
@@ -237,10 +229,10 @@ def test_a_full_disk_is_told_on_every_rank_and_spares_the_old_checkpoint(
         assert_same(resumed.batches, expected[4:])
 
 
-def requeue(rank: int, folder: Path) -> tuple[list[Tensors], list[Tensors]]:
+def requeue(rank, folder):
     """Save as SLURM's signal makes Lightning do, with the traces of a save that was cut short, and go on."""
 
-    def interrupt(model: Saves) -> None:
+    def interrupt(model):
         connector = model.trainer._signal_connector
         with mock.patch("pytorch_lightning.trainer.connectors.signal_connector.call", return_value=0) as call:
             connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
@@ -255,13 +247,13 @@ def requeue(rank: int, folder: Path) -> tuple[list[Tensors], list[Tensors]]:
     return first.batches[4:], fit(rank, Numbered, DGC, "hpc", more).batches
 
 
-def test_a_job_that_slurm_requeues_goes_on_to_the_bit(pair: Pool, tmp_path: Path) -> None:
+def test_a_job_that_slurm_requeues_goes_on_to_the_bit(pair, tmp_path):
     for expected, resumed in pair.run(requeue, tmp_path):
         assert_same(resumed, expected)
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
-def go_on_elsewhere(rank: int, path: str, settings: Settings = DGC) -> tuple[str, int]:
+def go_on_elsewhere(rank, path, settings=DGC):
     """Go on with a strategy; return what was raised or warned of, and how many batches were gone through."""
     model = Numbered()
     with warnings.catch_warnings(record=True) as caught:
@@ -275,42 +267,42 @@ def go_on_elsewhere(rank: int, path: str, settings: Settings = DGC) -> tuple[str
 
 
 @pytest.fixture(scope="module")
-def saved(pools: dict[int, Pool], tmp_path_factory: Any) -> Path:
+def saved(pools, tmp_path_factory):
     """Return a folder with a checkpoint of two ranks."""
-    folder: Path = tmp_path_factory.mktemp("saved")
+    folder = tmp_path_factory.mktemp("saved")
     pools[2].run(act, {4: partial(save, str(folder / "model.ckpt"))})
     return folder
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
+def copied(saved, tmp_path):
     """Return a copy of that."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def shards_in(folder: Path) -> list[Path]:
+def shards_in(folder):
     """Return the parts of the ranks."""
     return sorted(folder.glob("model.ckpt.sparse/*/rank_*.pt"))
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     os.truncate(shards_in(folder)[1], 1000)
 
 
-def change(edit: Callable[[Any], Any], folder: Path) -> None:
+def change(edit, folder):
     """Change what a rank's part holds."""
     shard = torch.load(shards_in(folder)[1], weights_only=True)
     edit(shard)
     torch.save(shard, shards_in(folder)[1])
 
 
-def change_header(folder: Path, **changes: Any) -> None:
+def change_header(folder, **changes):
     checkpoint = torch.load(folder / "model.ckpt", weights_only=True)
     checkpoint["lightning_sparse"].update(changes)
     torch.save(checkpoint, folder / "model.ckpt")
 
 
-def exchange_folder(folder: Path) -> None:
+def exchange_folder(folder):
     (shards_in(folder)[0].parent).rename(folder / "model.ckpt.sparse" / ("0" * 32))
 
 
@@ -336,14 +328,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_refused_with_a_cure(pair: Pool, copied: Path, damage: Any, message: str) -> None:
+def test_what_is_broken_is_refused_with_a_cure(pair, copied, damage, message):
     damage(copied)
     answers = pair.run(go_on_elsewhere, str(copied / "model.ckpt"))
     assert any(re.search(message, text, re.DOTALL) and "resume_compression=False" in text for text, _ in answers)
     assert all(batches == 0 for _, batches in answers)
 
 
-def test_it_goes_on_without_what_is_broken_if_told_to(pair: Pool, copied: Path) -> None:
+def test_it_goes_on_without_what_is_broken_if_told_to(pair, copied):
     truncate(copied)
     path = str(copied / "model.ckpt")
     assert pair.run(go_on_elsewhere, path, {**DGC, "resume_compression": False}) == [("", 8)] * 2
@@ -351,26 +343,26 @@ def test_it_goes_on_without_what_is_broken_if_told_to(pair: Pool, copied: Path) 
     assert Numbered.load_from_checkpoint(path, map_location="cpu").network[0].weight.any()
 
 
-def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair: Pool, tmp_path: Path, saved: Path) -> None:
+def test_the_file_alone_goes_on_with_empty_residuals_and_says_so(pair, tmp_path, saved):
     path = shutil.copy(saved / "model.ckpt", tmp_path / "alone.ckpt")
     (first, batches), (_, others) = pair.run(go_on_elsewhere, str(path))
     assert re.search(r"residuals start empty, because what 2 ranks kept is not in .*alone.ckpt.sparse", first)
     assert batches == others == 8
 
 
-def test_parts_of_different_shapes_are_refused_on_all_ranks(pools: dict[int, Pool], copied: Path) -> None:
+def test_parts_of_different_shapes_are_refused_on_all_ranks(pools, copied):
     change_shape(copied)
     for text, batches in pools[3].run(go_on_elsewhere, str(copied / "model.ckpt")):
         assert "keep tensors of different shapes" in text
         assert batches == 0
 
 
-def parts_read(rank: int, path: str) -> list[str]:
+def parts_read(rank, path):
     """Go on from a checkpoint; return the names of the parts that this rank has read."""
-    read: list[str] = []
+    read = []
     load = AtomicCheckpointIO.load_checkpoint
 
-    def load_noted(plugin: Any, path: Any, *arguments: Any, **named: Any) -> Any:
+    def load_noted(plugin, path, *arguments, **named):
         read.extend([Path(path).name] * (".sparse" in str(path)))
         return load(plugin, path, *arguments, **named)
 
@@ -380,7 +372,7 @@ def parts_read(rank: int, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parts_are_shared_out_among_the_ranks_that_go_on(pools: dict[int, Pool], tmp_path: Path, ranks: int) -> None:
+def test_parts_are_shared_out_among_the_ranks_that_go_on(pools, tmp_path, ranks):
     path = str(tmp_path / "model.ckpt")
     pools[4 if ranks < 3 else 2].run(act, {4: partial(save, path)})
     answers = pools[ranks].run(parts_read, path)
@@ -392,11 +384,11 @@ def test_parts_are_shared_out_among_the_ranks_that_go_on(pools: dict[int, Pool],
 class Theirs(Saves):
     """A model whose callback puts the number of its process into the name of the file."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         super().__init__({4: lambda model: save(f"{folder}/{model.global_rank}.ckpt", model)})
 
 
-def test_the_path_of_rank_0_counts(pair: Pool, tmp_path: Path) -> None:
+def test_the_path_of_rank_0_counts(pair, tmp_path):
     saved = fits(pair, partial(Theirs, str(tmp_path)), DGC)
     assert files_in(tmp_path) == with_ranks("0.ckpt")
     assert_went_on(pair, tmp_path / "0.ckpt", saved, 5)
@@ -405,14 +397,14 @@ def test_the_path_of_rank_0_counts(pair: Pool, tmp_path: Path) -> None:
 class Sharded(Saves):
     """A model whose ranks share out the state of their optimizer."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what is imported beside it
             from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def test_an_optimizer_whose_state_is_shared_out_is_saved(pair: Pool, tmp_path: Path) -> None:
+def test_an_optimizer_whose_state_is_shared_out_is_saved(pair, tmp_path):
     path = tmp_path / "sharded.ckpt"
     fits(pair, partial(Sharded, {4: partial(save, path)}), {"compressor": "topk", "density": 0.05})
     state = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
@@ -422,18 +414,18 @@ def test_an_optimizer_whose_state_is_shared_out_is_saved(pair: Pool, tmp_path: P
 class Reluctant(TorchCheckpointIO):
     """A file system on which folders cannot be removed, as NFS while somebody reads them."""
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path):
         if Path(path).is_dir():
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         super().remove_checkpoint(path)
 
 
-def remove(path: str, model: Saves) -> None:
+def remove(path, model):
     """Delete a checkpoint."""
     model.trainer.strategy.remove_checkpoint(path)
 
 
-def save_twice(rank: int, path: str, second: Any) -> tuple[int, list[str]]:
+def save_twice(rank, path, second):
     """Save, then do something else under that name; return how far training went, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -444,9 +436,7 @@ def save_twice(rank: int, path: str, second: Any) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     "second", [save, partial(save, weights_only=True), remove], ids=["saved again", "weights only", "removed"]
 )
-def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(
-    pair: Pool, tmp_path: Path, second: Any
-) -> None:
+def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(pair, tmp_path, second):
     (last, [warned]), (other, silent) = pair.run(save_twice, str(tmp_path / "twice.ckpt"), second)
     assert last == other == 12
     assert "Stale file handle" in warned
@@ -456,24 +446,24 @@ def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(
 class Old(CheckpointIO):
     """A plugin that does not know how to read safely."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Optional[Any] = None) -> None:
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
         torch.save(checkpoint, path)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:  # type: ignore[override]
+    def load_checkpoint(self, path, map_location=None):
         return torch.load(path, map_location)
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path):
         os.remove(path)
 
 
-def test_a_plugin_that_cannot_read_safely_is_refused(saved: Path) -> None:
+def test_a_plugin_that_cannot_read_safely_is_refused(saved):
     header = read_header(torch.load(saved / "model.ckpt", weights_only=True), "model.ckpt")
     assert header is not None
     with pytest.raises(CheckpointError, match=r"Old.load_checkpoint takes no argument weights_only"):
         read_shard(Old(), str(shards_in(saved)[0]), header)
 
 
-def test_a_file_is_written_whole_where_lightning_has_no_temporary_folder(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_is_written_whole_where_lightning_has_no_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("here.ckpt", f"file://{tmp_path}/scheme.ckpt", tmp_path / "deep" / "er" / "path.ckpt"):
         AtomicCheckpointIO().save_checkpoint({"value": 1}, path)
@@ -484,6 +474,6 @@ def test_a_file_is_written_whole_where_lightning_has_no_temporary_folder(tmp_pat
     assert AtomicCheckpointIO().load_checkpoint("here.ckpt", weights_only=True) == {"value": 1}
 
 
-def test_memory_paths_go_lightnings_way() -> None:
+def test_memory_paths_go_lightnings_way():
     AtomicCheckpointIO().save_checkpoint({"value": 2}, "memory://folder/remote.ckpt")
     assert AtomicCheckpointIO().load_checkpoint("memory://folder/remote.ckpt", weights_only=True) == {"value": 2}

@@ -2,16 +2,13 @@
 
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any, Optional
 
 import pytest
 import torch
 from pytorch_lightning import Callback
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import Fitted, fits, refusals
+from tests.helpers.fits import fits, refusals
 from tests.helpers.pricing import SETTLED, Priced, much, nothing
 from tests.helpers.resuming import Numbered
 from tests.helpers.trainers import make_trainer
@@ -24,28 +21,28 @@ LONGER = {"max_epochs": -1, "max_steps": 108}
 class Steady(Numbered):
     """Batches that follow from the number of the step alone; notes of what is followed after every step."""
 
-    def __init__(self, path: str = "", freezes: bool = False) -> None:
+    def __init__(self, path="", freezes=False):
         super().__init__(None, path, learning_rate_factor=1.0)
         self.network[0].requires_grad_(not freezes)
-        self.notes: list[Any] = []
+        self.notes = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         plan = self.trainer.strategy.exchange_plan()
         self.notes.append(None if plan is None else plan.groups)
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self):
         if self.path:
             self.trainer.save_checkpoint(self.path)
 
 
 @pytest.fixture(scope="module")
-def planned(pools: dict[int, Pool], tmp_path_factory: Any) -> tuple[Path, Fitted]:
+def planned(pools, tmp_path_factory):
     """Fit until there is a plan; return a checkpoint, and what came of it."""
     path = tmp_path_factory.mktemp("planned") / "planned.ckpt"
     return path, fits(pools[2], partial(Steady, str(path)), TOPK, **PLANNED)[0]
 
 
-def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(pair: Pool, planned: Any) -> None:
+def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(pair, planned):
     path, before = planned
     assert before.notes[40] is None
     assert before.notes[-1] is not None
@@ -58,16 +55,14 @@ def test_a_resumed_run_follows_the_plan_as_soon_as_gradients_come_in_its_order(p
     ("ranks", "schedule", "freezes"),
     [(2, "auto", False), (2, "single", False), (2, "merged", True), (3, "merged", False)],
 )
-def test_a_plan_for_something_else_is_left_aside_with_a_word(
-    pools: dict[int, Pool], planned: Any, ranks: int, schedule: str, freezes: bool
-) -> None:
+def test_a_plan_for_something_else_is_left_aside_with_a_word(pools, planned, ranks, schedule, freezes):
     module, settings = partial(Steady, freezes=freezes), {**TOPK, "schedule": schedule}
     answers = fits(pools[ranks], module, settings, str(planned[0]), **LONGER)
     assert [each.notes for each in answers] == [[None] * 8] * ranks
     assert any("not used" in line and "its plan" in line for line in answers[0].said)
 
 
-def test_a_damaged_plan_is_refused_with_a_cure(pair: Pool, planned: Any, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_refused_with_a_cure(pair, planned, tmp_path):
     shutil.copytree(planned[0].parent, tmp_path / "copy")
     for part in tmp_path.rglob("rank_*.pt"):
         shard = torch.load(part, weights_only=True)
@@ -78,7 +73,7 @@ def test_a_damaged_plan_is_refused_with_a_cure(pair: Pool, planned: Any, tmp_pat
         assert "resume_compression=False" in message
 
 
-def fit_priced(rank: int, path: str, costs: Any, steps: int, source: Optional[str]) -> list[bool]:
+def fit_priced(rank, path, costs, steps, source):
     """Fit with ``sparse_auto`` and save before the end; return which steps were left to DDP."""
     model = Priced(*costs)
     saving = Saving(path, steps)
@@ -91,16 +86,16 @@ def fit_priced(rank: int, path: str, costs: Any, steps: int, source: Optional[st
 class Saving(Callback):
     """Save after the last step, while the strategy still knows what it has chosen."""
 
-    def __init__(self, path: str, steps: int) -> None:
+    def __init__(self, path, steps):
         self.path = path
         self.steps = steps
 
-    def on_train_batch_end(self, trainer: Any, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer, *batch):
         if trainer.global_step == self.steps:
             trainer.save_checkpoint(self.path)
 
 
-def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[bool]]:
+def choose_twice(rank, path, costs):
     """Fit until a choice has been made, and go on."""
     before = fit_priced(rank, path, costs, SETTLED, None)
     return before, fit_priced(rank, f"{path}2", costs, SETTLED + 16, path)
@@ -108,7 +103,7 @@ def choose_twice(rank: int, path: str, costs: Any) -> tuple[list[bool], list[boo
 
 @pytest.mark.clock
 @pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
-def test_a_choice_is_not_made_again(pair: Pool, tmp_path: Path, costs: Any, is_plain: bool) -> None:
+def test_a_choice_is_not_made_again(pair, tmp_path, costs, is_plain):
     for before, after in pair.run(choose_twice, str(tmp_path / "chosen.ckpt"), costs):
         assert before[-60:] == [is_plain] * 60
         assert after == [is_plain] * 16

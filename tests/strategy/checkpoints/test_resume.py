@@ -3,18 +3,15 @@
 import re
 import weakref
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS
-from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.fits import Tensors, assert_goes_on, fits, one_model
+from tests.helpers.fits import assert_goes_on, fits, one_model
 from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, kept_at_end
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, GROUPING_FREE_NAMES, SCHEDULE_NAMES
 from tests.helpers.trainers import weights
@@ -29,9 +26,7 @@ REPRODUCIBLE = [
 
 
 @pytest.mark.parametrize(("compressor", "schedule"), REPRODUCIBLE)
-def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(
-    pair: Pool, tmp_path: Path, compressor: str, schedule: str
-) -> None:
+def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(pair, tmp_path, compressor, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
     assert_goes_on(pair, tmp_path, settings, limit_val_batches=1)
     for path in tmp_path.rglob("*.*t"):
@@ -41,7 +36,7 @@ def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(
 class OneCycle(Numbered):
     """A schedule writes the momentum after every step."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -50,7 +45,7 @@ class OneCycle(Numbered):
 class Decaying(Numbered):
     """The weight decay is written before every step."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         for group in self.trainer.optimizers[0].param_groups:
             group["weight_decay"] = 0.01 * (BATCHES * self.current_epoch + batch_idx + 1)
 
@@ -58,15 +53,15 @@ class Decaying(Numbered):
 class Cadence(Numbered):
     """One optimizer steps after every batch, the other one after three, with all that has gathered."""
 
-    def __init__(self, *arguments: Any, momentum: float = 0.0) -> None:
+    def __init__(self, *arguments, momentum=0.0):
         super().__init__(*arguments)
         self.automatic_optimization = False
         self.momentum = momentum
         self.slow = nn.Linear(32, 32)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
-        fast, slow = self.optimizers()  # type: ignore[misc]
+        fast, slow = self.optimizers()
         fast.zero_grad()
         self.manual_backward((self.network(rows) - rows).square().mean() + (self.slow(rows) - rows).square().mean())
         fast.step()
@@ -74,7 +69,7 @@ class Cadence(Numbered):
             slow.step()
             slow.zero_grad()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         layers = self.network, self.slow
         return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=self.momentum) for layer in layers]
 
@@ -82,12 +77,12 @@ class Cadence(Numbered):
 class Heads(Numbered):
     """A head for even batches, another one for odd batches, and a layer that nobody needs."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.heads = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
         self.spare = nn.Linear(2, 2)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         return (self.heads[batch_index % 2](self.network(rows)) - rows).square().mean()
 
@@ -95,13 +90,13 @@ class Heads(Numbered):
 class Edges(Numbered):
     """Parameters without an element, without a dimension, and of one element."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.shift = nn.Parameter(torch.zeros(1))
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         return (self.network(rows) * self.scale + self.shift + self.empty.sum() - rows).square().mean()
 
@@ -109,16 +104,16 @@ class Edges(Numbered):
 class Sparse(Numbered):
     """An embedding whose gradients have a sparse layout."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.table = nn.Embedding(50, 32, sparse=True)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         picked = self.table((20 * rows[:, :3].abs()).long().clamp(max=49)).sum(dim=1)
         return (self.network(rows + picked) - rows).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         """Return SGD without weight decay, which sparse layouts do not go with."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -126,11 +121,11 @@ class Sparse(Numbered):
 class Thawing(Numbered):
     """A model of which a part is frozen in the first epoch, and when a training begins."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.network[0].requires_grad_(False)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         """Unfreeze it for good."""
         self.network[0].requires_grad_(self.current_epoch > 0)
 
@@ -141,7 +136,7 @@ DGC_ = {"compressor": "dgc", "density": 0.05}
 TOPK = {"compressor": "topk", "density": 0.05}
 LAYERS = {"schedule": "layerwise"}
 SYNCHRONOUS = LocalSteps(2, synchronous_steps=100)
-EXACT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+EXACT = {
     "rates in the memory": (Numbered, {"compressor": LAGS(error_feedback="update"), "density": 0.05}, {}),
     "local clipping": (Numbered, {"compressor": DGC(clip_norm=0.5), "density": 0.05}, {}),
     "warm-up": (Numbered, {"compressor": "dgc", "density": 0.01, "warmup_epochs": 2}, {}),
@@ -186,12 +181,12 @@ SAVED_AFTER = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_nothing_that_is_kept_is_left_out(pair: Pool, tmp_path: Path, name: str) -> None:
+def test_nothing_that_is_kept_is_left_out(pair, tmp_path, name):
     module, settings, arguments = EXACT[name]
     assert_goes_on(pair, tmp_path, settings, module, SAVED_AFTER.get(name, 7), **arguments)
 
 
-def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools, tmp_path):
     settings = {"compressor": "topk", "local_steps": SYNCHRONOUS, **UNUSED}
     assert_goes_on(pools[3], tmp_path, settings, save_after=7, **IN_PAIRS)
 
@@ -199,23 +194,23 @@ def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools: dic
 class Holding(Numbered):
     """A model that notes how many of the gradients that it starts with are still held when the optimizer steps."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if not self.history:
             self.taken_up = [weakref.ref(parameter.grad) for parameter in self.parameters()]
-            self.notes: list[int] = []
+            self.notes = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.notes.append(self.count())
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.notes.append(self.count())
 
-    def count(self) -> int:
+    def count(self):
         return sum(gradient() is not None for gradient in self.taken_up)
 
 
-def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair: Pool, tmp_path: Path) -> None:
+def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair, tmp_path):
     path = str(tmp_path / "held.ckpt")
     fits(pair, partial(Numbered, 7, path), DGC_, **IN_PAIRS)
     assert [each.notes[:2] for each in fits(pair, Holding, DGC_, path, **IN_PAIRS)] == [[4, 0], [4, 0]]
@@ -224,15 +219,15 @@ def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair: Pool, 
 class Idle(Numbered):
     """A model whose batches have no gradient, and that notes with what its optimizer steps."""
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         return 0.0 * super().training_step(batch, batch_index)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         if not hasattr(self, "notes"):
             self.notes = {name: each.grad.clone() for name, each in self.named_parameters()}
 
 
-def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair: Pool, tmp_path: Path) -> None:
+def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair, tmp_path):
     path, settings = str(tmp_path / "windows.ckpt"), {"compressor": "dense"}
     fits(pair, partial(Numbered, 8, path), settings, accumulate_grad_batches=3)
     one, other = (
@@ -245,14 +240,14 @@ def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair: Po
         torch.testing.assert_close(gradient.cpu(), (one[name] + other[name]) / 2)
 
 
-def test_plain_ddp_loses_what_it_had_accumulated(pair: Pool, tmp_path: Path) -> None:
+def test_plain_ddp_loses_what_it_had_accumulated(pair, tmp_path):
     # Which is why ours is kept, though Lightning's file has no place for it.
     assert_goes_on(pair, tmp_path, None, **IN_PAIRS)
     with pytest.raises(AssertionError):
         assert_goes_on(pair, tmp_path, None, save_after=7, **IN_PAIRS)
 
 
-def fit_twice(rank: int, path: str) -> list[str]:
+def fit_twice(rank, path):
     """Fit, and go on from the middle with the same Trainer and strategy."""
     first, second = Numbered(8, path), Numbered()
     trainer = fit_numbered(rank, SparseDDPStrategy("dgc", density=0.05), first)
@@ -262,14 +257,14 @@ def fit_twice(rank: int, path: str) -> list[str]:
     return found + differences(once, kept_at_end(trainer))
 
 
-def test_a_second_fit_goes_on_from_a_checkpoint(pair: Pool, tmp_path: Path) -> None:
+def test_a_second_fit_goes_on_from_a_checkpoint(pair, tmp_path):
     assert pair.run(fit_twice, str(tmp_path / "twice.ckpt")) == [[], []]
 
 
 class GoesBack(Numbered):
     """A model that is set back to its checkpoint during training, as the search for a learning rate does."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         """Note what is kept when saving, and after going back."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx == 2:
@@ -280,12 +275,12 @@ class GoesBack(Numbered):
             self.notes.append(self.kept())
             self.trainer.should_stop = True
 
-    def kept(self) -> Any:
+    def kept(self):
         state = self.trainer.strategy.engine.state_dict()["memory"]
         return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in state.items()}
 
 
-def test_restoring_during_training_restores_what_is_kept(pair: Pool, tmp_path: Path) -> None:
+def test_restoring_during_training_restores_what_is_kept(pair, tmp_path):
     for each in fits(pair, partial(GoesBack, 3, str(tmp_path / "back.ckpt")), DGC_, max_epochs=1):
         saved, before, after = each.notes
         assert differences(saved, before)
@@ -295,9 +290,9 @@ def test_restoring_during_training_restores_what_is_kept(pair: Pool, tmp_path: P
 class Starting(Numbered):
     """A model that notes what its rank starts with, and saves when training has ended."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         engine = getattr(self.trainer.strategy, "engine", None)
-        kept: dict[str, Any] = {"memory": {}} if engine is None else engine.state_dict()
+        kept = {"memory": {}} if engine is None else engine.state_dict()
         memory = {kind: {name: each.clone() for name, each in of.items()} for kind, of in kept["memory"].items()}
         self.notes = {
             **kept,
@@ -306,18 +301,18 @@ class Starting(Numbered):
             "weights": weights(self),
         }
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self):
         if self.path:
             self.trainer.save_checkpoint(self.path)
 
 
-def momenta(state: Any) -> list[Tensor]:
+def momenta(state):
     """Return what an optimizer keeps."""
     found = (each.get("momentum_buffer") for each in state)
     return [tensor.clone() for tensor in found if tensor is not None]
 
 
-def means(states: list[Any]) -> dict[str, Tensor]:
+def means(states):
     """Return the means over ranks of all that has mass."""
     kept = [(kind, name) for kind, of in states[0]["memory"].items() for name in of]
     found = {
@@ -329,9 +324,7 @@ def means(states: list[Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", "a2sgd"])
-def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(
-    pools: dict[int, Pool], tmp_path: Path, compressor: str
-) -> None:
+def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(pools, tmp_path, compressor):
     source, before, settings = None, [], {"compressor": compressor, "density": DENSITY[compressor]}
     for stage, ranks in enumerate((4, 2, 3, 1, 4)):
         path = str(tmp_path / f"{stage}.ckpt")
@@ -367,9 +360,7 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize(("first", "second", "is_kept", "message"), SWITCHES.values(), ids=SWITCHES)
-def test_strategies_may_change_and_say_what_they_do_not_use(
-    pair: Pool, tmp_path: Path, first: Any, second: Any, is_kept: bool, message: Any
-) -> None:
+def test_strategies_may_change_and_say_what_they_do_not_use(pair, tmp_path, first, second, is_kept, message):
     path = str(tmp_path / "switch.ckpt")
     saved, *_ = fits(pair, partial(Numbered, 4, path), first, max_steps=4)
     answers = fits(pair, Starting, second, path, max_steps=8)
@@ -385,30 +376,30 @@ def test_strategies_may_change_and_say_what_they_do_not_use(
 class Convolving(Numbered):
     """A convolution, and a weight that is kept transposed; notes of what waits before each batch."""
 
-    def __init__(self, *arguments: Any, is_other: bool = False) -> None:
+    def __init__(self, *arguments, is_other=False):
         super().__init__(*arguments)
         self.convolution = nn.Conv2d(2, 4, 3, padding=1)
         matrix = torch.randn(16, 8)
         self.matrix = nn.Parameter(matrix if is_other else matrix.t().contiguous().t())
         if is_other:
-            self.convolution = self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.notes: list[Tensors] = []
+            self.convolution = self.convolution.to(memory_format=torch.channels_last)
+        self.notes = []
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
         outputs = self.convolution(rows.view(4, 2, 4, 4)), rows.view(16, 8) @ self.matrix.t(), self.network(rows)
         return torch.stack([output.square().mean() for output in outputs]).sum()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         """Note what waits, each element at its place of the parameter."""
-        kept = self.trainer.strategy.engine.memory.state_dict()["residual"]  # type: ignore[union-attr]
+        kept = self.trainer.strategy.engine.memory.state_dict()["residual"]
         likes = dict(self.named_parameters())
         self.notes.append(
             {name: kept[name].as_strided(likes[name].shape, likes[name].stride()).clone() for name in kept}
         )
 
 
-def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(pair: Pool, tmp_path: Path) -> None:
+def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(pair, tmp_path):
     path = str(tmp_path / "mid.ckpt")
     saved = fits(pair, partial(Convolving, 4, path), TOPK)
     for one, other in zip(saved, fits(pair, partial(Convolving, is_other=True), TOPK, path)):
@@ -419,12 +410,12 @@ def test_what_waits_stays_at_its_place_where_parameters_lie_otherwise_in_memory(
 class Flickering(Heads):
     """The layer that nobody needs is frozen, and unfrozen between two batches of one step."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.spare.requires_grad_(batch_idx != 2)
 
 
 @pytest.mark.parametrize("is_view", [True, False])
-def test_wrapping_anew_within_a_step_changes_nothing(pair: Pool, is_view: bool) -> None:
+def test_wrapping_anew_within_a_step_changes_nothing(pair, is_view):
     settings = {**TOPK, **LAYERS, **UNUSED, "gradient_as_bucket_view": is_view}
     flickering, steady = (one_model(fits(pair, module, settings, **IN_PAIRS)) for module in (Flickering, Heads))
     assert_same(flickering.batches, steady.batches)

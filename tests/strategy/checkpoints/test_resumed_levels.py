@@ -1,17 +1,14 @@
 """What the ranks of a node share is saved, taken up to the bit, and carried to other numbers of ranks and levels."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import DGC
-from lightning_sparse.testing.pool import Pool
-from tests.helpers.fits import Tensors, assert_goes_on, fits, refusals
+from tests.helpers.fits import assert_goes_on, fits, refusals
 from tests.helpers.resuming import Numbered
 
 TOPK = {"compressor": "topk", "density": 0.05}
@@ -21,26 +18,26 @@ CORRECTED = {**TOPK, "optimizer_correction": AdamCorrection(dense_steps=3, fall_
 class Starting(Numbered):
     """A model trained by SGD or AdamW that notes what its rank starts with, and may save when training has ended."""
 
-    def __init__(self, *arguments: Any, is_adam: bool = False) -> None:
+    def __init__(self, *arguments, is_adam=False):
         super().__init__(*arguments)
         self.is_adam = is_adam
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         if not self.is_adam:
             return super().configure_optimizers()
         return torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         engine = self.trainer.strategy.engine
         kept = {} if engine is None else engine.state_dict()["memory"]
         self.notes = {kind: {name: tensor.clone() for name, tensor in of.items()} for kind, of in kept.items()}
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self):
         if self.path and self.save_after is None:
             self.trainer.save_checkpoint(self.path)
 
 
-EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+EXACT = {
     "topk": (TOPK, {}),
     "owners": ({**TOPK, "exchange": "owners"}, {}),
     "dense, sixteen bits": ({"compressor": "dense", "wire": "bfloat16"}, {}),
@@ -51,9 +48,7 @@ EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
-def test_on_the_same_nodes_it_goes_on_to_the_bit(
-    pools: dict[int, Pool], tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
     module = partial(Starting, is_adam=settings is CORRECTED)
     assert_goes_on(pools[4], tmp_path, settings, module, 7, node_ranks=2, **arguments)
     for path in tmp_path.rglob("*.*t"):
@@ -68,11 +63,11 @@ class Stage(NamedTuple):
     levels: Any = "auto"
 
     @property
-    def shared_by(self) -> int:
+    def shared_by(self):
         return self.node_ranks if self.levels != 1 and 1 < self.node_ranks < self.ranks else 1
 
 
-def owed(states: list[dict[str, Tensors]], shared_by: int) -> Tensors:
+def owed(states, shared_by):
     """Return what the model is owed: of whole parameters, the mean over all who keep one."""
     numels = {name: tensor.numel() for name, tensor in Numbered().named_parameters()}
     found = {}
@@ -90,9 +85,7 @@ MOVES = [Stage(4, 2), Stage(4, 2, levels=1), Stage(4, 2, levels=2), Stage(2, 2),
 @pytest.mark.parametrize(
     "settings", [TOPK, {"compressor": "dgc", "density": 0.05}, CORRECTED], ids=["topk", "dgc", "AdamW"]
 )
-def test_on_other_nodes_the_mean_of_what_is_owed_stays(
-    pools: dict[int, Pool], tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings):
     source, expected, before = None, {}, None
     for number, stage in enumerate(MOVES):
         path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
@@ -112,16 +105,16 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(
 class Laid(Numbered):
     """A model with a convolution, in some order of memory."""
 
-    def __init__(self, memory_format: torch.memory_format, *saving: Any) -> None:
+    def __init__(self, memory_format, *saving):
         super().__init__(*saving)
         self.convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+    def training_step(self, batch, batch_index):
         images = self.rows(batch_index)[:, :27].reshape(-1, 3, 3, 3)
         return super().training_step(batch, batch_index) + self.convolution(images).square().mean()
 
 
-def test_in_another_order_of_memory_one_level_goes_on(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_in_another_order_of_memory_one_level_goes_on(pools, tmp_path):
     path, limits = str(tmp_path / "two.ckpt"), {"node_ranks": 2, "max_epochs": 1}
     fits(pools[4], partial(Laid, torch.contiguous_format, 4, path), TOPK, **limits)
     relaid = partial(Laid, torch.channels_last)
