@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ def restarts() -> int:
 class Slow(Small):
     """Let rank 0 sleep in each step, so that a signal meets the others while they wait for it.
 
-    A job that has not been put back waits for the signal before step ``waits_at``; 0 is never.
+    ``waits_at`` are the steps before which a job waits for the signal, by how often it has been put back.
     """
 
-    def __init__(self, waits_at: int = 0) -> None:
+    def __init__(self, waits_at: Sequence[int] = ()) -> None:
         super().__init__()
-        self.waits_at = waits_at
+        self.waits_at = dict(enumerate(waits_at)).get(restarts())
         self._is_signalled = threading.Event()
 
     @override
@@ -41,14 +42,14 @@ class Slow(Small):
             self._is_signalled.set()
             handler(number, frame)
 
-        if self.waits_at and not restarts():
+        if self.waits_at is not None:
             signal.signal(signal.SIGUSR1, note)
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
         if self.trainer.is_global_zero:
             time.sleep(0.1)
-            if self.waits_at == self.trainer.global_step and not restarts():
+            if self.waits_at == self.trainer.global_step:
                 assert self._is_signalled.wait(100)
 
 
