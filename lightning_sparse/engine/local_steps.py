@@ -193,16 +193,12 @@ class Rounds(Replicas):
     def adopt(self) -> None:
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self._worker.run(self._averager.average)
-        self._count_bytes()
+        self._recorder.add_to_last(self._averager.sent_bytes)
         self._pending, self._away, self._is_stale = None, None, False
         for name, tensor in self._tensors().items():
             shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
             shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
         self._seen = self._fingerprints()
-
-    def _count_bytes(self) -> None:
-        if self._recorder.last is not None:
-            self._recorder.last.wire_bytes += self._averager.sent_bytes
 
     @override
     def see_batch(self, samples: Optional[int]) -> None:
@@ -419,7 +415,7 @@ class Rounds(Replicas):
         unshared = self._unshared()
         found: list[str] = []
         self._worker.run(lambda: found.extend(self._averager.average_differing(unshared)))
-        self._count_bytes()
+        self._recorder.add_to_last(self._averager.sent_bytes)
         self._shared |= {name: _wide(unshared[name]) for name in found}
         self._seen = self._fingerprints()
 

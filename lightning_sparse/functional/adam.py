@@ -157,10 +157,7 @@ def _stepped(weight: Tensor, gradient: Tensor, root: Tensor, scalars: AdamScalar
 def _few_places(
     indices: Sequence[Optional[Tensor]], tensors: Sequence[Tensor], scalars: Sequence[AdamScalars]
 ) -> dict[AdamScalars, dict[int, Tensor]]:
-    """Return the places of tensors that have few, flat, by a tensor's number; those whose scalars are alike go as one.
-
-    Most tensors of a model are small: their calls cost more than their elements.
-    """
+    """Return the places, flat, by a tensor's number, of tensors that have few; those of equal scalars go as one."""
     found: defaultdict[AdamScalars, dict[int, Tensor]] = defaultdict(dict)
     for number, (places, tensor, each) in enumerate(zip(indices, tensors, scalars)):
         if places is not None and places.numel() * _FEW < tensor.numel():

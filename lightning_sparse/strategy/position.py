@@ -16,10 +16,7 @@ _KEY = "lightning_sparse_position"
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """A ``DistributedSampler`` that deals out what is left of an epoch, of which ranks of any number had the start.
-
-    Its length stays that of the whole epoch.
-    """
+    """A ``DistributedSampler`` of the same length that deals out what is left of an epoch, whoever had its start."""
 
     samples = 0  # of the epoch, that all ranks together had when this training went on
     batches = 0  # that stand for them on each rank

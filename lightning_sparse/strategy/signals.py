@@ -40,10 +40,7 @@ class Signals(Uncopied):
         self.is_noted = True
 
     def connect(self, strategy: Strategy, answer: Callable[[], None]) -> None:
-        """Have ranks hear of each other from now on; all of them must call.
-
-        Those that wait for others with more batches ``answer`` at once what they hear.
-        """
+        """Have ranks hear of each other from now on; all must call. Those that wait ``answer`` what they hear."""
         is_gloo, device = dist.get_backend() == "gloo", strategy.root_device
         self._is_connected, self.answer = True, answer
         self._rounds = getattr(strategy, "rounds", None)

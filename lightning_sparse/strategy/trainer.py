@@ -23,6 +23,7 @@ from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, handled
 from lightning_sparse.schedule import Auto, Plan, Schedule
+from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
@@ -51,14 +52,6 @@ from lightning_sparse.strategy.lightning import (
 from lightning_sparse.strategy.position import Position, Reader, read, write
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, pace_of, samples_of, skip
-from lightning_sparse.strategy.whereabouts import (
-    ReportingLauncher,
-    ScriptLauncher,
-    leave_end_of_epoch,
-    leave_end_of_training,
-    leave_nothing,
-    telling,
-)
 
 
 class SparseStrategy(ParallelStrategy):
@@ -398,15 +391,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = whereabouts.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = ReportingLauncher(self, self._start_method)
+            self._launcher = whereabouts.ReportingLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
         check_device(type(self), self.root_device)
         super().setup_environment()
-        leave_nothing()
+        whereabouts.leave_nothing()
 
     @override
     def _setup_model(self, model: Module, is_plain: bool = False, **changes: Any) -> DistributedDataParallel:
@@ -498,14 +491,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        leave_nothing()  # a search for a learning rate has come to an end of its own
+        whereabouts.leave_nothing()  # a search for a learning rate has come to an end of its own
         note_use(self._ddp, self._loop.unfinished.put_back(self.optimizers))
         self._begin_steps()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.is_last_batch:
-            leave_end_of_epoch(self._trainer)
+            whereabouts.leave_end_of_epoch(self._trainer)
         self._loop.epoch = self._trainer.current_epoch
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
         is_plain, unfinished = self._loop.wants_plain(), self._loop.unfinished
@@ -547,7 +540,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        leave_end_of_training(self._trainer)
+        whereabouts.leave_end_of_training(self._trainer)
         super().on_train_end()
 
     def _rewrap(self, is_plain: bool) -> None:
@@ -589,7 +582,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
             self._reader, checkpoint = reader, write(checkpoint, reader.position())
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        with telling(self._trainer):  # callbacks save after an error, too, which goes another way
+        with whereabouts.telling(self._trainer):  # callbacks save after an error, too, which goes another way
             self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
     def _kept(self) -> Optional[dict[str, Any]]:

@@ -48,10 +48,7 @@ class Channel:
 
 
 class ExchangeWorker:
-    """Run tasks one after the other on a thread, and on a device on a stream, of their own.
-
-    A collective issued from the continuation of another would race on gloo. After an error no task runs.
-    """
+    """Run tasks in order on a thread, and a stream, of their own, none after an error; elsewhere they race on gloo."""
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None

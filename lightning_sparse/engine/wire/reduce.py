@@ -93,10 +93,7 @@ class ReduceFormat(WireFormat):
         return self._gathers_short and (self.ranks - 1) * (1 - 2 / self.ranks) * nbytes <= _WORTH_A_ROUND_TRIP
 
     def average(self, chosen: FlatSelection) -> Phases:
-        """Write elements at which all ranks send, the same on all of them and at least one.
-
-        Whose share an element is matters only where rounding is kept: then it has to be as if its tensor were alone.
-        """
+        """Write elements at which all ranks send, one at least: those of each tensor alone where rounding is kept."""
         is_exact = chosen.values.dtype is self.dtype
         pieces = [chosen.values] if is_exact else [each for each in chosen.values.split(chosen.counts) if each.numel()]
         arrival = yield from self.exchange(WholeSelection.of(pieces), pieces, None)
