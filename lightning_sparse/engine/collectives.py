@@ -180,7 +180,10 @@ def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> T
 
 
 def gather_apart(line: str, timeout: Optional[timedelta] = None) -> list[str]:
-    """Gather a line of every rank, within the timeout, in the store where ranks have met: groups may be in use."""
+    """Gather a line of every rank in the store by which the ranks have found each other, within the timeout.
+
+    Ranks that have noticed nothing go on with their step: on a process group in use they would take it for one of that.
+    """
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     limit = default_pg_timeout if timeout is None else timeout
     # One for each time that this rank has called; as on the others.

@@ -128,7 +128,8 @@ class Engine(Uncopied):
             return NoStream()
         if isinstance(ddp, ShardedModel):
             return ShardStream(ddp.module, self.pipeline, settings.schedule, self.worker)
-        has_moments = settings.adam is not None or settings.feedback.momentum is not None  # of gradients alone
+        # Moments are of gradients, without what exchanges have brought before.
+        has_moments = settings.adam is not None or settings.feedback.momentum is not None
         if has_moments or ddp.find_unused_parameters or ddp.static_graph:
             self.arrived.watch(ddp.module.parameters())
         parts = (self.pipeline, settings.schedule, self.worker)

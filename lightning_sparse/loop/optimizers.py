@@ -30,7 +30,7 @@ _ALIKE = (
     "What is trained has to change on all ranks before the same training_step: do not let it depend on the rank, on its"
     " own data or on its clock"
 )
-_NO_OPTIMIZER = Hyperparameters(float("nan"))
+_NO_OPTIMIZER = Hyperparameters(float("nan"))  # when one begins to handle a parameter, that is no change of rate
 # By the names of what they are given: moments, an average of squares, or a small number that keeps a quotient finite.
 _SIGNS_OF_A_SECOND_MOMENT = frozenset({"betas", "beta2", "alpha", "rho", "eps"})
 _LINEAR = (SGD, ASGD)

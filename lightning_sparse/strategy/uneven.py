@@ -152,7 +152,7 @@ def _count(trainer: Trainer, steps: int) -> None:
 
 
 def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) -> None:
-    """Go on with step number and learning rates of the rank with the most batches; all must call, with some each."""
+    """Go on with step number and learning rates of the rank with the most batches; all must call, and have had one."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [

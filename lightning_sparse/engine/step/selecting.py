@@ -200,7 +200,7 @@ class MergedParameters(NamedTuple):
 
 
 class Workspace:
-    """Memory that groups take in turn, in each step the same: large blocks taken anew cost more than filling them."""
+    """Memory that groups take in turn, in each step the same: taking large blocks anew costs more than filling them."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []

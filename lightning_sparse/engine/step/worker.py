@@ -48,7 +48,10 @@ class Channel:
 
 
 class ExchangeWorker:
-    """Run tasks in order on a thread, and a stream, of their own, none after an error; elsewhere they race on gloo."""
+    """Run tasks one after the other on a thread, and on a device on a stream, of their own; after an error none.
+
+    A collective issued from the continuation of another would race on gloo.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.error: Optional[BaseException] = None

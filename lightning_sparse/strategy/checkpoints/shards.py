@@ -193,7 +193,10 @@ def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
 
 
 def cut_anew(parts: Sequence[dict[str, Any]], shard: int, shards: int) -> dict[str, Any]:
-    """Return a shard of what a replica's ranks kept, ``parts`` in row, cut along dimension 0 as DTensor does."""
+    """Return a shard of what the ranks of a replica kept, cut along dimension 0 into so many, as DTensor does.
+
+    Each of ``parts`` holds some rows of every parameter, one part after the other.
+    """
     if any("rounds" in part["engine"] for part in parts):
         raise CheckpointError(
             "a round of local steps keeps optimizers' states in shards, of which other numbers cannot be made: resume"
