@@ -78,9 +78,8 @@ class MomentumCorrection(StepObserver):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         correction = self._correction
-        if sparse_strategy(trainer).engine is not None:
-            return
-        if correction.momentum != FROM_OPTIMIZER or correction.clip_norm is not None:
+        acts = correction.momentum != FROM_OPTIMIZER or correction.clip_norm is not None
+        if acts and sparse_strategy(trainer).engine is None:
             rank_zero_warn(
                 f"MomentumCorrection(momentum={correction.momentum!r}, clip_norm={correction.clip_norm}) has no effect"
                 " on one process, where nothing is exchanged: to compare, give the momentum to the optimizer and"
