@@ -593,7 +593,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert self.lightning_module is not None
         kept |= self._loop.unfinished.state(self.lightning_module, self.engine)
         kept["layouts"] = saved_layouts(self._parameters())
-        kept["batches"] = self._trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        kept["batches"] = progress.state_dict()
+        if self.has_uneven_batches:
+            kept["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if self._choice is not None and self._choice.chosen is not None:
             kept["is_plain"] = self._choice.chosen
         return kept
@@ -638,6 +641,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
         self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
         self._has_own_position = save.ranks == self.world_size and "batches" in kept
+        if kept.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word for it
+            raise CheckpointError(
+                f"{path} was saved where some of {save.ranks} ranks had ended their epoch and others had not, from where"
+                f" {self.world_size} cannot go on: take one that was saved at the end of an epoch"
+            )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun

@@ -302,8 +302,9 @@ def test_other_ranks_go_on_from_the_end_of_an_epoch_only(pools, tmp_path):
 def test_nothing_goes_on_from_where_only_some_have_ended(pools, tmp_path):
     path, batches = str(tmp_path / "some.ckpt"), (4, 8, 13)  # the last validates after 6 and 12
     pools[3].run(fit, batches, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 2, is_epoch=False)]})
-    for told in pools[3].run(refuse, batches, 4, {}, HALVES, path):
-        assert "had ended their epoch" in told
+    for ranks, those in ((3, batches), (2, (8, 8))):
+        for told in pools[ranks].run(refuse, those, 4, {}, HALVES, path):
+            assert "had ended their epoch" in told
 
 
 def test_early_stopping_stops_all_ranks(pair):
