@@ -643,8 +643,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._has_own_position = save.ranks == self.world_size and "batches" in kept
         if kept.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word for it
             raise CheckpointError(
-                f"{path} was saved where some of {save.ranks} ranks had ended their epoch and others had not, where"
-                f" {self.world_size} cannot go on from: take one that was saved at the end of an epoch"
+                f"{path} was saved where some of {save.ranks} ranks had ended their epoch and others had not, and"
+                f" {self.world_size} cannot go on from there: take one that was saved at the end of an epoch"
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
