@@ -18,7 +18,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.tensorboard import log_text, table
-from lightning_sparse.compressors.base import RULES, checked_count
+from lightning_sparse.compressors.base import RULES, checked_count, checked_density
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
@@ -59,9 +59,7 @@ class AdaptiveDensity(StepObserver):
 
     def __init__(self, rules: Sequence[Rule], max_density: float = 1.0, every_n_steps: int = 10) -> None:
         self.rules = _checked_rules(rules)
-        if not 0 < max_density <= 1:
-            raise ValueError(f"max_density={max_density} must be a fraction of elements with 0 < max_density <= 1")
-        self.max_density = max_density
+        self.max_density = checked_density("max_density", max_density)
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self._forget()
 

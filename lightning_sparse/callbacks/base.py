@@ -121,6 +121,12 @@ def say(callback: Callback, line: str) -> None:
     rank_zero_info(f"{type(callback).__name__}: {line}")
 
 
+def memory_statistics(engine: Engine) -> dict[str, float]:
+    """Return what the memory did in the last step, if it was watched; on a GPU this waits for it."""
+    engine.memory.is_watched = False
+    return {name: float(statistic) for name, statistic in engine.memory.statistics().items()}
+
+
 # The slowest rank is the one that all wait for, and samples of all ranks are trained on.
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "exposed_seconds": max,

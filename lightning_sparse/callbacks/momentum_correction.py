@@ -10,10 +10,10 @@ from lightning_sparse.callbacks.base import (
     engine_of,
     is_logged,
     log_scalars,
+    memory_statistics,
     reduce_over_ranks,
     sparse_strategy,
 )
-from lightning_sparse.callbacks.statistics import memory_statistics
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer

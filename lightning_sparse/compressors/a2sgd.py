@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout
+from lightning_sparse.compressors.base import Compressor, ErrorFeedback, Gather, ModelLayout, checked_count
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
@@ -48,11 +48,8 @@ class A2SGD(Compressor):
     agreement_nbytes: ClassVar[int] = 8  # two numbers in fp32
 
     def __init__(self, param_sync_every: Optional[int] = 50) -> None:
-        if param_sync_every is not None and not (isinstance(param_sync_every, int) and param_sync_every >= 1):
-            raise ValueError(
-                f"param_sync_every={param_sync_every!r} must be a whole number of steps, at least 1, or None; 50"
-                " averages the parameters every 50 steps, None never does and lets replicas drift apart"
-            )
+        if param_sync_every is not None:
+            checked_count("param_sync_every", param_sync_every, "steps (None: replicas drift apart for ever)")
         self.param_sync_every = param_sync_every
         self._positions: dict[str, int] = {}
         self._totals: dict[str, Tensor] = {}

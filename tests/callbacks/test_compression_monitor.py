@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.callbacks.base import gather_rows
-from lightning_sparse.callbacks.statistics import batch_size
+from lightning_sparse.callbacks.compression_monitor import batch_size
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
 from tests.helpers.trainers import Rows, Small, WithAdam, make_trainer, run_fit
