@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.utils import _sync_module_states
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self, override
@@ -94,17 +94,8 @@ def sparsify(
         RuntimeError: if the model has a communication hook already.
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
-    settings = Settings(
-        compressor,
-        density,
-        schedule,
-        wire,
-        warmup_epochs,
-        optimizer_correction,
-        exchange,
-        overlaps_backward,
-        rounds_of(local_steps),
-    )
+    what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
+    settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
     check_settings(settings)
     check_facts(scaler, total_steps)
     return Sparsifier(ddp_model, optimizers, settings, scaler, total_steps, timeout, _say)
@@ -209,7 +200,11 @@ class Sparsifier(Loop):
         """
         self.exchange_shards()
         with self.clipped_before(Clipping(norm=norm, value=value)):
-            _clip(self._model.module.parameters(), norm, value)
+            trained = [each for each in self._model.module.parameters() if each.grad is not None]
+            if value is not None and trained:
+                torch.nn.utils.clip_grad_value_(trained, value)
+            if norm is not None and trained:
+                torch.nn.utils.clip_grad_norm_(trained, norm)
 
     def exchange_shards(self, *step: Any) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
@@ -483,14 +478,6 @@ _ALIKE = {
     "local_steps": "give local_steps as before, or leave the state out",
     "kinds": "build the same optimizers, with the same optimizer_correction and wire",
 }
-
-
-def _clip(parameters: Iterable[Parameter], norm: Optional[float], value: Optional[float]) -> None:
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    if value is not None and trained:
-        torch.nn.utils.clip_grad_value_(trained, value)
-    if norm is not None and trained:
-        torch.nn.utils.clip_grad_norm_(trained, norm)
 
 
 def _checked(ddp: Module) -> DistributedDataParallel:
