@@ -121,10 +121,11 @@ class AdaptiveDensity(StepObserver):
         is_other_epoch = self._decided_at is None or self._decided_at[1] != epoch
         # What is frozen now may be unfrozen again, and rules have not forgotten it.
         self._asked = {**self._asked, **engine_of(sparse_strategy(trainer)).target_densities()}
+        context = self._context(trainer)
         if is_other_epoch or self._has_measured or any(rule.follows_steps for rule in self.rules):
-            self._decide(trainer, self._context(trainer))
+            self._decide(trainer, context)
         elif step % self.every_n_steps == 0:  # a plan may have changed
-            self._report(trainer, {}, self._context(trainer))
+            self._report(trainer, {}, context.present, step)
         self._decided_at, self._has_measured = (step, epoch), False
 
     @override
@@ -163,18 +164,15 @@ class AdaptiveDensity(StepObserver):
         present = engine_of(sparse_strategy(trainer)).present_densities()
         # Of a warm-up of the strategy, or of its plan, more may be sent.
         deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}
-        self._report(trainer, deciding, context)
+        self._report(trainer, deciding, present, context.step)
 
-    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], context: RuleContext) -> None:
-        present = engine_of(sparse_strategy(trainer)).present_densities()
+    def _report(self, trainer: Trainer, winners: Mapping[str, Rule], present: Mapping[str, float], step: int) -> None:
         logged = {**self._asked, **self._logged}
         if not any(_is_other(logged[name], density) for name, density in present.items()):
             return
-        self._logged = present
+        self._logged = dict(present)
         if not any(isinstance(each, CompressionMonitor) and each.by_parameter for each in trainer.callbacks):  # type: ignore[attr-defined]
-            log_scalars(
-                trainer, {parameter_tag("density", name): value for name, value in present.items()}, context.step
-            )
+            log_scalars(trainer, {parameter_tag("density", name): value for name, value in present.items()}, step)
         reasons = {name: self._reason(name, density, winners) for name, density in present.items()}
         raised = [name for name, density in present.items() if _is_other(self._asked[name], density)]
         deciders = {_decider(reasons[name]) for name in raised}
@@ -182,10 +180,10 @@ class AdaptiveDensity(StepObserver):
         steered = [name for name, rule in winners.items() if not rule.follows_steps]
         if deciders == self._told_of and all(_NEWS > present[name] / told[name] > 1 / _NEWS for name in steered):
             return
-        self._told, self._told_of = present, deciders
-        say(self, f"step {context.step}: {_summary(present, reasons)}")
+        self._told, self._told_of = dict(present), deciders
+        say(self, f"step {step}: {_summary(present, reasons)}")
         rows = [[name, f"{density:.4g}", reasons[name]] for name, density in present.items()]
-        log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), context.step)
+        log_text(trainer, "sparse/densities", table(["parameter", "density", "why"], rows), step)
 
     def _reason(self, name: str, density: float, winners: Mapping[str, Rule]) -> str:
         if name in winners:

@@ -289,20 +289,14 @@ class Sparsifier(Loop):
         )
         ours, theirs = (each.get("layouts", {}) for each in (present, given))
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        refuse(
-            *(
-                (
-                    given.get(kind) != present.get(kind),
-                    f"this state is of {kind} {given.get(kind)!r}, and here it is {present.get(kind)!r}: {cure}",
-                )
-                for kind, cure in _ALIKE.items()
-            ),
-            (
-                changed,
-                f"this state is of a model in which {', '.join(map(repr, changed[:_SHOWN]))} had another shape, type or"
-                " order in memory, or was not there: build the same model",
-            ),
+        for kind, cure in _ALIKE.items():
+            before, now = given.get(kind), present.get(kind)
+            refuse((before != now, f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}"))
+        names = ", ".join(map(repr, changed[:_SHOWN]))
+        other = (
+            f"this state is of a model in which {names} had another shape, type or order in memory, or was not there"
         )
+        refuse((bool(changed), f"{other}: build the same model"))
         if self.engine is None:
             return
         self.epoch = state["epoch"]

@@ -86,9 +86,8 @@ class ShardStream(Uncopied):
         used = {name: flag for each in exchanged for name, flag in zip(each.names, _flags(each))}
         nothing = torch.zeros((), dtype=torch.bool, device=exchanged[0].arrival.finite.device)
         flags = torch.stack([used.get(name, nothing) for name in missing])
-        are_used = self._pipeline.levels.any_of(
-            flags, missing
-        ).tolist()  # the host waits for a GPU, in such a step only
+        # The host waits for a GPU, in such a step only.
+        are_used = self._pipeline.levels.any_of(flags, missing).tolist()
         return [name for name, is_used in zip(missing, are_used) if not is_used]
 
 
