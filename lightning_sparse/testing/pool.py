@@ -32,11 +32,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        ranks: int,
-        backend: str = "gloo",
-        preload: Sequence[str] = (),
-        group_timeout: Optional[timedelta] = None,
+        self, ranks: int, backend: str = "gloo", preload: Sequence[str] = (), group_timeout: Optional[timedelta] = None
     ) -> None:
         self.ranks = ranks
         self._group_timeout = group_timeout
