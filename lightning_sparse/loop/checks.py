@@ -65,9 +65,8 @@ def warning_of_meeting(
 ) -> Optional[str]:
     """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
 
-    Two threads launch on two communicators then, in an order that is not the same on all ranks. NCCL waits for ever
-    where the device has one queue for both, and refuses it where it was told to take the host's order. Those of rounds
-    between islands meet DDP's of later steps where the exchange ``is_late``.
+    Two threads launch on two communicators then, in other orders on other ranks: NCCL waits for ever where the device
+    has one queue for both. Those of rounds between islands meet DDP's of later steps where the exchange ``is_late``.
     """
     if backend != "nccl":
         return None

@@ -18,11 +18,9 @@ from lightning_sparse.strategy.lightning import SIGTERMException, Strategy, Trai
 class Signals(Uncopied):
     """Tell every rank whether any of them has been signalled, without a wait in every batch.
 
-    What is told at one batch is heard at the next: one round trip, which hides behind the batch. With local steps it
-    travels with what ranks tell each other before an exchange. gloo has a process group of its own for it, so that no
-    other exchange comes between. Other backends have it among what the main thread exchanges anyway, in one order on
-    all ranks: a group of gloo beside NCCL would need names of hosts that do not lead to loopback, and another one of
-    NCCL takes memory of each GPU.
+    What is told at one batch is heard at the next; with local steps it travels with what is told before an exchange.
+    gloo has a group of its own for it. Others have it among what the main thread exchanges: a group of gloo beside NCCL
+    would need names of hosts that do not lead to loopback, and another one of NCCL takes memory of each GPU.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -99,9 +97,8 @@ class Signals(Uncopied):
 class Termination:
     """End training on all ranks at the start of one batch, by Lightning's handler, when any has been sent SIGTERM.
 
-    From 2.6 on, Lightning has rank 0 tell the others at the start of every batch whether it was, and all of them wait:
-    for a round trip through a tree of ranks, and on a GPU for all that is queued (its issue 21487). Its handler
-    exchanges something too, wherever the other ranks are.
+    From 2.6 on, Lightning has rank 0 tell the others in every batch, and all of them wait for that, on a GPU also for
+    what is queued (its issue 21487). Its handler exchanges something too, wherever the other ranks are.
     """
 
     def __init__(self, trainer: Trainer) -> None:
