@@ -127,5 +127,5 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(pair, poison):
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "50"])
 def test_bad_arguments_are_refused_with_a_cure(every):
-    with pytest.raises(ValueError, match="param_sync_every=.* at least 1"):
+    with pytest.raises(ValueError, match=r"param_sync_every=.* at least 1"):
         A2SGD(param_sync_every=every)
