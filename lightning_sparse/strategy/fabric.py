@@ -71,9 +71,9 @@ class SparseFabric(FabricParallelStrategy):
         Raises:
             ValueError: if it is not known which.
         """
-        if model is None:
-            if len(self._handles) > 1:
-                raise ValueError(f"model=None is one of {len(self._handles)}: say which model is meant")
+        if model is None and len(self._handles) > 1:
+            raise ValueError(f"model=None is one of {len(self._handles)}: say which model is meant")
+        if model is None or not self._handles:
             return next(iter(self._handles.values()), None)
         inside = getattr(model, "module", None)
         for wrapped, handle in self._handles.items():

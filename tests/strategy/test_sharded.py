@@ -1077,7 +1077,7 @@ def alone(rank):
     with launched(rank, SPARSE, "nodes") as (fabric, model, optimizer):
         in_fabric(fabric, model, optimizer, range(2))
         assert fabric.strategy.handle() is None
-        return fabric.strategy.compression_stats()
+        return fabric.strategy.compression_stats(model)
 
 
 def test_fabric_with_one_replica_exchanges_nothing(pools):
