@@ -50,9 +50,9 @@ def bucket_cap_mb(module: torch.nn.Module) -> float:
 
 
 class ArrivedGradients:
-    """Tell what exchanges have brought of each gradient, the same on all ranks, from what its rank has added since.
+    """Tell apart what exchanges have brought of a gradient, the same on all ranks, and what this rank has added since.
 
-    The next exchange of a step is given the second alone, and adds to the first, which is no gradient to momentum.
+    A step of several backwards has several exchanges: each is given only what was added after the one before.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class ArrivedGradients:
         self.continues_step = False  # whether what is being exchanged was before, in the same step; alike on all ranks
         self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
         self._received: list[Tensor] = []  # parameters that are being exchanged
-        self._written: dict[Tensor, Tensor] = {}  # gradients to which nothing has been added since
-        self._copies: dict[Tensor, Tensor] = {}  # of the others, as they were before
+        self._written: dict[Tensor, Tensor] = {}  # gradients that are means, as nothing has been added since
+        self._copies: dict[Tensor, Tensor] = {}  # of means to which something has been added
         self._handles: list[Any] = []
 
     def watch(self, parameters: Iterable[Parameter]) -> None:
@@ -197,7 +197,7 @@ class GradientStream(Uncopied):
             self._usage.close()
 
     def receive(self, bucket: GradBucket) -> Future[Tensor]:
-        """Take a bucket; the future ends when its mean over ranks has been written into it."""
+        """Take a bucket; its future ends when it holds the mean, or an exchange failed, which the loop then raises."""
         if not self._futures:
             self._begin()
         buffer = bucket.buffer()
@@ -227,7 +227,7 @@ class GradientStream(Uncopied):
         found = self._arrived.take(self._known[bucket.index()].parameters, (local.gradient for local in gradients))
         if found:
             self._worker.submit(partial(self._take_out, found))
-        # What an optimizer has stepped with may still lie there, where another one's turn has come.
+        # Of a parameter that backward left out, the bucket may still hold what an optimizer stepped with before.
         spent = [local.gradient for local in gradients if local.is_used is False]
         if spent:
             self._worker.submit(partial(torch._foreach_zero_, spent))
@@ -296,13 +296,13 @@ class GradientStream(Uncopied):
         self._submit_group()
         self._recorder.end_backward()
         if self._arrived.is_watched:
-            # DDP gives gradients back in a callback of its own, which comes after this one and before one of this one.
+            # Two callbacks later: in the next one DDP gives gradients back.
             _LATER(lambda: _LATER(self._note_arrived))
         # The first step of a static graph hands over all buckets when backward, with all that it exchanges, is over.
         if self._overlaps_backward or (self._is_static and not self._keeps_buckets):
             self._submit_commit()
         else:
-            # DDP is about to reduce which parameters were used, and then waits for us, in a callback after this one.
+            # Before that DDP reduces which parameters were used; it waits for the futures in a callback after this one.
             _LATER(self._submit_commit)
 
     def _note_arrived(self) -> None:

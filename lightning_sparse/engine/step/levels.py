@@ -1,4 +1,4 @@
-"""Which ranks exchange with which: all with all, or those of a node first; and what keeps replicas one beside that."""
+"""Which ranks exchange with which: all with all, or those of a node first; and what rounds of local steps offer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,15 +29,15 @@ class LocalGradient(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """Who keeps what."""
+    """How many ranks there are, and how they divide between them what is kept."""
 
     ranks: int
     node_ranks: int = 1  # that share what is kept; 1 where each keeps all
-    are_islands: bool = False  # and make their local steps together
+    are_islands: bool = False  # ranks of a node make their local steps together
 
 
 class OneLevel:
-    """All ranks exchange with all, and each sees to the whole of every gradient.
+    """All ranks exchange with all, each the whole of every gradient.
 
     The channel ``across`` joins ranks that exchange selections, ``everybody`` all; ``node_ranks`` share each gradient.
     """
@@ -63,11 +63,11 @@ class OneLevel:
         return flat
 
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
-        """Average gradients in the node, and return this rank's share of each, for which it stands from here on."""
+        """Average gradients in the node, and return this rank's share of each, under the parameter's name."""
         return group
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """Return what this rank sees to of a flat tensor that all ranks in step hold: a view, or a copy."""
+        """Return the part that this rank exchanges of a flat tensor that all ranks in step hold: a view, or a copy."""
         return flat
 
     def put_together(self, parts: Sequence[Tensor], tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class Replicas(Uncopied):
     """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
 
     are_apart = False  # each rank steps with gradients of its own
-    are_uneven = False  # ranks had made different numbers of steps when all last met
+    are_uneven = False  # at the last meeting ranks had made different numbers of steps
 
     def begin(self) -> None:
         """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
@@ -168,7 +168,7 @@ class Replicas(Uncopied):
 
 
 class Divided(OneLevel):
-    """The ranks ``inside`` see to each gradient together, a part each; equal parts are exchanged ``across``."""
+    """The ranks ``inside`` divide each gradient between them; those with equal parts exchange ``across``."""
 
     def __init__(self, inside: Channel, across: Channel, everybody: Channel) -> None:
         super().__init__(across, everybody)

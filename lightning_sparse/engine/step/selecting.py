@@ -135,6 +135,7 @@ class GroupSelector:
         if count is None:
             return self._wires.whole
         wire = self._format_for(numel, count)
+        # What was selected element by element stays so: the rest of the tensor is in the residual.
         return self._wires.elements if wire is self._wires.whole else wire
 
     def _merge(self, tensors: Sequence[Tensor], are_used: Sequence[Optional[bool]]) -> "MergedParameters":

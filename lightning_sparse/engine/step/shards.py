@@ -27,12 +27,12 @@ class ShardedModel:
 
 
 def cut_modules(module: Module) -> Iterator[Any]:
-    """Yield what ``fully_shard`` was called of, in a model; to ask for torch's class would import all of FSDP."""
+    """Yield the modules that ``fully_shard`` was called on; to ask for torch's class would import all of FSDP."""
     return (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync"))
 
 
 def reshard(module: Module) -> None:
-    """Have a model hold its shards alone: of what holds the rest FSDP leaves whole parameters after a bare forward."""
+    """Have a model hold shards only: after a forward without a backward FSDP leaves the root's parameters whole."""
     for each in cut_modules(module):
         each.reshard()
 
@@ -40,7 +40,7 @@ def reshard(module: Module) -> None:
 class ShardStream(Uncopied):
     """Take the shards of gradients once FSDP has averaged them, and hand them to the exchange worker in groups.
 
-    A replica may have used a parameter that another has not: all travel in every step, with word of their use.
+    A replica may have used a parameter that another has not: all travel in every step, and tell whether they were used.
     """
 
     used: Optional[AbstractSet[Parameter]] = None

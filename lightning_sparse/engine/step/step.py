@@ -1,8 +1,9 @@
 """One step: compensate, select, encode, exchange, decode; and at its end commit.
 
-The way of one parameter's gradient ``g`` on one rank, with a residual ``r``, at a density below 1:
+The way of one parameter's gradient ``g`` on one rank, with a residual ``e``, at a density below 1:
 
-1. **Compensate**: the loss scale is divided out, and the memory makes ``v = r + g``. ``r`` does not change yet.
+1. **Compensate**: the loss scale is divided out, and the memory makes ``v = e + g``, where ``g`` was. ``e`` does not
+   change yet.
 2. **Select**: the compressor chooses the elements of ``v`` that are sent.
 3. **Encode, exchange, decode**: a wire format writes them into payloads, and a collective carries each. Read from what
    arrives are the means over ranks, whether all of it is finite, whether any rank used the parameter, and the error
@@ -24,10 +25,11 @@ sent (4).
 
 - first steps are whole, and the optimizer acts as ever, until its second moment is known; then the density falls;
 - from then on the memory puts Adam's update ``g / (root of the second moment)`` in the place of ``g`` (1), so that the
-  residual is one of updates; the first moment is emptied into the residual, and stays zero;
-- now and then commit begins with a mean of gradients without residuals, in 16 bits, of which the second moment learns;
-- the mean update is turned back into a gradient (4), and in the optimizer's place this package applies the update and
-  weight decay.
+  residual is one of updates; the first moment is moved into the residual once, and is zero from then on;
+- now and then commit exchanges, before any residual changes, the mean of the gradients themselves, in 16 bits, and the
+  second moment learns from it;
+- the mean update is written as the gradient that it stands for (4), for whoever looks at gradients before the step; in
+  the optimizer's place this package applies the update and weight decay.
 
 With two levels (:class:`~lightning_sparse.engine.step.levels.TwoLevels`) ``g`` is this rank's share of the mean
 gradient of its node, the other ranks are those with the same share on the other nodes, and commit ends with handing the
@@ -82,7 +84,7 @@ class Exchanged(NamedTuple):
 
     names: list[str]
     group: Sequence[LocalGradient]
-    accumulated: list[Tensor]  # gradients plus residuals, flat; the means are written over them
+    accumulated: list[Tensor]  # gradients plus residuals, flat, where gradients were or wider copies; then means
     counts: Sequence[float]  # elements that each density asks for; a share where selected across the group
     arrival: Arrival
 
@@ -110,12 +112,12 @@ class Pipeline:
         self.context = StepContext()
         self.levels = OneLevel(Channel(collectives, recorder)) if levels is None else levels
         self._planner = Planner() if planner is None else planner
-        self._shares: dict[str, LocalGradient] = {}  # that are known before their group is exchanged
+        self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
         self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
     def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
-        """Tell the memory the norm of this rank's gradient, whose parts come in the order of definition."""
+        """Tell the memory, which clips by it, the norm of this rank's gradient; parts come in the order of definition."""
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
@@ -197,7 +199,7 @@ class Pipeline:
             for exchanged, mean in zip(step, means):
                 with self._deltas_sampled(exchanged):
                     self._keep(exchanged, finite)
-                    mean.scatter(exchanged.accumulated)  # whose memory serves for the means from here on
+                    mean.scatter(exchanged.accumulated)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
         self.selector.release()
@@ -222,7 +224,7 @@ class Pipeline:
         used = exchanged.arrival.used
         for position, (local, tensor) in enumerate(zip(exchanged.group, means)):
             if used is not None and not local.is_used:
-                tensor.mul_(used[position])  # what nobody used is not applied, nor taken from the residual
+                tensor.mul_(used[position])  # zero where no rank used it: its residual has stayed
             if tensor is not local.gradient:
                 local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
