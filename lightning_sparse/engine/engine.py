@@ -64,7 +64,7 @@ class Engine(Uncopied):
         self.densities = Densities(self.compressor, settings.density_at(0))
         self._collectives = Collectives(everybody, device, timeout)
         kind = Shards if is_sharded else Islands if is_island else TwoLevels
-        self.levels = _levels_of(self._collectives, self.recorder, everybody, node_ranks, timeout, kind)
+        self.levels = self._levels_of(everybody, node_ranks, timeout, kind)
         across = self.levels.across.collectives
         wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
@@ -84,6 +84,21 @@ class Engine(Uncopied):
         self.worker = ExchangeWorker(device)
         self.stream = self._stream_from(ddp)
         self.replicas = self._replicas_of(ddp.module, say)
+
+    def _levels_of(
+        self, everybody: list[int], node_ranks: int, timeout: Optional[timedelta], kind: type[Divided]
+    ) -> OneLevel:
+        """Return which ranks this one exchanges what with."""
+        collectives, recorder = self._collectives, self.recorder
+        if node_ranks == 1:
+            return OneLevel(Channel(collectives, recorder))
+        nodes = [everybody[first : first + node_ranks] for first in range(0, len(everybody), node_ranks)]
+        rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
+        number, place = divmod(collectives.rank, node_ranks)
+        inside = Collectives(nodes[number], collectives.device, timeout, nodes)
+        inside.check(("all_to_all", "all_gather"))
+        across = Collectives(rows[place], collectives.device, timeout, rows)
+        return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))
 
     def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
         settings, compressor = self._settings, self.compressor
@@ -291,23 +306,3 @@ class Engine(Uncopied):
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
-
-
-def _levels_of(
-    collectives: Collectives,
-    recorder: Recorder,
-    everybody: list[int],
-    node_ranks: int,
-    timeout: Optional[timedelta],
-    kind: type[Divided],
-) -> OneLevel:
-    """Return which ranks this one exchanges what with."""
-    if node_ranks == 1:
-        return OneLevel(Channel(collectives, recorder))
-    nodes = [everybody[first : first + node_ranks] for first in range(0, len(everybody), node_ranks)]
-    rows = [list(row) for row in zip(*nodes)]  # of ranks with the same share
-    number, place = divmod(collectives.rank, node_ranks)
-    inside = Collectives(nodes[number], collectives.device, timeout, nodes)
-    inside.check(("all_to_all", "all_gather"))
-    across = Collectives(rows[place], collectives.device, timeout, rows)
-    return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))
