@@ -117,7 +117,7 @@ class Pipeline:
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
     def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
-        """Tell the memory, which clips by it, the norm of this rank's gradient; parts are in the order of definition."""
+        """Tell the memory, which clips by it, the norm of this rank's gradient, given in the order of definition."""
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
