@@ -30,14 +30,12 @@ def compressor_of(system):
 
 
 def stacks(system):
-    """Return the overlays that a system is tried with: none, a wire and some others alone, and some of each folder."""
+    """Return the overlays that a system is tried with: none, some alone, and some stacks of one of each folder."""
     overlays = [path for path in OVERLAYS if system.stem not in WITHOUT_DENSITY or path.parent.name != "density"]
     overlays = [path for path in overlays if system.stem != "hsdp" or path.parent.name != "schedule"]
     overlays = [path for path in overlays if path.parent.name != "wire" or takes_wire(compressor_of(system), path.stem)]
     turn = SYSTEMS.index(system)
-    wires = [path for path in overlays if path.parent.name == "wire"]
-    turns = wires[turn % len(wires)], *OVERLAYS[turn :: len(SYSTEMS)]
-    alone = [path for path in overlays if path in turns]
+    alone = [path for path in overlays if path.parent.name == "wire" or OVERLAYS.index(path) % len(SYSTEMS) == turn]
     folders = [[path for path in overlays if path.parent.name == folder] for folder in FOLDERS]
     folders = [paths for paths in folders if paths]
     rows = range(turn % 2, max(map(len, folders)), 2)
@@ -95,7 +93,7 @@ def test_a_system_trains_in_its_stacks(system, pair):
         assert 0 < stats["total_wire_bytes"] < STEPS * stats["dense_bytes"] or stats["density"] < 0.5, stack
     if system.stem != "a2sgd":
         narrow = [stack for stack in tried if len(stack) == 1 and stack[0].parent.name == "wire"]
-        assert narrow
+        assert len(narrow) >= 2
         assert all(by_stack[stack][1]["wire_bytes"] < alone["wire_bytes"] for stack in narrow)
 
 
