@@ -32,6 +32,11 @@ def held_of(tensor: Tensor) -> Tensor:
     return local
 
 
+def held_by(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what this rank holds of the parameters of a model, by name; the same memory."""
+    return {name: held_of(parameter) for name, parameter in module.named_parameters()}
+
+
 def held_as(held: Tensor, like: Any) -> Tensor:
     """Return the tensor of which a rank holds this, where ``like`` is another of its kind: a DTensor, or any."""
     if not hasattr(like, "to_local"):

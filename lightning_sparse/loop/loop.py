@@ -408,6 +408,16 @@ def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     return not any(held_of(each).any() for each in gradients)  # a device is asked only if all else speaks for it
 
 
+def before_step_of_training(act: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that acts before an optimizer's steps, but not before torch's own."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_torchs_own(optimizer, kwargs):
+            act()
+
+    return hook
+
+
 def _mapped(change: Callable[[Tensor, Any], Tensor], state: Any, like: Any = None) -> Any:
     """Return nested dictionaries with their tensors changed, each by what is in its place in others ``like`` them."""
     if isinstance(state, Tensor):

@@ -37,7 +37,7 @@ from lightning_sparse.loop.checks import (
     of_the_settings,
     refuse_together,
 )
-from lightning_sparse.loop.loop import CLOSED, Loop, is_torchs_own
+from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
@@ -151,7 +151,7 @@ class Sparsifier(Loop):
         self._is_shown = False  # inside of shared_model
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         # Before those by which Adam's updates are made.
-        before = [each.register_step_pre_hook(self.exchange_shards) for each in optimizers]
+        before = [each.register_step_pre_hook(before_step_of_training(self.exchange_shards)) for each in optimizers]
         self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
         self._handles += before
         if isinstance(self._model, ShardedModel) and self.engine is not None:
@@ -206,10 +206,8 @@ class Sparsifier(Loop):
             if norm is not None and trained:
                 torch.nn.utils.clip_grad_norm_(trained, norm)
 
-    def exchange_shards(self, *step: Any) -> None:
+    def exchange_shards(self) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
-        if step and is_torchs_own(step[0], step[2]):
-            return
         if self.engine is None or not isinstance(self.engine.stream, ShardStream) or self._has_exchanged:
             return
         self.check_epoch()
@@ -345,7 +343,7 @@ class Sparsifier(Loop):
         self._handles += [
             module.register_forward_pre_hook(forward, prepend=True),  # FSDP's own puts whole parameters there
             module.register_state_dict_pre_hook(saving),
-            *(each.register_step_pre_hook(self._begin_rounds) for each in self.optimizers),
+            *(each.register_step_pre_hook(before_step_of_training(self._begin_rounds)) for each in self.optimizers),
         ]
         if self._scaler is not None:
             self._count_skipped(self._scaler)
@@ -375,10 +373,8 @@ class Sparsifier(Loop):
         elif not (torch.is_grad_enabled() or is_training):
             self._check_shared()
 
-    def _begin_rounds(self, *step: Any) -> None:
+    def _begin_rounds(self) -> None:
         """Begin rounds, if steps are not left to DDP so far, before the first of them changes the model."""
-        if step and is_torchs_own(step[0], step[2]):
-            return
         if self._is_shown:
             raise RuntimeError("training inside shared_model() would be lost: leave the `with` before")
         self._take_up()

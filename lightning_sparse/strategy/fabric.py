@@ -22,7 +22,7 @@ from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import held_by
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
@@ -287,7 +287,7 @@ class SparseFabric(FabricParallelStrategy):
         if not states:
             return None
         for key, state in states.items():
-            state["layouts"] = saved_layouts(held_by(handles[key]))
+            state["layouts"] = saved_layouts(held_by(handles[key].module))
         engines = {key: state.pop("engine") for key, state in states.items()}
         return {"engine": _by_part(engines), **_by_part(states), "epoch": self._epoch}
 
@@ -318,7 +318,7 @@ class SparseFabric(FabricParallelStrategy):
             elif handle.engine is None:
                 unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
             else:
-                unused += restore(handle, state, save, held_by(handle), path)
+                unused += restore(handle, state, save, held_by(handle.module), path)
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         return unused
@@ -367,17 +367,8 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         gradient_as_bucket_view: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        settings = Settings(
-            compressor,
-            density,
-            schedule,
-            wire,
-            warmup_epochs,
-            optimizer_correction,
-            exchange,
-            overlaps_backward,
-            rounds_of(local_steps),
-        )
+        what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
+        settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
         self._prepare(settings, resume_compression, total_steps)
         check_ddp_arguments(type(self), FabricDDPStrategy, settings, ddp_kwargs)
         self._wrapping = DDPWrapping()
@@ -397,11 +388,6 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs, is_plain, is_silent)
         self._expect(ddp)
         return ddp
-
-
-def held_by(handle: Sparsifier) -> dict[str, Tensor]:
-    """Return what this rank holds of the parameters of a model."""
-    return {name: held_of(each) for name, each in handle.module.named_parameters()}
 
 
 def _by_part(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

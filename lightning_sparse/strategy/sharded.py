@@ -16,7 +16,7 @@ from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
 from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.functional.elements import held_of
+from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, listed
@@ -32,7 +32,7 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.checkpoints.shards import CURE
-from lightning_sparse.strategy.fabric import SparseFabric, held_by
+from lightning_sparse.strategy.fabric import SparseFabric
 from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of
 
@@ -219,10 +219,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self.engine.stream.exchange()
         self._loop.end_backward()
 
-    def _held(self) -> dict[str, Tensor]:
-        assert self.lightning_module is not None
-        return {name: held_of(each) for name, each in self.lightning_module.named_parameters()}
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
@@ -230,7 +226,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._loop.state() if "optimizer_states" in checkpoint else None
         if kept is not None:
-            kept["layouts"] = saved_layouts(self._held())
+            assert self.lightning_module is not None
+            kept["layouts"] = saved_layouts(held_by(self.lightning_module))
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
         self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
 
@@ -242,9 +239,10 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
-        assert self.lightning_module is not None
-        whole = _as_whole(save, self.lightning_module, self._ranks_in_step, path)
-        return restore(self._loop, kept, whole, self._held(), path)
+        module = self.lightning_module
+        assert module is not None
+        whole = _as_whole(save, module, self._ranks_in_step, path)
+        return restore(self._loop, kept, whole, held_by(module), path)
 
     @override
     def teardown(self) -> None:
@@ -325,7 +323,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         handle = next(iter(handles.values()), None)
         if handle is None or (state := handle.state()) is None:
             return None
-        return {**state, "layouts": saved_layouts(held_by(handle)), "epoch": self._epoch}
+        return {**state, "layouts": saved_layouts(held_by(handle.module)), "epoch": self._epoch}
 
     @override
     def _restore(self, handles: Mapping[str, Sparsifier], kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
@@ -333,7 +331,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         whole = _as_whole(save, handle.module, self._checkpointer.node_ranks, path)
-        return restore(handle, kept, whole, held_by(handle), path)
+        return restore(handle, kept, whole, held_by(handle.module), path)
 
 
 _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."
@@ -390,9 +388,9 @@ def _settings(
 
 def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
     """Return that of its shards a rank keeps all; refuse what cannot be cut over other ranks."""
-    parameters: Any = module.named_parameters()
+    parameters: Any = module.named_parameters() if save.node_ranks != shards else ()
     other = [name for name, each in parameters if any(placement.dim for placement in each.placements)]
-    if save.node_ranks != shards and other:
+    if other:
         raise CheckpointError(
             f"{path} is of replicas of {save.node_ranks} ranks, and along another dimension than 0, as"
             f" {listed(other)}, shards are not cut anew: resume with data_parallel_size={save.node_ranks}. {CURE}"
