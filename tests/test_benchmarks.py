@@ -109,7 +109,8 @@ def test_a_paced_resnet50_is_the_published_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions", "tensors"), [("vgg16", 14.7, 41), ("lstm_ptb", 66.0, 11), ("gpt2", 124.4, 148)]
+    ("name", "millions", "tensors"),
+    [("vgg16", 14.7, 41), ("lstm_ptb", 66.0, 11), ("gpt2", 124.4, 148), ("gpt_characters", 10.8, 76)],
 )
 def test_paced_models_have_the_published_sizes(name, millions, tensors):
     shapes = paced.PACED[name].shapes()

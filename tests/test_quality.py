@@ -1,5 +1,6 @@
 """The benchmark of quality: ranks that are threads do, to the bit, what the engine does on ranks that are processes."""
 
+import copy
 import importlib
 import json
 import sys
@@ -83,6 +84,41 @@ def test_local_steps_follow_synchronous_ones(monkeypatch):
     assert score("dense", "2:1:0:1:4") == ddp
     assert score("dense", "2:1:0:1:2") == pytest.approx(averages, rel=1e-5)
     assert averages != pytest.approx(ddp, rel=1e-4)
+
+
+def test_power_sgd_sends_everything_in_the_end():
+    torch.manual_seed(0)
+    matrix, bias = torch.randn(20, 30), torch.randn(30)
+    hook, received = virtual.PowerSGD(1, lambda tensors: None), []
+    for _ in range(1000):
+        gradients = [matrix.clone(), bias.clone()]
+        hook.average(gradients)
+        assert torch.equal(gradients[1], bias)
+        received.append(gradients[0])
+    assert torch.equal(received[9], matrix)
+    assert torch.linalg.matrix_rank(received[10]) == 1
+    assert torch.stack(received[10:]).mean(dim=0).sub(matrix).norm() < 0.05 * matrix.norm()
+
+
+def test_power_sgd_of_as_many_columns_as_a_mean_gradient_has_is_exact():
+    torch.manual_seed(0)
+    inputs, wanted = torch.randn(2, 30), torch.randn(2, 20)  # a rank has one sample of each: its gradient is of rank 1
+    start = torch.nn.Linear(30, 20)
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    ranks = virtual.VirtualRanks(
+        2, lambda: copy.deepcopy(start), lambda model: sgd(model.parameters()), lambda: None, 12, power_rank=2
+    )
+    losses = [
+        lambda model, sample=sample, other=other: model(sample).dot(other) for sample, other in zip(inputs, wanted)
+    ]
+    for _ in range(12):
+        ranks.step(losses)
+    ranks.close()
+    expected = start.weight - 12 * (wanted.T @ inputs) / 2
+    for member in ranks.ranks:
+        assert torch.allclose(member.network.weight, expected, atol=1e-4)
+    whole, factors = 4 * (20 * 30 + 20), 4 * (2 * (20 + 30) + 20)
+    assert ranks.wire_bytes == 10 * whole + 2 * factors
 
 
 def test_a_rank_without_a_batch_changes_nothing():

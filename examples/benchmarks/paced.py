@@ -12,6 +12,8 @@ OMGS-SGD's authors. Times of a batch:
 * ``gpt2``, 124 M parameters, 12 texts of 1024 tokens in bfloat16: 135 ms on an A100 (github.com/karpathy/nanoGPT,
   README, compiled), of which forward is taken to be a third. Its embedding is also its last layer: that gradient is
   complete last.
+* ``gpt_characters``, 10.7 M parameters, 64 texts of 256 characters: 36 ms on an A100 (the same README: 5000 iterations
+  in 3 minutes), likewise.
 """
 
 import math
@@ -108,11 +110,10 @@ def _lstm_ptb() -> Iterator[Layer]:
     yield Layer.used(length, words)
 
 
-def _gpt2() -> Iterator[Layer]:
-    words, width, length = 50_257, 768, 1024
+def _gpt(words: int, width: int, length: int, blocks: int) -> Iterator[Layer]:
     yield Layer((words, width), 0)
     yield Layer.used(1, length, width)
-    for _ in range(12):
+    for _ in range(blocks):
         yield from [Layer.used(2, width)] * 2
         for outputs, inputs in ((3 * width, width), (width, width)):
             yield from (Layer.used(1, outputs, inputs), Layer.used(1, outputs))
@@ -127,7 +128,8 @@ PACED = {
     "resnet50": PacedModel(0.09, 0.12, list(_resnet50())),
     "vgg16": PacedModel(0.021, 0.0313, list(_vgg16())),
     "lstm_ptb": PacedModel(0.076, 0.13089, list(_lstm_ptb())),
-    "gpt2": PacedModel(0.045, 0.09, list(_gpt2())),
+    "gpt2": PacedModel(0.045, 0.09, list(_gpt(50_257, 768, 1024, 12))),
+    "gpt_characters": PacedModel(0.012, 0.024, list(_gpt(96, 384, 256, 6))),
 }
 
 

@@ -45,6 +45,7 @@ from train_text import LstmState, WordLstm
 
 _CURVE_POINTS = 10
 SYSTEMS = ("topk", "lags", "omgs", "exdyna", "micro", "sdagc", "dgc")
+POWER_SGD = "powersgd"  # before its rank: torch's hook for DDP
 UNCORRECTED = "uncorrected "  # before the name of a system: Adam is fed with what arrives
 
 
@@ -257,9 +258,14 @@ class Run(NamedTuple):
         synchronous = POST_LOCAL_START if self.system == "ddp" and self.local else 0.0
         return [*given, *(1.0, 1.0, 0.0, 1.0, synchronous)[len(given) :]]
 
+    @property
+    def power_rank(self) -> Optional[int]:
+        """That of PowerSGD, which DDP exchanges gradients by; ``None`` for all else."""
+        return int(self.system.removeprefix(POWER_SGD)) if self.system.startswith(POWER_SGD) else None
+
     def settings(self) -> Optional[Settings]:
         """Build what the user chose, anew; ``None`` for DDP."""
-        if self.system == "ddp":
+        if self.system == "ddp" or self.power_rank is not None:
             return None
         name = self.system.removeprefix(UNCORRECTED)
         correction: Any = None if name != self.system else AUTO
@@ -292,6 +298,7 @@ def train(run: Run) -> dict[str, Any]:
         task.clip_norm,
         int(every) if run.system == "ddp" and run.local else None,
         int(after),
+        run.power_rank,
     )
     start = time.perf_counter()
     curve = []
@@ -338,9 +345,10 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         steps = options.steps or TASKS[task].steps
         best = options.rate or TASKS[task].rates[optimizer]
         rates = [best * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)] if options.tune else [best]
-        densities = [None] if system in ("ddp", "dense") else options.densities
-        wire = "float32" if system == "ddp" else options.wire
-        exchanges = ["gather"] if system == "ddp" else options.exchanges
+        is_ddp = system == "ddp" or system.startswith(POWER_SGD)
+        densities = [None] if is_ddp or system == "dense" else options.densities
+        wire = "float32" if is_ddp else options.wire
+        exchanges = ["gather"] if is_ddp else options.exchanges
         for density, rate, seed, exchange, local in product(
             densities, rates, options.seeds, exchanges, options.local_steps
         ):
@@ -407,7 +415,14 @@ def draw(results: dict[Run, dict[str, Any]], path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    systems = ["ddp", "dense", *SYSTEMS, *(UNCORRECTED + system for system in SYSTEMS)]
+    systems = [
+        "ddp",
+        f"{POWER_SGD}1",
+        f"{POWER_SGD}4",
+        "dense",
+        *SYSTEMS,
+        *(UNCORRECTED + system for system in SYSTEMS),
+    ]
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["gpt"])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw95"])
     parser.add_argument(

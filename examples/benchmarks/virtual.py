@@ -105,6 +105,59 @@ class InlineWorker(ExchangeWorker):
         return
 
 
+class PowerSGD:
+    """Mean gradients by torch's PowerSGD hook: factors of low rank, with error feedback (Vogels et al., 2019).
+
+    Args:
+        rank: of the factors.
+        mean: averages tensors over ranks, in place, in one exchange.
+    """
+
+    _START, _WORTH = 10, 2  # whole gradients before it starts; the factor by which it has to shrink a matrix
+
+    def __init__(self, rank: int, mean: Callable[[Sequence[Tensor]], None]) -> None:
+        self._rank = rank
+        self._mean = mean
+        self._steps = 0
+        self._factors: dict[int, Tensor] = {}  # of columns, by the gradient's place
+        self._errors: dict[int, Tensor] = {}
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Replace the gradients of this rank by what the hook makes of those of all."""
+        self._steps += 1
+        matrices = {place: each.flatten(1) for place, each in enumerate(gradients) if self._shrinks(each)}
+        if self._steps <= self._START:
+            matrices = {}
+        others = [each for place, each in enumerate(gradients) if place not in matrices]
+        rows = {place: self._rows_of(place, matrix) for place, matrix in matrices.items()}
+        self._mean([*others, *rows.values()])
+        for place, matrix in matrices.items():
+            rows[place] = torch.linalg.qr(rows[place]).Q
+            self._factors[place] = matrix.T @ rows[place]
+        if matrices:
+            self._mean([self._factors[place] for place in matrices])
+        for place, matrix in matrices.items():
+            seen = rows[place] @ self._factors[place].T
+            torch.sub(matrix, seen, out=self._errors[place])
+            matrix.copy_(seen)
+
+    def _shrinks(self, gradient: Tensor) -> bool:
+        if gradient.dim() < 2:
+            return False
+        rows, columns = gradient.flatten(1).shape
+        return (rows + columns) * min(rows, columns, self._rank) * self._WORTH < rows * columns
+
+    def _rows_of(self, place: int, matrix: Tensor) -> Tensor:
+        """Add what was not seen before to a matrix, and return its product with the last factor of columns."""
+        if place not in self._factors:
+            rank = min(*matrix.shape, self._rank)
+            self._factors[place] = torch.randn(len(matrix.T), rank, generator=torch.Generator().manual_seed(place))
+            self._errors[place] = torch.zeros_like(matrix)
+        matrix += self._errors[place]
+        product: Tensor = matrix @ torch.linalg.qr(self._factors[place]).Q
+        return product
+
+
 class VirtualRank:
     """One rank: a replica of the model, its optimizer, and what it keeps.
 
@@ -118,6 +171,7 @@ class VirtualRank:
         averages_every: steps between two averages of parameters, in place of gradients, as torch's post-localSGD; only
             with plain DDP.
         averages_after: steps of DDP before those: torch's ``start_localSGD_iter``, which is 100 in its documentation.
+        power_rank: of :class:`PowerSGD`; only with plain DDP.
     """
 
     def __init__(
@@ -130,6 +184,7 @@ class VirtualRank:
         clip_norm: Optional[float],
         averages_every: Optional[int] = None,
         averages_after: int = POST_LOCAL_START,
+        power_rank: Optional[int] = None,
     ) -> None:
         self.network = network
         self.optimizer = optimizer
@@ -138,6 +193,7 @@ class VirtualRank:
         self._clip_norm = clip_norm
         self._averages_every = averages_every
         self._averages_after = averages_after
+        self._average_gradients = self._mean if power_rank is None else PowerSGD(power_rank, self._mean).average
         self._steps = 0
         self._rounds: Optional[Rounds] = None
         self.recorder = Recorder(_DEVICE, collectives.ranks)
@@ -188,7 +244,8 @@ class VirtualRank:
             if is_local:
                 self._clip()
             elif self._settings is None or rounds is not None:
-                self._average([each.grad for each in self.network.parameters() if each.grad is not None])
+                self._average_gradients([each.grad for each in self.network.parameters() if each.grad is not None])
+                self.recorder.end_step()
                 self._clip()
             else:
                 self._exchange(self._settings, epoch)
@@ -197,7 +254,8 @@ class VirtualRank:
             if rounds is not None:
                 rounds.count_step(0)
             elif is_local and (self._steps - self._averages_after) % (self._averages_every or 1) == 0:
-                self._average(list(self.network.parameters()))
+                self._mean(list(self.network.parameters()))
+                self.recorder.end_step()
 
     def pass_by(self) -> None:
         """Let a step go by without a batch, in rounds: where one ends, this rank's change counts for nothing."""
@@ -215,12 +273,11 @@ class VirtualRank:
         with self._rounds.shared_model():
             yield self.network
 
-    def _average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over ranks, in place, as one step's exchange."""
+    def _mean(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over ranks, in place, in one exchange."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         flat = self._collectives.all_reduce(flat) / self._collectives.ranks
         self.recorder.add_bytes(self._collectives.sent_bytes("all_reduce", flat))
-        self.recorder.end_step()
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(mean.view_as(tensor))
 
@@ -259,6 +316,7 @@ class VirtualRanks:
         clip_norm: largest norm of the mean gradient; ``None`` not to clip.
         averages_every: as for :class:`VirtualRank`.
         averages_after: likewise.
+        power_rank: likewise.
     """
 
     def __init__(
@@ -271,6 +329,7 @@ class VirtualRanks:
         clip_norm: Optional[float] = None,
         averages_every: Optional[int] = None,
         averages_after: int = POST_LOCAL_START,
+        power_rank: Optional[int] = None,
     ) -> None:
         self._meeting = Meeting(ranks)
         # How many threads torch takes is a setting of each thread.
@@ -280,8 +339,8 @@ class VirtualRanks:
             network = build_network()
             optimizer = build_optimizer(network)
             collectives = ThreadCollectives(self._meeting, rank, ranks)
-            averages = (averages_every, averages_after)
-            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm, *averages)
+            ways = (averages_every, averages_after, power_rank)
+            member = VirtualRank(network, optimizer, collectives, build_settings(), total_steps, clip_norm, *ways)
             self.ranks.append(member)
 
     @property
