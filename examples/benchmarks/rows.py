@@ -237,6 +237,7 @@ ROWS: dict[str, Row] = {
     "ddp + PowerSGD rank 1, AdamW": _adamw(_power_sgd(1)),
     "ddp + PowerSGD rank 4, AdamW": _adamw(_power_sgd(4)),
     "sparse_lags 0.01, AdamW": _adamw(_sparsifier("lags", 0.01, optimizer_correction=_CORRECTION)),
+    "sparse_lags 0.01 4bit, AdamW": _adamw(_sparsifier("lags", 0.01, wire="4bit", optimizer_correction=_CORRECTION)),
     "sparse_auto 0.01, AdamW": _adamw(_sparsifier("lags", 0.01, schedule="auto", optimizer_correction=_CORRECTION)),
     "sparse_lags 0.001, AdamW": _adamw(_sparsifier("lags", 0.001, optimizer_correction=_CORRECTION)),
     "sparse_diloco, AdamW": _adamw(_rounds(replace(_DILOCO, every=20), compressor="dense")),

@@ -105,6 +105,11 @@ WAYS = {
     "ddp + PowerSGD rank 1": Way("ddp + PowerSGD rank 1, AdamW", {"system": "powersgd1"}),
     "post-local SGD": Way(None, {"system": "ddp", "local": str(AVERAGED_EVERY)}),
     "sparse_lags 0.01": Way("sparse_lags 0.01, AdamW", {"system": "lags", "density": 0.01}, True),
+    "sparse_lags 0.01 in 4 bits": Way(
+        "sparse_lags 0.01 4bit, AdamW",
+        {"system": "lags", "density": 0.01, "wire": "4bit", "exchange": "auto"},
+        True,
+    ),
     "sparse_lags 0.001": Way("sparse_lags 0.001, AdamW", {"system": "lags", "density": 0.001}, True),
     "5 local steps, a 20th sent": Way(
         "5 local steps, topk 0.05, AdamW", {"system": "topk", "density": 0.05, "local": "5:1:0:1:0"}, True
