@@ -8,34 +8,20 @@ formulas below are ours, and may differ from the authors'.
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, Gather, ModelLayout
-from lightning_sparse.compressors.selection import FlatSelection, Selection, SelectionSize, on_device
+from lightning_sparse.compressors.selection import Selection, SelectionSize, on_device
 from lightning_sparse.compressors.topk import TopK, largest_of_each
 
 _GAIN = 0.05  # of the logarithm of alpha, for each factor e by which the density is off
 _LARGEST_STEP = 0.1  # of the logarithm of alpha; unclipped, or with thrice the gain, the loop oscillates
 _ALPHA_RANGE = (0.5, 50.0)
 _LEAST_DENSITY = 1e-6
-
-
-class _Group(NamedTuple):
-    """Numbers of a group's tensors that stay from step to step: int64 ``[tensors]`` each."""
-
-    positions: Tensor
-    wanted: Tensor
-    rooms: Tensor
-    numels: Tensor
-
-    @classmethod
-    def of(cls, positions: Sequence[int], wanted: Sequence[int], selection: FlatSelection) -> "_Group":
-        columns = (tuple(positions), tuple(wanted), selection.counts, selection.numels)
-        return cls(*(on_device(column, selection.values.device) for column in columns))
 
 
 class SDAGC(TopK):
@@ -105,16 +91,16 @@ class SDAGC(TopK):
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
-        rooms = [self.selection_size(tensor.numel(), count).selected for tensor, count in zip(accumulated, counts)]
-        selection = largest_of_each(accumulated, rooms)
-        group = _Group.of([self._positions[name] for name in names], counts, selection)
-        alphas = self._alphas[group.positions]
-        alphas = torch.where(alphas.isnan(), -(group.wanted / group.numels).log() / math.sqrt(2), alphas)
-        thresholds = alphas * _deviations(accumulated, group.numels)
-        thresholds = thresholds.masked_fill(group.wanted == group.numels, 0.0)
-        filled = _reaching(selection.values, group.rooms, thresholds)
-        alphas = _followed(alphas, _segments(filled.float(), "sum", group.rooms), group)
-        self._proposals.append((group.positions, alphas))
+        sizes = [self.selection_size(tensor.numel(), count) for tensor, count in zip(accumulated, counts)]
+        selection = largest_of_each(accumulated, [size.selected for size in sizes])
+        columns = (tuple(self._positions[name] for name in names), tuple(counts), selection.counts, selection.numels)
+        positions, wanted, rooms, numels = (on_device(column, selection.values.device) for column in columns)
+        alphas = self._alphas[positions]
+        alphas = torch.where(alphas.isnan(), -(wanted / numels).log() / math.sqrt(2), alphas)
+        thresholds = alphas * _deviations(accumulated, numels)
+        filled = _reaching(selection.values, rooms, thresholds.masked_fill(wanted == numels, 0.0))
+        sent = _segments(filled.float(), "sum", rooms)
+        self._proposals.append((positions, _followed(alphas, sent, wanted, rooms, numels)))
         return selection.filled_at(filled)
 
     @override
@@ -163,10 +149,10 @@ def _reaching(values: Tensor, lengths: Tensor, thresholds: Tensor) -> Tensor:
     return (magnitudes < floors.repeat_interleave(lengths, output_size=len(values))).logical_not_() & (values != 0)
 
 
-def _followed(alphas: Tensor, sent: Tensor, group: _Group) -> Tensor:
+def _followed(alphas: Tensor, sent: Tensor, wanted: Tensor, rooms: Tensor, numels: Tensor) -> Tensor:
     """Move alphas towards those that send what is wanted."""
-    ratios = (sent / group.wanted).clamp(min=_LEAST_DENSITY)
+    ratios = (sent / wanted).clamp(min=_LEAST_DENSITY)
     steps = (_GAIN * ratios.log()).clamp(-_LARGEST_STEP, _LARGEST_STEP)
     # In a full message, how many more would have been sent is not known.
-    steps = steps.masked_fill((sent == group.rooms) & (group.rooms < group.numels), _LARGEST_STEP)
+    steps = steps.masked_fill((sent == rooms) & (rooms < numels), _LARGEST_STEP)
     return (alphas * steps.masked_fill(sent == 0, 0.0).exp()).clamp(*_ALPHA_RANGE)

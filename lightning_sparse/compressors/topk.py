@@ -6,7 +6,7 @@ converges with error feedback. Here every parameter has its own, exact count, as
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Optional
 
 import torch
@@ -39,16 +39,10 @@ class TopK(Compressor):
 
 def largest_of_each(tensors: Sequence[Tensor], counts: Sequence[int]) -> FlatSelection:
     """Select so many largest magnitudes of each flat tensor."""
-    indices: dict[int, Tensor] = {}
-    for positions in _alike(tensors, counts):
-        alike = [tensors[position] for position in positions]
-        indices.update(zip(positions, batched_top_k_indices(alike, counts[positions[0]])))
-    return FlatSelection.of(tensors, [indices[position] for position in range(len(tensors))])
-
-
-def _alike(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterable[list[int]]:
-    """Group the positions of tensors that can share their calls."""
-    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)  # that can share their calls
     for position, (tensor, count) in enumerate(zip(tensors, counts)):
         alike[tensor.numel(), count, tensor.dtype].append(position)
-    return alike.values()
+    indices: dict[int, Tensor] = {}
+    for (_, count, _), positions in alike.items():
+        indices.update(zip(positions, batched_top_k_indices([tensors[each] for each in positions], count)))
+    return FlatSelection.of(tensors, [indices[position] for position in range(len(tensors))])
