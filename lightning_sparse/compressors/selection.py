@@ -58,6 +58,7 @@ class GroupSelection(Sequence[Selection]):
     """Elements of tensors of ``numels`` each; as a sequence, a selection of each, which most steps do not ask for."""
 
     is_whole: bool
+    _members: Sequence[Selection]
 
     def __init__(self, numels: Counts) -> None:
         self.numels = numels
@@ -79,10 +80,6 @@ class GroupSelection(Sequence[Selection]):
     def scatter(self, tensors: Sequence[Tensor]) -> None:
         """Make flat tensors, in place, what the ranks' values add up to, rank by rank, and zero elsewhere."""
 
-    @cached_property
-    @abstractmethod
-    def _members(self) -> list[Selection]: ...
-
     @override
     def __len__(self) -> int:
         return len(self.numels)
@@ -99,7 +96,7 @@ class WholeSelection(GroupSelection):
 
     def __init__(self, selections: Sequence[Selection]) -> None:
         super().__init__(tuple(selection.numel for selection in selections))
-        self.selections = list(selections)
+        self._members = list(selections)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "WholeSelection":
@@ -108,24 +105,17 @@ class WholeSelection(GroupSelection):
 
     @override
     def flat(self) -> "FlatSelection":
-        return FlatSelection.laid(self.selections)
+        return FlatSelection.laid(self._members)
 
     @override
     def overwrite(self, tensors: Sequence[Tensor]) -> None:
-        if all(selection.values.dim() == 1 for selection in self.selections):
-            torch._foreach_copy_(list(tensors), [selection.values for selection in self.selections])
+        if all(selection.values.dim() == 1 for selection in self._members):
+            torch._foreach_copy_(list(tensors), [selection.values for selection in self._members])
             return
-        for selection, tensor in zip(self.selections, tensors):
+        for selection, tensor in zip(self._members, tensors):
             copy_elements(selection.values, tensor)
 
-    @override
-    def scatter(self, tensors: Sequence[Tensor]) -> None:
-        self.overwrite(tensors)
-
-    @cached_property
-    @override
-    def _members(self) -> list[Selection]:
-        return self.selections
+    scatter = overwrite
 
 
 class FlatSelection(GroupSelection):
@@ -198,8 +188,7 @@ class FlatSelection(GroupSelection):
             add_rows(values, indices, flat)
 
     @cached_property
-    @override
-    def _members(self) -> list[Selection]:
+    def _members(self) -> list[Selection]:  # type: ignore[override]
         indices = self.indices - _origins(self.numels, self.counts, self.values.device)
         filled = [None] * len(self) if self.filled is None else self.filled.split(self.counts)
         pieces = zip(self.values.split(self.counts, -1), indices.split(self.counts, -1), self.numels, filled)
