@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
 from jsonargparse import Namespace
 from typing_extensions import override
@@ -38,15 +38,6 @@ _SIGNAL_SLACK = 60  # seconds by which SLURM may send the signal early
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-class _Training(NamedTuple):
-    """A training that fits its job."""
-
-    words: Sequence[str]  # what follows ``fit``, or the user's own command
-    root: Optional[str] = None  # the user's ``default_root_dir``
-    has_checkpoint: bool = False
-    is_own: bool = False
-
-
 def submit(args: Sequence[str]) -> None:
     """Run the command on what follows ``submit``; what makes no sense is a message and status 2."""
     parser = _parser()
@@ -66,8 +57,8 @@ def submit(args: Sequence[str]) -> None:
         _check(job)
         if command and fit_args:
             raise ValueError(f"{' '.join(fit_args)} cannot go together with a command after --: give the command alone")
-        training = _Training(command, is_own=True) if command else _agreed(fit_args, job)
-        _send(job, _script(job, training))
+        job.is_own, job.root, job.has_checkpoint = bool(command), None, False
+        _send(job, _script(job, command or _agreed(fit_args, job)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -192,7 +183,7 @@ class _FitReader(SparseCLI):
         raise _ParsedError(parser.parse_args(args, defaults=False)["fit"])
 
 
-def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
+def _agreed(args: Sequence[str], job: argparse.Namespace) -> list[str]:
     """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
     given = _given(args)
     trainer, words = given.get("trainer") or Namespace(), list(args)
@@ -214,16 +205,16 @@ def _agreed(args: Sequence[str], job: argparse.Namespace) -> _Training:
                 f"trainer.{key}={chosen!r} in the configuration does not agree with {option}: leave it out, and it is"
                 f" set to {value!r}, or say so with --trainer.{key}={value} after the configuration"
             )
-    root = trainer.get("default_root_dir")
-    leftovers = [] if root is None else sorted(Path(root).glob("hpc_ckpt_*.ckpt"))
+    job.root = trainer.get("default_root_dir")
+    leftovers = [] if job.root is None else sorted(Path(job.root).glob("hpc_ckpt_*.ckpt"))
     if leftovers:
         raise ValueError(
-            f"trainer.default_root_dir={str(root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
+            f"trainer.default_root_dir={str(job.root)!r} holds {leftovers[-1].name}, from which Lightning would go on"
             " without being asked: leave trainer.default_root_dir out, and every job gets a directory of its own. To go"
             " on from the file, move it, and give --ckpt_path its new place"
         )
-    has_checkpoint = given.get("ckpt_path") is not None and not job.is_elastic
-    return _Training(words, None if root is None else str(root), has_checkpoint)
+    job.has_checkpoint = given.get("ckpt_path") is not None and not job.is_elastic
+    return words
 
 
 def _check_elastic(given: Namespace, job: argparse.Namespace) -> None:
@@ -270,12 +261,12 @@ def _meaning(key: str, chosen: Any) -> Any:
     return len(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
 
 
-def _script(job: argparse.Namespace, training: _Training) -> str:
+def _script(job: argparse.Namespace, words: Sequence[str]) -> str:
     """Compose what ``sbatch`` takes: each line that is easily left out, with its reason."""
     options, lines = [*job.options], list[str]()
     if job.on_gpus:  # of each task, Lightning could not pick its own among those that all of them see
         options.append(f"--gpus-per-node={job.devices}")
-    if training.is_own:
+    if job.is_own:
         lines.append('# For the Trainer of the command: default_root_dir=os.environ["JOB_ROOT"]')
         lines.append('export JOB_ROOT="$root"')
         if job.is_elastic:
@@ -304,10 +295,10 @@ def _script(job: argparse.Namespace, training: _Training) -> str:
         start=shlex.quote(str(Path.cwd())),
         directory=directory,
         options="".join(f"#SBATCH {option}\n" for option in options),
-        root=f'{directory}/"$SLURM_JOB_ID"' if training.root is None else shlex.quote(training.root),
+        root=f'{directory}/"$SLURM_JOB_ID"' if job.root is None else shlex.quote(str(job.root)),
     )
-    resume = [_RESUME] if training.has_checkpoint else []
-    return "\n".join([beginning, *lines, *job.setup, *resume, _command(job, training)])
+    resume = [_RESUME] if job.has_checkpoint else []
+    return "\n".join([beginning, *lines, *job.setup, *resume, _command(job, words)])
 
 
 _BEGINNING = """\
@@ -338,14 +329,14 @@ if compgen -G "$root/hpc_ckpt_*.ckpt" > /dev/null; then
 fi"""
 
 
-def _command(job: argparse.Namespace, training: _Training) -> str:
-    words = [] if training.is_own else [*shlex.split(job.python), "-u", "-m", "lightning_sparse", "fit"]
-    line = " ".join(map(shlex.quote, [*words, *training.words]))
-    if not training.is_own:
+def _command(job: argparse.Namespace, words: Sequence[str]) -> str:
+    program = [] if job.is_own else [*shlex.split(job.python), "-u", "-m", "lightning_sparse", "fit"]
+    line = " ".join(map(shlex.quote, [*program, *words]))
+    if not job.is_own:
         line += ' --trainer.default_root_dir="$root"'
         if job.is_elastic:
             line += ' --trainer.num_nodes="$SLURM_JOB_NUM_NODES"'
-    if training.has_checkpoint:
+    if job.has_checkpoint:
         line += ' "${resume[@]}"'
     reason = "# Where one task fails, the others would wait for it until they time out."
     if job.is_elastic:
