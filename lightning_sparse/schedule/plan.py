@@ -1,8 +1,8 @@
 """Plans: groupings that a schedule can follow, which of them are tried, and what is known of the one in force."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 _PARTS = (1, 2, 4, 8, 16)  # groups of the groupings that are tried
@@ -41,8 +41,8 @@ class Plan(NamedTuple):
     tried: tuple[tuple[int, float], ...]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for checkpoints that are read without running what a pickle asks for."""
-        return {name: _lists(value) for name, value in self._asdict().items()}
+        """Return plain tuples and numbers, for checkpoints that are read without running what a pickle asks for."""
+        return self._asdict()
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Plan":
@@ -71,25 +71,20 @@ class Plan(NamedTuple):
         return f", {whole} of them whole, at densities from {min(self.densities):.2g} to {max(self.densities):.2g}"
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(each) for each in value] if isinstance(value, tuple) else value
-
-
 def first_groupings(elements: Sequence[int]) -> list[Grouping]:
     """Return groupings into groups of about equally many elements, for tensors of so many each."""
-    return [Grouping(tuple(_equal_parts(elements, parts))) for parts in _PARTS]
+    return [Grouping(stops_of(elements, repeat(-(-sum(elements) // parts)))) for parts in _PARTS]
 
 
-def _equal_parts(elements: Sequence[int], parts: int) -> list[int]:
-    """Return where groups stop that hold about equally many elements, each at least its share."""
-    share = -(-sum(elements) // parts)
-    stops, held = [], 0
-    for stop, size in enumerate(elements, start=1):
+def stops_of(sizes: Sequence[int], least: Iterator[int]) -> tuple[int, ...]:
+    """Return where groups stop, each as soon as it holds the next ``least``; the last holds what is left."""
+    stops, held, limit = [], 0, next(least)
+    for stop, size in enumerate(sizes, start=1):
         held += size
-        if held >= share or stop == len(elements):
+        if held >= limit or stop == len(sizes):
             stops.append(stop)
-            held = 0
-    return stops
+            held, limit = 0, next(least)
+    return tuple(stops)
 
 
 def partly_whole_groupings(elements: Sequence[int]) -> list[Grouping]:

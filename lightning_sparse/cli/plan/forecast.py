@@ -1,7 +1,7 @@
 """Step times of every way to train, over a network that may not be there."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple, Optional
 
 import torch
@@ -24,7 +24,7 @@ from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.hiding import Line
 from lightning_sparse.schedule.merging import Cost, predict
 from lightning_sparse.schedule.network import Network, sent_bytes
-from lightning_sparse.schedule.plan import first_groupings
+from lightning_sparse.schedule.plan import first_groupings, stops_of
 from lightning_sparse.strategy.names import AUTO, SHARDED, systems
 
 DENSITIES = (0.1, 0.01, 0.001)
@@ -182,13 +182,12 @@ def _ddp_work(profile: BackwardProfile, network: Network, candidate: Candidate) 
 
 def ddp_groups(sizes: Sequence[int], element_bytes: int) -> list[list[int]]:
     """Return the positions of the tensors of each of DDP's buckets."""
-    stops, held = [0], 0
-    for position, size in enumerate(sizes):
-        held += size * element_bytes
-        if held >= (_FIRST_BUCKET_BYTES if len(stops) == 1 else _BUCKET_BYTES) or position == len(sizes) - 1:
-            stops.append(position + 1)
-            held = 0
-    return [list(range(*edges)) for edges in pairwise(stops)]
+    least = chain([_FIRST_BUCKET_BYTES], repeat(_BUCKET_BYTES))
+    return _positions(stops_of([size * element_bytes for size in sizes], least))
+
+
+def _positions(stops: Sequence[int]) -> list[list[int]]:
+    return [list(range(*edges)) for edges in pairwise((0, *stops))]
 
 
 def _system_work(
@@ -205,9 +204,7 @@ def _system_work(
 
     groups = [list(range(len(profile.sizes)))]
     if settings.local_steps is None:  # the groups that end a step first, of those that schedule="merged" tries
-        tried = [
-            [list(range(*edges)) for edges in pairwise((0, *each.stops))] for each in first_groupings(profile.sizes)
-        ]
+        tried = [_positions(each.stops) for each in first_groupings(profile.sizes)]
         groups = min(tried, key=lambda some: predict(some, profile.sizes, backward, select_cost, exchange_cost))
     afterwards = step_transfers(settings, share, profile.has_adam)
     finish_seconds = candidate.cost.finish.at_workers(peers.workers)(share)
