@@ -52,11 +52,8 @@ def table(outcomes: list[dict[str, Any]]) -> str:
         )
         for outcome in outcomes
     ]
-    first, *others = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others))])
-        for name, *cells in rows
-    )
+    layout = [f"{side}{max(map(len, column))}" for side, column in zip("<>>>", zip(*rows))]
+    return "\n".join("  ".join(map(format, cells, layout)) for cells in rows)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Predictions for people and for programs."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Union
 
@@ -24,12 +26,9 @@ def as_table(profile: BackwardProfile, rows: Sequence[SystemPrediction]) -> str:
     best = best_of(rows)
     header = tuple(title.format(rows[0].name.upper()) for title in _HEADER)
     cells = [header, *(_cells(row, row is best) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths)) for line in cells)
-    ]
-    return "\n".join([heading, "", *(line.rstrip() for line in lines), "", *_verdict(rows)])
+    layout = [f"{side}{max(map(len, column))}" for side, column in zip("<<>>>>>>", zip(*cells))]
+    lines = ["  ".join(map(format, line, layout)).rstrip() for line in cells]
+    return "\n".join([heading, "", *lines, "", *_verdict(rows)])
 
 
 def as_json(profile: BackwardProfile, network: Network, rows: Sequence[SystemPrediction]) -> dict[str, Any]:
@@ -86,11 +85,8 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
 def draw(profile: BackwardProfile, network: Network, candidates: Sequence[Candidate], path: Union[str, Path]) -> None:
     """Draw the speed-up over DDP against workers and bandwidth, each system at its density fastest over ``network``."""
     steps = [row.step_seconds for row in predict_systems(profile, network, candidates)]
-    fastest: dict[str, tuple[float, Candidate]] = {}
-    for seconds, candidate in zip(steps, candidates):
-        if candidate.name not in fastest or seconds < fastest[candidate.name][0]:
-            fastest[candidate.name] = (seconds, candidate)
-    shown = [candidate for _, candidate in fastest.values()]
+    by_name = groupby(zip(steps, candidates), key=lambda pair: pair[1].name)
+    shown = [min(densities, key=itemgetter(0))[1] for _, densities in by_name]
     figure = figure_class("--picture")(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     fills = [each for each in _WORKERS if each <= network.node_ranks or not each % network.node_ranks]
