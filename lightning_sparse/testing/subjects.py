@@ -49,11 +49,6 @@ def density_for(name: str) -> Optional[float]:
     return None if subject_of(name).default_density is None else _DENSITY
 
 
-def any_compressor(compressor: Compressor) -> bool:
-    """Return true."""
-    return True
-
-
 def keeps(compressor: Compressor) -> bool:
     """Tell whether what is not sent is kept."""
     return compressor.feedback.keeps_residual
@@ -84,6 +79,7 @@ def holds_for(promise: Promise) -> Callable[[Callable[..., None]], Callable[...,
     return mark
 
 
+each_compressor = holds_for(lambda compressor: True)
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 each_wire = pytest.mark.parametrize("wire", WIRES)
 # Every schedule, and every wire.

@@ -98,14 +98,9 @@ def batch(rank: int, step: int, size: int = 4) -> Tensor:
 
 def watch_gradients(model: nn.Module) -> Tensors:
     """Return a dictionary that holds, after each backward, this rank's gradients before their exchange."""
-    gradients: Tensors = {}
-
-    def watch(name: str, parameter: nn.Parameter) -> None:
-        gradients[name] = torch.zeros_like(parameter)
-        parameter.register_hook(lambda gradient: gradients[name].copy_(gradient))
-
+    gradients = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        watch(name, parameter)
+        parameter.register_hook(gradients[name].copy_)
     return gradients
 
 

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import (
-    WIRES,
-    any_compressor,
-    density_for,
-    each_wire,
-    holds_for,
-    keeps,
-    subject_of,
-)
+from lightning_sparse.testing.subjects import WIRES, density_for, each_compressor, each_wire, keeps, subject_of
 from lightning_sparse.testing.tensors import DEVICE, moved
 from lightning_sparse.testing.wrapping import Tensors, backpropagate, residuals_like, sparse_ddp
 
@@ -77,7 +69,7 @@ def edges_of(dtype: torch.dtype) -> Tensors:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @each_wire
-@holds_for(any_compressor)
+@each_compressor
 def test_edges(pair: Pool, compressor: str, wire: str, dtype: torch.dtype) -> None:
     gradients = edges_of(dtype)
     # Each travels alone: who selects across a group would take the largest of its elements, and none of most edges.
@@ -93,7 +85,7 @@ def exchange_one_by_one(rank: int, settings: dict[str, Any], gradients: Tensors)
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(2, "float32"), *((3, wire) for wire in WIRES)])
-@holds_for(any_compressor)
+@each_compressor
 def test_a_model_that_is_one_edge(pools: dict[int, Pool], compressor: str, ranks: int, wire: str) -> None:
     """Some look at the whole model: for a threshold, or to give every rank its part of it."""
     gradients = edges_of(torch.float32)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.testing.pool import Pool
-from lightning_sparse.testing.subjects import any_compressor, density_for, each_way, holds_for
+from lightning_sparse.testing.subjects import density_for, each_compressor, each_way
 from lightning_sparse.testing.tensors import assert_same
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, gradients_of, sparse_ddp
 
@@ -36,7 +36,7 @@ def train_with_gaps(rank: int, settings: dict[str, Any], gap_rank: int) -> list[
 
 
 @each_way
-@holds_for(any_compressor)
+@each_compressor
 def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(
     pair: Pool, compressor: str, schedule: str, wire: str
 ) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import (
     agrees,
-    any_compressor,
     density_for,
+    each_compressor,
     each_schedule,
     each_way,
     each_way_and_world,
@@ -92,7 +92,7 @@ def test_the_residual_of_an_unused_parameter_is_neither_spent_nor_lost(
 
 
 @each_schedule
-@holds_for(any_compressor)
+@each_compressor
 def test_a_parameter_is_written_where_any_rank_used_it(pair: Pool, compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
     books = pair.run(train_branches, settings)

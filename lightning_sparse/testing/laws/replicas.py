@@ -17,8 +17,8 @@ from lightning_sparse.schedule import FixedSize, Schedule
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import (
     agrees,
-    any_compressor,
     density_for,
+    each_compressor,
     each_schedule,
     holds_for,
     is_exact,
@@ -102,7 +102,7 @@ def train_sluggishly(rank: int, settings: dict[str, Any], steps: int, is_observe
 
 
 @pytest.mark.parametrize(("wire", "ranks"), [("float32", 2), ("bfloat16", 3), ("float16", 2), ("4bit", 3), ("2bit", 2)])
-@holds_for(any_compressor)
+@each_compressor
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(
     pools: dict[int, Pool], ranks: int, compressor: str, wire: str
 ) -> None:
@@ -128,7 +128,7 @@ def outcomes_of(
 
 
 @each_schedule
-@holds_for(any_compressor)
+@each_compressor
 def test_the_observer_changes_nothing(pair: Pool, compressor: str, schedule: str) -> None:
     settings = {"compressor": compressor, "density": density_for(compressor), "schedule": schedule}
     runs = [pair.run(train_sluggishly, settings, 3, is_observed) for is_observed in (True, False)]
