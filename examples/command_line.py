@@ -4,7 +4,7 @@ import argparse
 import json
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -17,28 +17,6 @@ from lightning_sparse.schedule.network import dense_bytes
 
 _SPARSE = (SparseDDPStrategy, SparseModelParallelStrategy)
 _OVERRIDES = ("density", "wire", "schedule", "warmup_epochs")
-
-
-class Outcome(NamedTuple):
-    """How a training ended.
-
-    Attributes:
-        strategy: name of the strategy.
-        score: value of the metric that judges the model.
-        bytes_per_step: bytes that left rank 0 for the gradients of the last step.
-        mean_bytes_per_step: the same, averaged over all steps.
-        dense_bytes: what DDP would have sent in a step.
-        compression_ratio: its bytes over those of the whole training; 1 where nothing travels.
-        log_dir: directory of the TensorBoard log; empty without a log.
-    """
-
-    strategy: str
-    score: float
-    bytes_per_step: float
-    mean_bytes_per_step: float
-    dense_bytes: float
-    compression_ratio: float
-    log_dir: str
 
 
 class Report(Callback):
@@ -61,11 +39,12 @@ class Report(Callback):
             return
         outcome = _outcome(trainer, pl_module, self._options.strategy, self._metric)
         print(
-            f"\n{outcome.strategy}: {self._metric} {outcome.score:.4f}, {outcome.mean_bytes_per_step:,.0f} bytes sent"
-            f" per step, compression ratio {outcome.compression_ratio:.1f}, log in {outcome.log_dir or 'no directory'}"
+            f"\n{outcome['strategy']}: {self._metric} {outcome['score']:.4f}, {outcome['mean_bytes_per_step']:,.0f}"
+            f" bytes sent per step, compression ratio {outcome['compression_ratio']:.1f}, log in"
+            f" {outcome['log_dir'] or 'no directory'}"
         )
         if self._options.result is not None:
-            self._options.result.write_text(json.dumps(outcome._asdict()))
+            self._options.result.write_text(json.dumps(outcome))
 
 
 def example_parser(
@@ -151,19 +130,19 @@ def _chosen_strategy(parser: argparse.ArgumentParser, options: argparse.Namespac
     return strategy
 
 
-def _outcome(trainer: Trainer, module: LightningModule, strategy: str, metric: str) -> Outcome:
+def _outcome(trainer: Trainer, module: LightningModule, strategy: str, metric: str) -> dict[str, Any]:
     elements = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     dense = dense_bytes(elements, trainer.world_size)
     steps = max(1, trainer.global_step)
     stats = {"wire_bytes": dense, "total_wire_bytes": dense * steps, "total_compression_ratio": 1.0}
     if isinstance(trainer.strategy, _SPARSE):
         stats.update(trainer.strategy.compression_stats())
-    return Outcome(
-        strategy=strategy,
-        score=trainer.callback_metrics[metric].item(),
-        bytes_per_step=stats["wire_bytes"],
-        mean_bytes_per_step=stats["total_wire_bytes"] / steps,
-        dense_bytes=dense,
-        compression_ratio=stats["total_compression_ratio"],
-        log_dir=trainer.logger.log_dir if isinstance(trainer.logger, TensorBoardLogger) else "",
-    )
+    return {
+        "strategy": strategy,
+        "score": trainer.callback_metrics[metric].item(),
+        "bytes_per_step": stats["wire_bytes"],  # that left rank 0 for the gradients of the last step
+        "mean_bytes_per_step": stats["total_wire_bytes"] / steps,
+        "dense_bytes": dense,  # of DDP, in a step
+        "compression_ratio": stats["total_compression_ratio"],  # of the whole training; 1 where nothing travels
+        "log_dir": trainer.logger.log_dir if isinstance(trainer.logger, TensorBoardLogger) else "",
+    }

@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 UNKNOWN = "<unk>"
@@ -63,22 +63,9 @@ class Vocabulary:
         return torch.tensor([self._numbers.get(word, 0) for word in words], dtype=torch.int64)
 
 
-class Windows(Dataset[Window]):
-    """Columns of text cut into windows of ``bptt`` words; the last may be shorter.
-
-    Args:
-        columns: the text, ``[columns, words]``.
-        bptt: words in a window.
-    """
-
-    def __init__(self, columns: Window, bptt: int) -> None:
-        self._pieces = list(zip(columns.inputs.split(bptt, dim=1), columns.targets.split(bptt, dim=1)))
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def __getitem__(self, position: int) -> Window:
-        return Window(*self._pieces[position])
+def windows(columns: Window, bptt: int) -> list[Window]:
+    """Cut columns of text into windows of ``bptt`` words; the last may be shorter."""
+    return list(map(Window, columns.inputs.split(bptt, dim=1), columns.targets.split(bptt, dim=1)))
 
 
 class TextDataModule(LightningDataModule):
@@ -113,7 +100,8 @@ class TextDataModule(LightningDataModule):
         assert self.trainer is not None
         rank, ranks = self.trainer.global_rank, self.trainer.world_size
         columns = cut_columns(tokens, self._columns * ranks, is_complete)
-        return DataLoader(Windows(rank_share(columns, rank, ranks), self._bptt), batch_size=None)
+        pieces = windows(rank_share(columns, rank, ranks), self._bptt)
+        return DataLoader(pieces, batch_size=None)  # type: ignore[arg-type]  # a list serves as well
 
 
 def tokenize(text: str) -> list[str]:

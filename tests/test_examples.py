@@ -114,7 +114,7 @@ def test_shares_of_ranks_are_disjoint_and_equal():
     words = [set(share.inputs.flatten().tolist()) for share in shares]
     assert words[0].isdisjoint(words[1])
     assert words[0] | words[1] == set(range(990))
-    assert [len(text_data.Windows(share, bptt=35)) for share in shares] == [3, 3]
+    assert [len(text_data.windows(share, bptt=35)) for share in shares] == [3, 3]
 
 
 @pytest.mark.parametrize("length", range(3, 14))
