@@ -9,33 +9,23 @@ rank 0 alone; what it would take to gather it there is not counted, nor does it 
 """
 
 import argparse
-import logging
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import BenchmarkModule, Workload
+from models import BenchmarkModule, million_layers
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.plugins import TorchCheckpointIO
 from rows import ROWS
-from torch import nn
-from torch.nn import functional
-from training import train
+from training import RANKS, on_each_rank, train
 
 _DEFAULT_ROW = "sparse_topk 0.01"
-_WIDTH = 1000  # a layer has a million elements
-_RANKS = 2
 _STEPS = 2  # after which residuals exist
-_TIMEOUT_SECONDS = 300
 _OURS = "sparse, every rank its own"
 _GATHERED = "Lightning, as many bytes"
 _PLAIN = "Lightning, without what ranks keep"
@@ -119,24 +109,9 @@ def as_text(costs: Mapping[str, Cost]) -> str:
     return "\n".join(lines)
 
 
-def _workload(layers: int) -> Workload:
-    return Workload(
-        network=lambda: nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers))),
-        batch=lambda: (torch.randn(4, _WIDTH), torch.randn(4, _WIDTH)),
-        loss=functional.mse_loss,
-    )
-
-
-def _train_rank(rank: int, row: str, layers: int, repeats: int, folder: str) -> dict[str, Cost]:
-    os.environ.update({"NODE_RANK": str(rank), "LOCAL_RANK": "0"})
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+def _train_rank(row: str, layers: int, repeats: int, folder: str) -> dict[str, Cost]:
     watch = SaveWatch(Path(folder), repeats)
-    train(ROWS[row], BenchmarkModule(_workload(layers)), _RANKS, _STEPS, [watch])
-    dist.barrier()
-    dist.destroy_process_group()
+    train(ROWS[row], BenchmarkModule(million_layers(layers)), RANKS, _STEPS, [watch])
     return watch.costs
 
 
@@ -148,16 +123,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="saves of each kind")
     parser.add_argument("--folder", help="where to write, on the disk that is to be measured")
     options = parser.parse_args()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training"])
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder) as folder,
-        ProcessPoolExecutor(_RANKS, mp_context=context) as ranks,
-    ):
-        given = (options.row, options.elements, options.repeats, folder)
-        futures = [ranks.submit(_train_rank, rank, *given) for rank in range(_RANKS)]
-        costs, *_ = (future.result(_TIMEOUT_SECONDS) for future in futures)
-    print(f"{_RANKS} ranks, torch {torch.__version__}, {options.elements} million elements, {options.row}")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        costs, *_ = on_each_rank(_train_rank, options.row, options.elements, options.repeats, folder)
+    print(f"{RANKS} ranks, torch {torch.__version__}, {options.elements} million elements, {options.row}")
     print(as_text(costs))
 
 

@@ -11,32 +11,21 @@ what an element costs, free of what any process needs.
 """
 
 import argparse
-import logging
-import multiprocessing
 import os
-import tempfile
-import warnings
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from models import BenchmarkModule, Workload
+from models import BenchmarkModule, million_layers
 from pytorch_lightning import Callback, LightningModule, Trainer
 from rows import DDP, NO_COMMUNICATION, ROWS
-from torch import nn
-from torch.nn import functional
-from training import train
+from training import RANKS, on_each_rank, train
 
 _BUCKET_VIEW = "ddp, bucket view"
 _DEFAULT_ROWS = [NO_COMMUNICATION, DDP, _BUCKET_VIEW, "sparse_dense", "sparse_topk 0.01", "sparse_topk 0.001"]
-_WIDTH = 1000  # a layer has a million elements, as in a language model of moderate size
-_RANKS = 2
 _WARM_UP = 4  # steps after which DDP has rebuilt its buckets and residuals exist
 _STEPS = 5
-_TIMEOUT_SECONDS = 300
 _MMAP_THRESHOLD = "65536"  # bytes; larger tensors get pages of their own, which are returned when they are freed
 _RESET_PEAK = "5"  # to /proc/self/clear_refs, see proc(5)
 
@@ -98,36 +87,15 @@ def _status_bytes(field: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux")
 
 
-def _workload(layers: int) -> Workload:
-    return Workload(
-        network=lambda: nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers))),
-        batch=lambda: (torch.randn(4, _WIDTH), torch.randn(4, _WIDTH)),
-        loss=functional.mse_loss,
-    )
-
-
-def _train_rank(rank: int, row: str, layers: int, store: str) -> Memory:
-    os.environ.update({"NODE_RANK": str(rank), "LOCAL_RANK": "0"})
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS)
+def _train_rank(row: str, layers: int) -> Memory:
     local_steps = ROWS[row].local_steps  # an exchange has to come before and after the warm-up
     watch = MemoryWatch(_WARM_UP + local_steps)
-    train(ROWS[row], BenchmarkModule(_workload(layers)), _RANKS, _WARM_UP + _STEPS + 2 * local_steps, [watch])
-    dist.barrier()
-    dist.destroy_process_group()
+    train(ROWS[row], BenchmarkModule(million_layers(layers)), RANKS, _WARM_UP + _STEPS + 2 * local_steps, [watch])
     return watch.memory
 
 
 def _measure(row: str, layers: int) -> Memory:
-    # The server imports everything once; a process forked from it is as fresh as one that is started, and faster there.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training"])
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_RANKS, mp_context=context) as ranks:
-        store = str(Path(folder) / "store")
-        futures = [ranks.submit(_train_rank, rank, row, layers, store) for rank in range(_RANKS)]
-        seen = [future.result(_TIMEOUT_SECONDS) for future in futures]
+    seen = on_each_rank(_train_rank, row, layers)
     return Memory(max(memory.held for memory in seen), max(memory.peak for memory in seen))
 
 
@@ -139,11 +107,11 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=_DEFAULT_ROWS, metavar="ROW", help=f"{list(ROWS)}")
     options = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = _MMAP_THRESHOLD  # read by the C library of the processes that follow
-    print(f"{_RANKS} ranks, torch {torch.__version__}, fp32, {options.small} and {options.large} million elements")
+    print(f"{RANKS} ranks, torch {torch.__version__}, fp32, {options.small} and {options.large} million elements")
     rows = {}
     for row in dict.fromkeys([DDP, _BUCKET_VIEW, *options.rows]):
         small, large = (_measure(row, layers) for layers in (options.small, options.large))
-        rows[row] = per_element(small, large, options.small * _WIDTH**2, options.large * _WIDTH**2)
+        rows[row] = per_element(small, large, options.small * 10**6, options.large * 10**6)
         print(f"  {row}: held {rows[row].held:.2f}, peak {rows[row].peak:.2f}", flush=True)
     print(as_text({row: rows[row] for row in sorted(rows, key=list(ROWS).index)}))
 

@@ -103,6 +103,15 @@ WORKLOADS = {
 }
 
 
+def million_layers(layers: int) -> Workload:
+    """Return a model of linear layers of a million elements each, as in a language model of moderate size."""
+    return Workload(
+        lambda: nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(layers))),
+        lambda: (torch.randn(4, 1000), torch.randn(4, 1000)),
+        functional.mse_loss,
+    )
+
+
 def workload(name: str, slower: float) -> Workload:
     """Return a workload by its name; one of :data:`~paced.PACED` computes more slowly by a factor."""
     return WORKLOADS[name] if name in WORKLOADS else _paced(PACED[name], slower)

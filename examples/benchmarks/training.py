@@ -1,9 +1,12 @@
 """Train a workload in one of the ways that the rows describe."""
 
 import logging
+import multiprocessing
 import os
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +16,9 @@ from models import BenchmarkModule
 from pytorch_lightning import Callback, Trainer
 from rows import RegisterHook, Row
 
+RANKS = 2  # of this machine alone
 _DATA_BATCHES = 8  # trained on in turn
+_TIMEOUT_SECONDS = 300
 
 
 def begin_rank(hosts: int) -> None:
@@ -62,3 +67,26 @@ def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: 
         module.build_optimizer = row.optimizer
     trainer.fit(module, module.batches(_DATA_BATCHES))
     return trainer
+
+
+def on_each_rank(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a function in :data:`RANKS` fresh processes that form a group over loopback; return what it returns."""
+    # The server imports everything once; a process forked from it is as fresh as one that is started, and faster there.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["training"])
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, mp_context=context) as ranks:
+        given = (f"file://{folder}/store", function, *arguments)
+        futures = [ranks.submit(_call_on_rank, rank, *given) for rank in range(RANKS)]
+        return [future.result(_TIMEOUT_SECONDS) for future in futures]
+
+
+def _call_on_rank(rank: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update({"NODE_RANK": str(rank), "LOCAL_RANK": "0"})
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    result = function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
