@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +25,6 @@ def run_on_all_hosts(
     logs: Path,
     deadline: float,
     show: str,
-    react: Callable[[str], None] = lambda line: None,
     ranks_per_host: int = 1,
 ) -> None:
     """Run a Python program on every host until all have ended.
@@ -36,7 +35,6 @@ def run_on_all_hosts(
         logs: folder for what the ranks print.
         deadline: when it must be done, on ``time.monotonic()``.
         show: lines of rank 0 that start like this are printed here as they come.
-        react: called with every line of rank 0.
         ranks_per_host: that run on each, one after the other.
 
     Raises:
@@ -46,10 +44,10 @@ def run_on_all_hosts(
     processes = [_start(network, rank, program, path, ranks_per_host) for rank, path in enumerate(paths)]
     with paths[0].open() as progress:
         while any(process.poll() is None for process in processes):
-            _print_lines(progress, show, react)
+            _print_lines(progress, show)
             _check(processes, paths, deadline)
             time.sleep(_POLL_SECONDS)
-        _print_lines(progress, show, react)
+        _print_lines(progress, show)
     _check(processes, paths, deadline)
 
 
@@ -77,9 +75,8 @@ def _start(
         return network.start(rank // ranks_per_host, command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def _print_lines(log: TextIO, start: str, react: Callable[[str], None]) -> None:
+def _print_lines(log: TextIO, start: str) -> None:
     for line in log.readlines():
-        react(line)
         if line.startswith(start):
             print(f"  {line.rstrip()}", flush=True)
 

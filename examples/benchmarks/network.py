@@ -139,21 +139,8 @@ class ShapedNetwork:
             _run(*inside, "link", "set", "lo", "up")
             _run(*inside, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run(*inside, "link", "set", "eth0", "txqueuelen", str(_QUEUE_FRAMES), "up")
-            self._limit(host, "add")
-
-    def set_rate(self, rate: str) -> None:
-        """Change the rate of every host's egress, whatever is on its way.
-
-        Raises:
-            ValueError: for a rate that cannot be read.
-        """
-        self._bits_per_second = parse_rate(rate)
-        for host in range(self.hosts):
-            self._limit(host, "change")
-
-    def _limit(self, host: int, action: str) -> None:
-        rate = ["rate", f"{self._bits_per_second}bit", "burst", str(burst_bytes(self._bits_per_second))]
-        _run("tc", "-n", self._host(host), "qdisc", action, "dev", "eth0", "root", "tbf", *rate, "latency", "50ms")
+            rate = ["rate", f"{self._bits_per_second}bit", "burst", str(burst_bytes(self._bits_per_second))]
+            _run("tc", "-n", self._host(host), "qdisc", "add", "dev", "eth0", "root", "tbf", *rate, "latency", "50ms")
 
     def _build_links(self, scratch: Path) -> str:
         delay = f"{self._delay_us} us one way"

@@ -202,14 +202,16 @@ _CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=20)
 AVERAGED_EVERY = 20  # steps, by torch's post-localSGD
 _DILOCO = LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
 _LOCO = LocalSteps(30, residual_decay=0.95)
+_ALONE = Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0)
+_IN_BFLOAT16 = _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook))
 SIZES = tuple(64 << place for place in range(10))  # of the fixed groupings, in units of 1024 elements
 DDP = "ddp"
 NO_COMMUNICATION = "no communication"
 ROWS: dict[str, Row] = {
-    NO_COMMUNICATION: Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0),
+    NO_COMMUNICATION: _ALONE,
     DDP: _ddp(),
     "ddp, bucket view": _ddp(gradient_as_bucket_view=True),
-    "ddp + bf16 hook": _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook)),
+    "ddp + bf16 hook": _IN_BFLOAT16,
     "ddp + PowerSGD rank 1": _power_sgd(1),
     "ddp + PowerSGD rank 4": _power_sgd(4),
     "ddp, accumulate 2": Row(
@@ -227,13 +229,9 @@ ROWS: dict[str, Row] = {
     "sparse_micro 0.001": _sparsifier("micro", 0.001),
     "sparse_sdagc 0.001": _sparsifier("sdagc", 0.001),
     "sparse_dgc 0.001": _sparsifier("dgc", 0.001),
-    "no communication, AdamW": _adamw(
-        Row(lambda hosts: {"strategy": SingleDeviceStrategy(torch.device("cpu"))}, lambda shapes: 0.0)
-    ),
+    "no communication, AdamW": _adamw(_ALONE),
     "ddp, AdamW": _adamw(_ddp()),
-    "ddp + bf16 hook, AdamW": _adamw(
-        _ddp(lambda shapes: dense_bytes(shapes) / 2, hook=(lambda: None, round_to_bfloat16_hook))
-    ),
+    "ddp + bf16 hook, AdamW": _adamw(_IN_BFLOAT16),
     "ddp + PowerSGD rank 1, AdamW": _adamw(_power_sgd(1)),
     "ddp + PowerSGD rank 4, AdamW": _adamw(_power_sgd(4)),
     "sparse_lags 0.01, AdamW": _adamw(_sparsifier("lags", 0.01, optimizer_correction=_CORRECTION)),

@@ -22,7 +22,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -51,6 +51,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     options = parser.parse_args(arguments)
     if options.slower != 1 and not PACED.keys() >= set(options.workloads):
         parser.error(f"--slower is for workloads that wait: {', '.join(PACED)}")
+    try:
+        parse_rate(options.rate), parse_delay(options.delay)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         _measure_all(options)
     except (NetworkRefusedError, WorkerError) as error:
@@ -125,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks-per-host", type=int, default=1, help="that share its device")
-    parser.add_argument("--rate", type=_readable_by(parse_rate), default="1gbit", help="of each host's egress")
-    parser.add_argument("--delay", type=_readable_by(parse_delay), default="100us", help="one way, or 0")
+    parser.add_argument("--rate", default="1gbit", help="of each host's egress")
+    parser.add_argument("--delay", default="100us", help="one way, or 0")
     workloads = [*WORKLOADS, *PACED]
     parser.add_argument("--workloads", nargs="+", choices=workloads, default=["lstm", "deep_narrow", "transformer"])
     parser.add_argument("--slower", type=float, default=1.0, help=f"factor of time, of {', '.join(PACED)} only")
@@ -137,17 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--output", type=Path, default=Path(".benchmarks/step"), help="folder for table and picture")
     return parser
-
-
-def _readable_by(parse: Callable[[str], int]) -> Callable[[str], str]:
-    def check(text: str) -> str:
-        try:
-            parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return text
-
-    return check
 
 
 if __name__ == "__main__":

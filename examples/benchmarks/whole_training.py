@@ -6,13 +6,13 @@ process of its own, over a network that takes its time.
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from quality import OPTIMIZERS, TASKS, Run
 from rows import Row
@@ -51,21 +51,6 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Watch(Callback):
-    """Take the time from the first batch to the end of training."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @override
-    def on_train_start(self, *arguments: Any) -> None:
-        self.seconds = -time.perf_counter()
-
-    @override
-    def on_train_end(self, *arguments: Any) -> None:
-        self.seconds += time.perf_counter()
-
-
 def strategy_of(run: Run) -> Strategy:
     """Return what a user would give the Trainer."""
     if run.system == "ddp":
@@ -90,17 +75,18 @@ def main() -> None:
     run = Run(**json.loads(options.run))
 
     begin_rank(run.ranks)
-    learner, watch = Learner(run, dist.get_rank()), Watch()
+    learner, timer = Learner(run, dist.get_rank()), Timer()
     row = Row(lambda hosts: {"strategy": strategy_of(run), "num_nodes": hosts})
     clip_norm = learner.task.clip_norm
-    trainer = trainer_of(row, run.ranks, max_steps=run.steps, gradient_clip_val=clip_norm, callbacks=[watch])
+    trainer = trainer_of(row, run.ranks, max_steps=run.steps, gradient_clip_val=clip_norm, callbacks=[timer])
     trainer.fit(learner, DataLoader(range(run.steps), batch_size=None))  # type: ignore[arg-type]  # numbers of steps
     if dist.get_rank() == 0:
         learner.eval()
         with torch.no_grad():
             score = learner.learnable.score(learner.network)
-        options.output.write_text(json.dumps({"seconds": watch.seconds, "score": score}))
-        print(f"whole training  {watch.seconds:.0f} s, {score:.4f}", flush=True)
+        seconds = timer.time_elapsed()
+        options.output.write_text(json.dumps({"seconds": seconds, "score": score}))
+        print(f"whole training  {seconds:.0f} s, {score:.4f}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

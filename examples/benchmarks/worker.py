@@ -20,8 +20,6 @@ from training import begin_rank, train
 from lightning_sparse import SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.schedule.network import sent_bytes
 
-_TRANSMITTED_BYTES = 8  # column of /proc/net/dev, after the device's name
-
 
 class StepWatch(Callback):
     """Record when each batch ended, and what the host's device had transmitted by then.
@@ -63,11 +61,8 @@ class StepWatch(Callback):
 
 def transmitted_bytes() -> int:
     """Return what ``eth0`` has transmitted since it is up, frame headers included; 0 without such a device."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        device, _, columns = line.partition(":")
-        if device.strip() == "eth0":
-            return int(columns.split()[_TRANSMITTED_BYTES])
-    return 0
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def measure(row: Row, name: str, hosts: int, steps: int, warm_up: int, slower: float) -> Measurement:
