@@ -18,7 +18,7 @@ from lightning_sparse.callbacks.base import (
 )
 from lightning_sparse.callbacks.compression_monitor import CompressionMonitor
 from lightning_sparse.callbacks.tensorboard import log_text, table
-from lightning_sparse.compressors.base import RULES, checked_count, checked_density
+from lightning_sparse.compressors.base import checked_count, checked_density
 from lightning_sparse.compressors.density import Measurement, Rule, RuleContext
 from lightning_sparse.engine import Engine
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
@@ -160,7 +160,7 @@ class AdaptiveDensity(StepObserver):
                     minima[name], winners[name] = bounded, rule
         densities = engine_of(sparse_strategy(trainer)).densities
         densities.ceiling = self.max_density
-        densities.request(RULES, minima)
+        densities.ruled = minima
         present = engine_of(sparse_strategy(trainer)).present_densities()
         # Of a warm-up of the strategy, or of its plan, more may be sent.
         deciding = {name: winners[name] for name in present if minima.get(name, 0.0) >= present[name]}

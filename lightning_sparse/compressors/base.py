@@ -110,7 +110,6 @@ def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> Mo
 
 
 Gather = Callable[[Tensor], Tensor]
-PLAN, RULES = "plan", "rules"  # who may request more than the user asked for
 
 
 class Compressor(ABC):
@@ -245,22 +244,19 @@ class Densities:
     def __init__(self, compressor: Compressor, density: float) -> None:
         self._compressor = compressor
         self.density = density  # of the model, as the user asked for it; a warm-up changes it
-        self._requested: dict[str, dict[str, float]] = {PLAN: {}, RULES: {}}
+        self.planned: Mapping[str, float] = {}  # the least that a plan asks for, by parameter name,
+        self.ruled: Mapping[str, float] = {}  # and the least that rules ask for
         self.sends_all = False  # and nothing is left over
         self.ceiling = 1.0  # the most that a rule, or a plan made from now on, gets of a parameter
 
-    def request(self, requester: str, densities: Mapping[str, float]) -> None:
-        """Replace the minimum densities that :data:`PLAN` or :data:`RULES` has requested, by parameter name."""
-        self._requested[requester] = dict(densities)
-
     def of(self, name: str) -> float:
         """Return the fraction of elements to send of a parameter."""
-        return 1.0 if self.sends_all else max(self.wanted(name), self._requested[PLAN].get(name, 0.0))
+        return 1.0 if self.sends_all else max(self.wanted(name), self.planned.get(name, 0.0))
 
     def wanted(self, name: str) -> float:
         """Return the least density that a plan may send: the user's, or a rule's."""
         asked = self._compressor.density_of(name, self.density)
-        return max(asked, min(self._requested[RULES].get(name, 0.0), self.ceiling))
+        return max(asked, min(self.ruled.get(name, 0.0), self.ceiling))
 
     def count(self, name: str, numel: int) -> int:
         """Return the least number of a parameter's elements that a plan may send."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import PLAN, Densities
+from lightning_sparse.compressors.base import Densities
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Clock, Recorder, StepMarks
 from lightning_sparse.schedule import Merged, plan_groups
@@ -243,7 +243,7 @@ class StepPlanner(Planner):
     def _follow(self, grouping: Grouping) -> None:
         self._schedule.follow(self._order[stop - 1] for stop in grouping.stops)
         groups = zip(self._groups(grouping), grouping.densities)
-        self._densities.request(PLAN, {name: density for group, density in groups for name in group})
+        self._densities.planned = {name: density for group, density in groups for name in group}
 
     def _groups(self, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
         return tuple(self._order[start:stop] for start, stop in zip((0, *grouping.stops), grouping.stops))
