@@ -97,24 +97,13 @@ def summarise(
 
 def as_text(lines: Sequence[Line]) -> str:
     """Write a table for people."""
-    width = max(len(line.row) for line in lines)
-    titles = [
-        ("median", 9),
-        ("spread", 9),
-        ("x ddp", 7),
-        ("x no comm", 9),
-        ("sent MB", 9),
-        ("link MB", 9),
-        ("longest", 7),
-    ]
-    head = " ".join([" " * (width + 1), *(f"{title:>{columns}s}" for title, columns in titles)])
-    body = [
-        f"{line.row:{width}s}  {line.median_ms:6.1f} ms {line.spread_ms:6.1f} ms {_written(line.to_ddp):>7s}"
-        f" {_written(line.to_no_communication):>9s} {line.sent_mb:9.3f} {line.link_mb:9.3f}"
-        f" {line.longest:7.2f}"
-        for line in lines
-    ]
-    return "\n".join([head, *body])
+    cells = [("", "median", "spread", "x ddp", "x no comm", "sent MB", "link MB", "longest")]
+    for line in lines:
+        times = (f"{line.median_ms:.1f} ms", f"{line.spread_ms:.1f} ms")
+        ratios = (_written(line.to_ddp), _written(line.to_no_communication))
+        cells.append((line.row, *times, *ratios, f"{line.sent_mb:.3f}", f"{line.link_mb:.3f}", f"{line.longest:.2f}"))
+    layout = [f"{side}{max(map(len, column))}" for side, column in zip("<>>>>>>>", zip(*cells))]
+    return "\n".join("  ".join(map(format, row, layout)) for row in cells)
 
 
 def as_csv(lines: Iterable[Line], comments: Iterable[str]) -> str:
