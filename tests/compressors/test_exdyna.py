@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import ExDyna, MiCRO
 from lightning_sparse.compressors.base import ModelLayout
-from lightning_sparse.compressors.exdyna import ThresholdState, balanced_cuts, block_edges
+from lightning_sparse.compressors.exdyna import ThresholdState, balanced_cuts
 from lightning_sparse.schedule import FixedSize
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation
@@ -36,8 +36,6 @@ def uneven_gradient(rank, step, parameters):
 
 
 class Recorded:
-    """Write down what a compressor selects, by rank."""
-
     history: list[list[int]]
 
     def begin(self, layout):
@@ -77,7 +75,6 @@ class Tensors(nn.Module):
 
 
 def train(rank, method, density, steps):
-    """Return what this rank selected, and the parameters after each step."""
     compressor = RECORDED[method]()
     with sparse_ddp(Tensors(), compressor, density, schedule=FixedSize(1000)) as (ddp, engine):
         losses = (ddp(uneven_gradient(rank, step, ddp.module.flat())) for step in range(steps))
@@ -329,19 +326,6 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(method):
         assert all(map(torch.equal, simulation.step(gradients_of(simulation, step)), expected))
 
 
-@each_method
-def test_a_state_for_other_ranks_keeps_the_threshold_and_cuts_anew(method):
-    simulations = [Simulation(METHODS[method], {"weight": 4000}, ranks, density=0.02) for ranks in (2, 3)]
-    for step in range(40):
-        simulations[0].step(gradients_of(simulations[0], step))
-    state = simulations[0].compressors[0].state_dict()
-    for compressor in simulations[1].compressors:
-        compressor.load_state_dict(state)
-    assert {state["threshold"] for state in states_of(simulations[1])} == {state["threshold"]}
-    chosen = simulations[1].step(gradients_of(simulations[1], 99))
-    assert torch.cat(chosen).unique().numel() == sum(map(len, chosen))
-
-
 def test_cuts_leave_a_block_for_everyone_wherever_the_load_is():
     for loads in ([1.0, 0, 0, 0, 0], [0, 0, 0, 0, 1.0], [0, 1.0, 0, 0, 1.0]):
         cuts = balanced_cuts(torch.tensor(loads, dtype=torch.float64), ranks=4)
@@ -367,13 +351,6 @@ def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
 def test_a_state_of_another_method_is_refused():
     with pytest.raises(ValueError, match="loads"):
         ExDyna().load_state_dict({})
-
-
-def test_blocks_are_even():
-    edges = block_edges(1_000_003, ranks=4)
-    assert len(edges) == 1025
-    assert {last - first for first, last in pairwise(edges)} <= {976, 977}
-    assert block_edges(3, ranks=5) == (0, 0, 1, 1, 2, 3)
 
 
 def test_the_threshold_moves_by_logarithms_and_is_measured_when_far_off():

@@ -16,8 +16,6 @@ from tests.helpers.sparse_ddp import (
     Edges,
     backpropagate,
     batch,
-    parameters_of,
-    sgd_steps,
     sparse_ddp,
     watch_gradients,
 )
@@ -71,25 +69,6 @@ class VirtualOMGS:
 def test_omgs_equals_its_reference(pools, ranks, schedule, groups):
     settings = {"compressor": OMGS(), "density": DENSITY, "schedule": schedule}
     assert_same_as_virtual(pools[ranks], settings, VirtualOMGS(groups))
-
-
-def train(rank, settings, steps=4):
-    torch.manual_seed(0)
-    with sparse_ddp(Edges(), **settings) as (ddp, engine):
-        losses = (ddp(batch(rank, step)) for step in range(steps))
-        for _ in sgd_steps(ddp, engine, losses, lr=0.01, momentum=0.9):
-            pass
-        return parameters_of(ddp)
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_one_tensor_at_a_time_it_is_top_k(pair, wire):
-    settings = {"density": DENSITY, "schedule": "layerwise", "wire": wire}
-    expected = pair.run(train, {"compressor": "topk", **settings})[0]
-    for parameters in pair.run(train, {"compressor": "omgs", **settings}):
-        assert all(torch.equal(parameters[name], expected[name]) for name in expected)
-    merged = pair.run(train, {"compressor": "omgs", "density": DENSITY, "schedule": "single", "wire": wire})[0]
-    assert not all(torch.equal(merged[name], expected[name]) for name in expected)
 
 
 class ManyTypes(Edges):
@@ -190,8 +169,6 @@ def test_statistics_count_what_was_sent_of_the_group(pair):
 
 
 class Everything(Compressor):
-    """Select all of a group, without indices."""
-
     default_density = 0.5
     wire_format = "gather"
     selects_across_group = True

@@ -61,7 +61,6 @@ def test_sdagc_equals_its_reference(pools, ranks, schedule):
 
 
 def refuse(tensor):
-    """Gather nothing: nobody should ask for it."""
     raise AssertionError("there is nothing to agree on")
 
 

@@ -14,8 +14,6 @@ Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradient
 
 
 class Net(nn.Module):
-    """A small network without ties between elements."""
-
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(64, 48)

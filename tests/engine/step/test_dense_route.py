@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
 from lightning_sparse.schedule import FixedSize
+from lightning_sparse.testing.laws.finiteness import assert_nothing_moves, train_with_gaps
 from lightning_sparse.testing.laws.mass import assert_mass_is_conserved, balance
 from lightning_sparse.testing.laws.replicas import assert_close
 from lightning_sparse.testing.subjects import each_way
@@ -41,8 +42,6 @@ class WaveringOMGS(Wavering, OMGS):
 
 
 class WaveringDGC(Wavering, DGC):
-    """Top-k with momentum before it that wavers."""
-
     def __init__(self):
         super().__init__(momentum=0.9)
 
@@ -71,6 +70,11 @@ def test_no_schedule_changes_a_bit_while_densities_come_and_go(pools, compressor
         outcomes.append([entry["applied"] for book in pools[3].run(balance, settings, 6) for entry in book])
     for outcome in outcomes[1:]:
         assert_same(outcome, outcomes[0])
+
+
+def test_what_is_not_finite_is_seen_whichever_way_it_goes(pair):
+    settings = {"compressor": WaveringTopK(), "density": 0.05, "schedule": "single"}
+    assert_nothing_moves(pair.run(train_with_gaps, settings, 1))
 
 
 def train_beside_ddp(rank):
@@ -123,8 +127,6 @@ def test_a_whole_layer_among_others_leaves_nothing_out(pair):
 
 
 class Asked(TopK):
-    """Top-k that writes down what it is asked for."""
-
     def select(self, names, accumulated, counts):
         assert "matrix" not in names
         return super().select(names, accumulated, counts)

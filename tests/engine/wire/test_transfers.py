@@ -18,8 +18,6 @@ STEPS = 4
 
 
 class Block(nn.Module):
-    """More elements than an index block holds."""
-
     def __init__(self):
         super().__init__()
         self.wide = nn.Linear(64, 1500)
