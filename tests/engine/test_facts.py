@@ -21,7 +21,6 @@ def reachable_bytes(thing):
 
 
 def held_of_a_step(rank, compressor):
-    """Exchange a step; return the bytes of the tensors in what the engine says of it."""
     torch.manual_seed(0)
     with sparse_ddp(Edges(), compressor, DENSITY[compressor]) as (ddp, engine):
         engine.begin_backward()

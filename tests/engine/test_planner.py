@@ -29,7 +29,6 @@ Network = Callable[[int, int], float]  # step and bytes -> seconds
 
 
 def costly_message(step, sent):
-    """A message costs more than all of backward."""
     return 30e-3
 
 

@@ -101,7 +101,6 @@ class Changed(Watched):
 
 
 def fit_changed(rank, batches):
-    """Fit one epoch, which ends in an average; return the state at the end."""
     strategy = SparseDDPStrategy(A2SGD(param_sync_every=batches))
     model = Changed()
     make_trainer(rank, strategy, limit_train_batches=batches, limit_val_batches=0).fit(model)

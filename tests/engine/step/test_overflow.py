@@ -25,7 +25,6 @@ class Overflowing(Small):
         self.notes = []
 
     def note(self):
-        """Return the parameters, what the exchange keeps, and the loss scale."""
         return {
             "parameters": torch.cat([parameter.detach().flatten().clone() for parameter in self.parameters()]),
             "kept": copy.deepcopy(self.trainer.strategy.engine.state_dict()),
@@ -44,12 +43,10 @@ class Overflowing(Small):
 
 
 def without_counter(kept):
-    """Leave out how many steps ago replicas were averaged."""
     return {part: state for part, state in kept.items() if part != "averager"}
 
 
 def fit_overflowing(rank, compressor, density, wire):
-    """Fit with fp16 autocast and a real gradient scaler."""
     # Small enough for these gradients in fp16; the scale would otherwise overflow on its own.
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=1000)
     model = Overflowing()
