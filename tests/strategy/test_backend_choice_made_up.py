@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sparse.strategy import backend_choice
-from lightning_sparse.strategy.backend_choice import BackendChoice
+from lightning_sparse.strategy.backend_choice import BackendChoice, compare
 
 _PLANNING_STEPS = 80
 Cost = Callable[[int], float]
@@ -125,3 +125,28 @@ def test_a_change_right_after_a_look_in_vain_is_noticed():
     were_plain, _ = live(WorseOnceLookedAt(300), lambda step: 0.15, 600)
     assert [is_plain for is_plain, _ in groupby(were_plain[300:])][:4] == [True, False, True, False]
     assert not were_plain[-1]
+
+
+def turns(ours, theirs, noise, count, seed=0):
+    """Make up turns of six steps each, whose seconds are off by normal noise, a fraction of them."""
+    draw = random.Random(seed)
+
+    def steps(seconds):
+        return [seconds * (1 + draw.gauss(0.0, noise)) for _ in range(6)]
+
+    return [(steps(ours), steps(theirs)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_noise_alone_is_seldom_taken_for_a_gain(noise):
+    wrong = sum(compare(turns(1.0, 1.0, noise, count, seed), 0.1).pays for seed in range(200) for count in (2, 6))
+    assert wrong <= 8  # of 400
+
+
+def test_a_turn_that_was_disturbed_decides_nothing():
+    quiet = turns(0.7, 1.0, noise=0.01, count=5)
+    for disturbed in (([5.0] * 6, [1.0] * 6), ([0.7] * 6, [9.0] * 6)):
+        comparison = compare([*quiet, disturbed], density=0.01)
+        assert comparison.pays
+        assert comparison.gain == pytest.approx(0.3, rel=0.1)
+    assert not compare([*turns(1.0, 1.0, 0.01, 5), ([1.0] * 6, [9.0] * 6)], density=0.01).pays
