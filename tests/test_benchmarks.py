@@ -1,29 +1,20 @@
 """The benchmarks: the arithmetic behind published figures, and, where root may, the network they run on."""
 
 import csv
-import importlib
 import os
 import subprocess
 import sys
 import time
 from itertools import accumulate
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
-
-
-def _load(name):
-    # The scripts find each other as a user's python does: in the folder of the script.
-    with mock.patch.object(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path]):
-        return importlib.import_module(name)
-
+from tests.helpers.examples import BENCHMARKS, load
 
 MODULES = ["shape", "network", "results", "rows", "worker", "training", "paced"]
-shape, network, results, rows, worker, training, paced = map(_load, MODULES)
+shape, network, results, rows, worker, training, paced = map(load, MODULES)
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -50,7 +41,7 @@ connection.sendall(bytes(4_000_000))
 
 @pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
 def test_every_script_begins(script):
-    _load(script.stem)
+    load(script.stem)
 
 
 def test_rates_delays_and_how_much_slower_they_become_are_those_asked_for():

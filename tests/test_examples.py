@@ -1,20 +1,14 @@
 """The examples run, and ranks see all of their data once."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.helpers.commands import begin
+from tests.helpers.examples import EXAMPLES, load
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-# The scripts find each other as a user's python does: in the folder of the script.
-with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-    gpt, muon, text_data = map(importlib.import_module, ["gpt", "muon", "text_data"])
+gpt, muon, text_data = map(load, ["gpt", "muon", "text_data"])
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
 """The benchmark of quality: ranks that are threads do, to the bit, what the engine does on ranks that are processes."""
 
 import copy
-import importlib
 import json
-import sys
 from functools import partial
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -16,19 +12,13 @@ from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, parameters_of, sparse_ddp
 from tests.helpers.devices import DEVICE
+from tests.helpers.examples import load
 
-BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 CORRECTION = AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)
 STEPS = 9
 
 
-def _load(name):
-    # The scripts find each other as a user's python does: in the folder of the script, and of the examples.
-    with mock.patch.object(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path]):
-        return importlib.import_module(name)
-
-
-virtual, quality = map(_load, ["virtual", "quality"])
+virtual, quality = map(load, ["virtual", "quality"])
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of one process train on the CPU")
 
 

@@ -1,10 +1,15 @@
 """A network and its data that can be trained behind any door."""
 
+import os
+import warnings
+from contextlib import contextmanager
+from importlib import import_module
+
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 ROWS = 4  # of a batch
-Tensors = dict[str, Tensor]
 
 
 class Net(nn.Module):
@@ -21,7 +26,6 @@ class Net(nn.Module):
 
 
 def rows_of(rank, step):
-    """Return what a rank is trained on in a step."""
     return torch.randn(ROWS, 32, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
@@ -38,3 +42,15 @@ def tensors_of(net):
     """Copy parameters and buffers, but the count of BatchNorm."""
     tensors = [*net.named_parameters(), *net.named_buffers()]
     return {name: each.detach().cpu().clone() for name, each in tensors if each.is_floating_point()}
+
+
+@contextmanager
+def as_hugging_face_wants(rank):
+    """Be one of the processes that a launcher has started, and leave the warnings of Accelerate to itself."""
+    ranks = str(dist.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+        yield

@@ -12,7 +12,6 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from tests.helpers.devices import DEVICE
 
@@ -40,14 +39,12 @@ class SharedGPU(CUDAAccelerator):
     """The first GPU for every rank, where Lightning wants one for each."""
 
     @staticmethod
-    @override
     def parse_devices(devices):
         """Return the index of the first GPU once for each of ``devices`` ranks."""
         return [0] * devices
 
 
 def accelerator():
-    """Return what a Trainer needs to use the device under test."""
     return "cpu" if DEVICE.type == "cpu" else SharedGPU()
 
 
@@ -92,9 +89,14 @@ class Small(LightningModule):
     test_dataloader = val_dataloader
 
 
-class WithSGD(Small):
-    """A model whose SGD is told how to run."""
+class Quiet(Small):
+    """It logs nothing, so that ranks meet in exchanges of gradients only."""
 
+    def training_step(self, batch, batch_index):
+        return self.network(batch).square().mean()
+
+
+class WithSGD(Small):
     def __init__(self, one_cycle=False, **arguments):
         super().__init__()
         self.one_cycle = one_cycle
@@ -108,17 +110,31 @@ class WithSGD(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class WithOptimizer(Small):
+    def __init__(self, kind, **arguments):
+        super().__init__()
+        self.kind, self.arguments = kind, arguments
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), **self.arguments)
+
+
 class WithAdam(Small):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
+
+
+def expect(*more):
+    """Ignore the warnings that tests expect, and more."""
+    for message in (*EXPECTED_WARNINGS, *more):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def make_trainer(rank, strategy, node_ranks=None, **arguments):
     """Build a Trainer that uses the pool's processes as its ranks, so many on a node, and is quiet."""
     devices = dist.get_world_size() if node_ranks is None else node_ranks
     os.environ.update(LOCAL_RANK=str(rank % devices), NODE_RANK=str(rank // devices))
-    for message in EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    expect()
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -133,7 +149,6 @@ def make_trainer(rank, strategy, node_ranks=None, **arguments):
 
 
 def run_fit(rank, strategy, model=None, **arguments):
-    """Fit a model, a small one if none is given; return the Trainer."""
     trainer = make_trainer(rank, strategy, **arguments)
     trainer.fit(Small() if model is None else model)
     return trainer

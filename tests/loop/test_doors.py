@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy, sparsify
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.devices import DEVICE
-from tests.helpers.doors import ROWS, Net, optimizer_of, rows_of, tensors_of
+from tests.helpers.doors import ROWS, Net, as_hugging_face_wants, optimizer_of, rows_of, tensors_of
 from tests.helpers.resuming import Numbered, fit_numbered
-from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
+from tests.helpers.trainers import accelerator, expect
 
 STEPS, SAVED, NORM = 13, 7, 0.1  # optimizer steps, those before the save, and of a gradient
 SETTINGS = {
@@ -49,7 +48,6 @@ class Module(Numbered):
 
 
 def through_the_trainer(rank, settings, folder, resumes):
-    """Train with validations, save after some steps, or go on from there."""
     path = str(folder / "trainer.ckpt")
     module = Module(settings) if resumes else Module(settings, SAVED, path)
     more = {"max_epochs": 1, "limit_train_batches": STEPS, "gradient_clip_val": NORM}
@@ -58,18 +56,11 @@ def through_the_trainer(rank, settings, folder, resumes):
     return tensors_of(module.network)
 
 
-@contextmanager
-def expecting():
-    with warnings.catch_warnings():
-        for message in EXPECTED_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
-        yield
-
-
 def through_fabric(rank, settings, folder, resumes):
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
     path = folder / "fabric.ckpt"
-    with expecting():
+    with warnings.catch_warnings():
+        expect()
         strategy = SparseFabricStrategy(**settings, total_steps=STEPS)
         fabric = Fabric(strategy=strategy, accelerator=accelerator(), devices=dist.get_world_size())
         fabric.launch()
@@ -143,14 +134,9 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def through_hugging_face(rank, settings, folder, resumes, **arguments):
-    ranks = str(dist.get_world_size())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    with as_hugging_face_wants(rank):
         transformers = import_module("transformers")
         ours = import_module("lightning_sparse.loop.hugging_face")
-        import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
         class InOrder(transformers.Trainer):
             def _get_train_sampler(self, *args):

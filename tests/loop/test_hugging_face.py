@@ -1,24 +1,17 @@
 """Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
 
-import importlib
-import os
-import sys
-import warnings
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
+from tests.helpers.doors import as_hugging_face_wants
+from tests.helpers.examples import load
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
-Tensors = dict[str, Tensor]
 each_example = pytest.mark.parametrize("example", ["train_accelerate", "train_hugging_face"])
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="several ranks share no GPU with Accelerate"),
@@ -28,16 +21,8 @@ pytestmark = [
 
 def train(rank, example, folder, density, resumes):
     """Train as an example does, in this process as one of those that a launcher has started."""
-    ranks = str(dist.get_world_size())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        module = importlib.import_module(example)
-        state = importlib.import_module("accelerate.state")
-        state.AcceleratorState._reset_state(reset_partial_state=True)
+    with as_hugging_face_wants(rank):
+        module = load(example)
         arguments = {}
         if example == "train_hugging_face":
             arguments = {"use_cpu": True, "max_steps": 8, "save_steps": 5, "logging_steps": 100, "disable_tqdm": True}

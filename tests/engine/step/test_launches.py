@@ -1,17 +1,13 @@
 """The launches of a step on a GPU, counted without one: what they grow with, and what they do not."""
 
-import importlib
-import sys
-from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[3] / "examples" / "benchmarks"
-with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):  # the script finds others beside it
-    launches = importlib.import_module("launches")
+from tests.helpers.examples import load
+
+launches = load("launches")
 
 # Blocks, batches and pieces are for large tensors, and bounded by their elements; here none is that large.
 SIZES = tuple(max(1 << 9, size >> 10) for size in launches.SIZES)
