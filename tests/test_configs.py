@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.engine.settings import takes_wire
-from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator
+from tests.helpers.trainers import accelerator, expect
 
 ROOT = Path(__file__).parents[1]
 SYSTEMS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -55,9 +54,7 @@ def fit_stacks(rank, stacks):
     """Fit a batch with each stack of files; return the configuration and the statistics."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", JSONARGPARSE_DEPRECATION_WARNINGS="off")
     sys.path.insert(0, str(ROOT / "examples"))
-    expected = (".*args parameter is intended.*", ".*AMP with fp16 is not supported on CPU.*", ".*logged any value.*")
-    for message in (*EXPECTED_WARNINGS, *expected):
-        warnings.filterwarnings("ignore", message=message)
+    expect(".*args parameter is intended.*", ".*AMP with fp16 is not supported on CPU.*", ".*logged any value.*")
     torch.manual_seed(0)
     return [_fit(files) for files in stacks]
 

@@ -1,5 +1,7 @@
 """MomentumCorrection: the same numbers as DGC's own, what is refused, and what is logged."""
 
+from functools import partial
+
 import pytest
 import torch
 from pytorch_lightning import Callback
@@ -8,11 +10,13 @@ from pytorch_lightning.loggers import CSVLogger
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import MomentumCorrection
 from lightning_sparse.compressors import DGC, LAGS
+from lightning_sparse.testing.tensors import assert_same, differences
+from tests.helpers.fits import fits
 from tests.helpers.loggers import rows_of
 from tests.helpers.trainers import WithSGD, make_trainer, weights
 
+SPARSE = {"density": 0.05, "warmup_epochs": 0}
 SETTINGS = {
-    "taken over": ({}, {}),
     "nesterov": ({}, {"nesterov": True}),
     "one cycle": ({}, {"one_cycle": True}),
     "weight decay": ({}, {"weight_decay": 0.01}),
@@ -22,34 +26,16 @@ SETTINGS = {
 }
 
 
-class Restarting(WithSGD):
-    """A model whose learning rate restarts every few steps."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def fit_both(rank, settings, model, restarts):
-    """Fit with DGC, with top-k behind the callback, and with top-k alone; return the weights of each."""
+@pytest.mark.parametrize(("settings", "model"), SETTINGS.values(), ids=SETTINGS)
+def test_it_trains_bit_for_bit_as_dgc(pair, settings, model):
     runs = [(DGC(**settings), []), ("topk", [MomentumCorrection(**settings)]), ("topk", [])]
-    fitted = []
-    for compressor, callbacks in runs:
-        module = Restarting() if restarts else WithSGD(**model)
-        strategy = SparseDDPStrategy(compressor, density=0.05, warmup_epochs=0)
-        short = {"limit_train_batches": 10, "limit_val_batches": 0}
-        make_trainer(rank, strategy, max_epochs=2, callbacks=callbacks, **short).fit(module)
-        fitted.append(weights(module))
-    return fitted
-
-
-@pytest.mark.parametrize("name", [*SETTINGS, "warm restarts"])
-def test_it_trains_bit_for_bit_as_dgc(pair, name):
-    settings, model = SETTINGS.get(name, ({}, {}))
-    for own, ours, without in pair.run(fit_both, settings, model, name == "warm restarts"):
-        assert all(torch.equal(own[parameter], ours[parameter]) for parameter in own)
-        assert not all(torch.equal(own[parameter], without[parameter]) for parameter in own)
+    own, ours, without = (
+        fits(pair, partial(WithSGD, **model), {**SPARSE, "compressor": compressor}, callbacks=callbacks)
+        for compressor, callbacks in runs
+    )
+    for one, other, alone in zip(own, ours, without):
+        assert_same(one.batches, other.batches)
+        assert differences(one.end, alone.end)
 
 
 def fit_twice(rank):

@@ -2,11 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
@@ -17,8 +16,6 @@ from tests.helpers.resuming import Numbered, fit_numbered, kept_at_end, resume_e
 from tests.helpers.trainers import weights
 
 Tensors = dict[str, Tensor]
-Settings = Optional[Union[str, Mapping[str, Any]]]  # arguments of the strategy, or its name; None for plain DDP
-Module = Callable[..., LightningModule]
 REFUSED = (ValueError, TypeError, RuntimeError)
 
 
@@ -37,8 +34,6 @@ class Fitted(NamedTuple):
 
 
 class Watch(Callback):
-    """Copy weights and statistics after every batch."""
-
     def __init__(self):
         self.batches = []
         self.stats = []
@@ -65,7 +60,6 @@ class NotingLogger(DummyLogger):
 
 @contextmanager
 def listening():
-    """Return a list that fills with what is logged."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -80,7 +74,6 @@ def listening():
 
 
 def strategy_of(settings):
-    """Build a strategy, with a compressor of its own."""
     if settings is None or isinstance(settings, str):
         return DDPStrategy() if settings is None else settings
     arguments = copy.deepcopy(dict(settings))
@@ -122,10 +115,10 @@ def one_model(answers):
     return first
 
 
-def refuse(rank, module, settings, source, arguments):
-    """Fit what must be refused; return kind and message of the error."""
+def refuse(rank, act, *arguments):
+    """Do what must be refused; return kind and message of the error."""
     try:
-        fit(rank, module, settings, source, arguments)
+        act(rank, *arguments)
     except REFUSED as error:
         return f"{type(error).__name__}: {error}"
     return "was not refused"
@@ -133,11 +126,10 @@ def refuse(rank, module, settings, source, arguments):
 
 def refusals(pool, module, settings, source=None, **arguments):
     """Return, by rank, with which error a fit is refused."""
-    return pool.run(refuse, module, settings, source, arguments)
+    return pool.run(refuse, fit, module, settings, source, arguments)
 
 
 def resume(rank, module, settings, path, save_after, arguments):
-    """Save in the midst of a fit, and go on from there."""
     return resume_exactly(rank, lambda: strategy_of(settings), path, save_after, arguments, module)
 
 

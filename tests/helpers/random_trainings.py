@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import time
-import warnings
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from lightning_sparse.registry import resolve
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
-from tests.helpers.trainers import make_trainer
+from tests.helpers.trainers import expect, make_trainer
 
 WIDTH = 6
 _EXPECTED_WARNINGS = (
@@ -104,12 +103,10 @@ class Training:
         return f"Training({', '.join(said)})"
 
     def but(self, **changes):
-        """Return it with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def subject(self):
-        """The compressor."""
         return resolve("compressor", Compressor, COMPRESSORS, STRATEGIES[self.strategy]()["compressor"])
 
     @property
@@ -124,7 +121,6 @@ class Training:
 
     @property
     def has_adam(self):
-        """Whether the optimizer is of Adam's kind."""
         return self.optimizer in ("adamw", "amsgrad")
 
     @property
@@ -300,36 +296,29 @@ class AverageAtValidation(Callback):
         self.failures = 0  # what was validated was not the average, or what is trained did not come back
 
     def on_train_batch_end(self, trainer, pl_module, *batch):
-        """Average."""
         for name, parameter in pl_module.named_parameters():
             self.average.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
 
     def on_validation_start(self, trainer, pl_module):
-        """Swap."""
         self.own = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         write(pl_module, self.average)
 
     def on_validation_batch_start(self, trainer, pl_module, *batch):
-        """Check that the average is validated."""
         parameters = dict(pl_module.named_parameters())
         self.failures += any(not torch.equal(parameters[name], average) for name, average in self.average.items())
 
     def on_validation_end(self, trainer, pl_module):
-        """Swap back."""
         write(pl_module, self.own)
 
     def state_dict(self):
-        """Return the average."""
         return {"average": self.average}
 
     def load_state_dict(self, state_dict):
-        """Go on with it."""
         self.average = state_dict["average"]
 
 
 @torch.no_grad()
 def write(module, tensors):
-    """Write parameters, by name."""
     for name, parameter in module.named_parameters():
         if name in tensors:
             parameter.copy_(tensors[name])
@@ -445,7 +434,6 @@ class Drawn(LightningModule):
             buffer.copy_(followed)
 
     def training_step(self, batch, batch_index):
-        """Train as was drawn."""
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
         if self.drawn.skips != batch_index:
@@ -495,13 +483,11 @@ class Drawn(LightningModule):
         return loss / (pieces * (drawn.accumulates if drawn.by_hand else 1))
 
     def validation_step(self, batch, batch_index):
-        """Note what is validated."""
         if not self.trainer.sanity_checking:
             self.forward(self.rows(batch_index), batch_index)
             self.validated.append(self.state())
 
     def configure_optimizers(self):
-        """Share the layers out."""
         drawn, layers = self.drawn, [list[nn.Parameter]() for _ in range(self.drawn.optimizers)]
         names = [name for name in ("first", "head", "norm", "seldom", "middle", "again") if hasattr(self, name)]
         children = (child for child in map(self.get_submodule, names) if any(True for _ in child.parameters()))
@@ -525,21 +511,17 @@ class Drawn(LightningModule):
             self._right = {}
 
     def on_fit_start(self):
-        """Load weights."""
         self._write_once("fit")
 
     def on_train_start(self):
-        """Load weights."""
         self._write_once("train")
 
     def on_train_batch_start(self, batch, batch_idx):
-        """Unfreeze, and freeze again."""
         if "thawing" in self.drawn.parts:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        """Let the teacher follow, write what is written by hand, take notes."""
         drawn = self.drawn
         if "teacher" in drawn.parts:
             for teacher, student in zip(self.teacher.parameters(), self.first.parameters()):
@@ -550,7 +532,6 @@ class Drawn(LightningModule):
         self.saver.count(self.trainer, "batch")  # callbacks come before this hook
 
     def state(self):
-        """Return what the model holds."""
         return state(chain(self.named_parameters(), self.named_buffers()))
 
 
@@ -559,7 +540,6 @@ def _listed(one_or_more):
 
 
 def state(tensors):
-    """Return what tensors hold."""
     return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
 
 
@@ -578,15 +558,12 @@ class Outcome(NamedTuple):
 
 
 class Saver(Callback):
-    """Save where it was drawn."""
-
     def __init__(self, point, path):
         self.point, self.path = point, path
         self.counts = {"batch": 0, "validation": 0, "epoch": 0}
         self.saved = {}
 
     def count(self, trainer, what):
-        """Count, and save."""
         self.counts[what] += 1
         if self.point == (what, self.counts[what]):
             trainer.save_checkpoint(self.path)
@@ -594,12 +571,10 @@ class Saver(Callback):
             self.saved = state(trainer.strategy.lightning_module_state_dict().items())
 
     def on_validation_end(self, trainer, *rest):
-        """Save."""
         if not trainer.sanity_checking:
             self.count(trainer, "validation")
 
     def on_train_epoch_end(self, trainer, *rest):
-        """Save."""
         self.count(trainer, "epoch")
 
 
@@ -623,7 +598,6 @@ def build_strategy(training, is_ddp=False):
 
 
 def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
-    """Train what was drawn; go on from a file if one is given."""
     model = Drawn(training, goes_on=goes_on_from is not None)
     model.saver = saver = Saver(training.saves if goes_on_from is None else None, f"{folder}/mid.ckpt")
     observers = [build(folder) for name, build in _OBSERVERS.items() if name in training.may_not_matter]
@@ -649,8 +623,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
         **automatic,
         **validates,
     )
-    for message in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    expect(*_EXPECTED_WARNINGS)
     loaders = [
         DataLoader(range(batches), batch_size=None) for batches in (training.batches - training.fewer * rank, 1)
     ]  # rows follow from them
@@ -679,7 +652,6 @@ def train(rank, training, folder):
 
 
 def refused(rank, training, folder):
-    """Train what is refused; return the message."""
     try:
         fit(rank, training, folder)
     except Exception as error:
@@ -691,7 +663,6 @@ def refused(rank, training, folder):
 
 
 def keeps_nothing(compressor):
-    """Tell whether nothing waits for another step."""
     return compressor.is_lossless or not keeps(compressor)
 
 

@@ -1,13 +1,12 @@
 """Fits that are saved, and fits that go on from what was saved."""
 
 import re
-import warnings
 
 import torch
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.testing.tensors import differences
-from tests.helpers.trainers import Small, make_trainer, weights
+from tests.helpers.trainers import Small, expect, make_trainer, weights
 
 BATCHES = 6  # an epoch
 _EXPECTED_WARNINGS = (
@@ -50,17 +49,38 @@ class Numbered(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Starting(Numbered):
+    """A model that notes what its rank starts with, and saves when training has ended."""
+
+    def on_train_start(self):
+        engine = getattr(self.trainer.strategy, "engine", None)
+        kept = {"memory": {}} if engine is None else engine.state_dict()
+        memory = {kind: {name: each.clone() for name, each in of.items()} for kind, of in kept["memory"].items()}
+        self.notes = {
+            **kept,
+            "memory": memory,
+            "optimizers": momenta(self.trainer.optimizers[0].state.values()),
+            "weights": weights(self),
+        }
+
+    def on_fit_end(self):
+        if self.path and self.save_after is None:
+            self.trainer.save_checkpoint(self.path)
+
+
+def momenta(state):
+    found = (each.get("momentum_buffer") for each in state)
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
 def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
-    """Fit two epochs of a few batches, from a checkpoint if given."""
     trainer = make_trainer(rank, strategy, **{"max_epochs": 2, "limit_train_batches": BATCHES, **arguments})
-    for message in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    expect(*_EXPECTED_WARNINGS)
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 
 
 def kept_at_end(trainer):
-    """Return what this rank had kept when training ended."""
     kept = trainer.strategy._loop.final_state
     return {part: state for part, state in kept.items() if part != "plan"}  # which holds times
 

@@ -22,6 +22,7 @@ from lightning_sparse.testing.wrapping import Edges, backpropagate, batch, param
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import NotingLogger, assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
+from tests.helpers.trainers import WithOptimizer
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=REFRESH)
@@ -157,7 +158,6 @@ def test_against_a_slow_reference(pools, name, node_ranks):
 
 
 def assert_close_to(expected, histories):
-    """Compare the parameters of all ranks after every step with those of the reference."""
     for history in histories:
         for step, (ours, theirs) in enumerate(zip(history, expected)):
             for name in theirs:
@@ -189,7 +189,6 @@ def test_betas_rates_and_decay_are_followed_as_tensors_and_by_group(pair):
 
 
 def watched_steps(rank, compressor, wire, steps):
-    """Train; return parameters, gradients and what waits of every step."""
     book = []
     settings = {"compressor": compressor, "density": 0.1, "wire": wire}
     for ddp, engine, optimizer, gradients in corrected_steps(
@@ -262,7 +261,6 @@ def test_a_plan_is_not_made_of_steps_that_send_everything(pair):
 
 
 def train_twin(rank, steps):
-    """Train the same model behind plain DDP."""
     torch.manual_seed(0)
     twin = DistributedDataParallel(Edges().to(DEVICE))
     optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
@@ -329,22 +327,17 @@ SOON = {
 
 
 class NumberedAdam(Numbered):
-    """The same, with AdamW."""
-
     def __init__(self, save_after=None, path="", rate=0.01, **arguments):
         super().__init__(save_after, path)
         self.arguments = {"lr": rate, "betas": (0.9, 0.95), **arguments}
 
     def configure_optimizers(self):
-        """Return AdamW with a learning rate that falls step by step."""
         optimizer = torch.optim.AdamW(self.parameters(), **self.arguments)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.learning_rate_factor)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class ByHand(NumberedAdam):
-    """A model whose user goes backward, clips and steps."""
-
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
         self.automatic_optimization = False
@@ -393,8 +386,6 @@ def test_a_checkpoint_goes_on_with_plain_adamw_and_the_reverse(pools, tmp_path):
 
 
 class Unfreezing(NumberedAdam):
-    """A layer that joins the optimizer in the fifth batch."""
-
     def __init__(self):
         super().__init__()
         self.network[0].requires_grad_(False)
@@ -417,8 +408,6 @@ def test_a_parameter_that_joins_late_is_sent_whole_first(pair):
 
 
 class Clipped(NumberedAdam):
-    """It notes norms of gradients, and of what clipping left of them."""
-
     def __init__(self):
         super().__init__()
         self.notes = []
@@ -481,26 +470,13 @@ def test_parameters_may_get_other_memory_in_every_precision(pair, precision, whe
 
 
 class Stepless(torch.optim.Adam):
-    """An Adam with a step of its own."""
-
     def step(self, closure=None):
         return None if closure is None else closure()
 
 
-class WithOptimizer(Numbered):
-    """A model trained by any optimizer."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.01)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.NAdam, Stepless])
 def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair, kind):
-    for answer in refusals(pair, partial(WithOptimizer, kind), SOON):
+    for answer in refusals(pair, partial(WithOptimizer, kind, lr=0.01), SOON):
         assert re.match(rf"ValueError.*AdamCorrection.*{kind.__name__}", answer)
 
 
@@ -519,8 +495,6 @@ def test_numbers_out_of_range_are_refused(given):
 
 
 class Logged(NumberedAdam):
-    """It returns what was logged of the exchange."""
-
     @property
     def notes(self):
         return [told for told in self.trainer.logger.told if "sparse/wire_bytes" in told]
@@ -566,7 +540,6 @@ class InHalves(ByHand):
         self.weight = nn.Parameter(torch.linspace(1e-3, 2e-3, 100))
 
     def configure_optimizers(self):
-        """Build the optimizer; with so small a rate, gradients do not depend on what was selected before."""
         return self.kind(self.parameters(), lr=1e-7, **self.arguments)
 
     def go_backward(self, rows, batch_index):
@@ -622,8 +595,6 @@ def test_optimizers_that_toggle_learn_their_second_moments(pair):
 
 
 class Pieces(ByHand):
-    """A model whose step is the sum of several backwards."""
-
     def go_backward(self, rows, batch_index):
         for row in rows:
             self.manual_backward((self.network(row) - row).square().mean())

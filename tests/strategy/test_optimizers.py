@@ -11,7 +11,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
 from tests.helpers.fits import fits, refusals
-from tests.helpers.trainers import Small, WithSGD, make_trainer
+from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
@@ -57,7 +57,6 @@ class InPieces(WithSGD):
 
 
 def in_pieces(pair, compressor, density, strategy, **arguments):
-    """Fit with one backward a step and with three."""
     settings = {"compressor": compressor, "density": density, "warmup_epochs": 0, "find_unused_parameters": True}
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
 
@@ -116,15 +115,6 @@ def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair, tmp_path):
             assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.01)
 
 
-class WithOptimizer(Small):
-    def __init__(self, kind, **arguments):
-        super().__init__()
-        self.kind, self.arguments = kind, arguments
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), **self.arguments)
-
-
 class MuonOfMatrices(torch.optim.Muon):
     """Muon that leaves biases as they are, and refuses nothing."""
 
@@ -151,7 +141,6 @@ def test_an_optimizer_that_makes_no_sense_is_refused(pair, compressor, model, me
 
 
 def warned_of(rank, compressor, density, model):
-    """Fit one batch; return what was warned of on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(rank, SparseDDPStrategy(compressor, density=density), max_steps=1)

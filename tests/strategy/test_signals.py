@@ -1,6 +1,5 @@
 """SIGTERM ends training on all ranks at one batch, and nobody waits for news of it."""
 
-import os
 import signal
 from contextlib import ExitStack
 from threading import Thread
@@ -11,32 +10,14 @@ import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.engine.collectives import Collectives
-from tests.helpers.trainers import Small, make_trainer
+from tests.helpers.jobs import SignalAt
+from tests.helpers.trainers import Quiet, Small, make_trainer
 
 STEPS = 16
 SENDING = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "broadcast")
-
-
-class SignalAt(Callback):
-    """Send this process SIGTERM in a training batch, or in validation."""
-
-    def __init__(self, step, in_validation=False):
-        self.step = step
-        self.in_validation = in_validation
-
-    @override
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step and not self.in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    @override
-    def on_validation_batch_start(self, trainer, *batch):
-        if trainer.global_step == self.step and self.in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fit_signalled(rank, signalled, step, folder, in_validation, arguments):
@@ -44,7 +25,7 @@ def fit_signalled(rank, signalled, step, folder, in_validation, arguments):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     users = signal.getsignal(signal.SIGTERM)
-    watching = SignalAt(step if rank in signalled else None, in_validation)
+    watching = SignalAt(step if rank in signalled else None, in_validation=in_validation)
     saving = ModelCheckpoint(folder, filename="last", save_on_exception=True, every_n_train_steps=1000)
     has_ended = False
     try:
@@ -114,14 +95,6 @@ def test_without_a_signal_nothing_happens(pair, tmp_path):
     assert pair.run(fit_signalled, (), 0, str(tmp_path), False, {}) == [(False, STEPS, False, 0, True)] * 2
 
 
-class Quiet(Small):
-    """A model that logs nothing of all ranks."""
-
-    @override
-    def training_step(self, batch, batch_index):
-        return self.network(batch).square().mean()
-
-
 class Counting(Callback):
     """Count what is sent in each batch, from its end to the end of the next."""
 
@@ -129,14 +102,12 @@ class Counting(Callback):
         self.sent = []
         self.batches = []
 
-    @override
     def on_train_batch_end(self, *batch):
         self.batches.append(self.sent[:])
         self.sent.clear()
 
 
 def fit_counted(rank, arguments):
-    """Fit; return what was sent in each batch by any thread."""
     counting = Counting()
     trainer = make_trainer(rank, SparseDDPStrategy("topk", density=0.1, **arguments), callbacks=[counting])
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import warnings
 from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
@@ -21,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import AssumptionMonitor, CompressionMonitor, RequeueAtStepEnd
 from lightning_sparse.testing.tensors import assert_same
-from tests.helpers.fits import REFUSED, refusals
-from tests.helpers.jobs import JOB, put_scontrol
-from tests.helpers.trainers import Rows, Small, make_trainer, weights
+from tests.helpers.fits import refusals, refuse
+from tests.helpers.jobs import JOB, SignalAt, put_scontrol
+from tests.helpers.trainers import Rows, Small, expect, make_trainer, weights
 
 ROWS = 4  # of a batch
 MONITORED = {"callbacks": [CompressionMonitor(by_parameter=True)], "logger": DummyLogger(), "log_every_n_steps": 1}
@@ -40,8 +39,6 @@ class Endless(IterableDataset[Tensor]):
 
 
 class Uneven(Small):
-    """A model with its own number of batches on each rank, and a learning rate that falls in every step."""
-
     def __init__(self, batches, is_known=True, by_hand=False, teaches=False, steps_bare=False, has_cycle=False):
         super().__init__()
         if teaches:
@@ -92,8 +89,6 @@ class Uneven(Small):
 
 
 class End(NamedTuple):
-    """What came of a fit on one rank."""
-
     weights: dict[str, Tensor]
     step: int
     rate: float
@@ -102,9 +97,7 @@ class End(NamedTuple):
 
 
 def fit(rank, batches, local, how, trainer, path=None):
-    """Fit with so many batches on each rank."""
-    for message in (".*is left out: some.*", ".*your dataloader is not resumable.*"):
-        warnings.filterwarnings("ignore", message=message)
+    expect(".*is left out: some.*", ".*your dataloader is not resumable.*")
     how, settings = {**how}, {"compressor": "topk", "density": 0.1, "local_steps": local}
     strategy = SparseDDPStrategy(**{**settings, **how.pop("strategy", {})})
     module = Uneven(batches, **how)
@@ -115,17 +108,7 @@ def fit(rank, batches, local, how, trainer, path=None):
     return End(weights(module), fitted.global_step, rate, module.trained, module.validated)
 
 
-def refuse(*arguments):
-    """Fit what must be refused; return the message."""
-    try:
-        fit(*arguments)
-    except REFUSED as error:
-        return str(error)
-    return "was not refused"
-
-
 def assert_one_model(ends):
-    """Compare what all ranks have to have alike."""
     for end in ends[1:]:
         assert_same(end.weights, ends[0].weights)
         assert (end.step, end.rate, end.validated) == (ends[0].step, ends[0].rate, ends[0].validated)
@@ -238,8 +221,6 @@ def test_the_end_of_an_epoch_begins_no_rounds_in_synchronous_steps(pools):
 
 
 class SaveAt(Callback):
-    """Save after a number of validations, or epochs."""
-
     def __init__(self, path, after, is_epoch):
         self.path = path
         self.after = after
@@ -295,7 +276,7 @@ def test_other_ranks_go_on_from_the_end_of_an_epoch_only(pools, tmp_path):
     ends = pools[2].run(fit, BATCHES[1:], 4, {}, HALVES, end)
     assert_one_model(ends)
     assert [each.trained for each in ends] == [[1] * 8, [1] * 14]
-    for told in pools[2].run(refuse, BATCHES[1:], 4, {}, HALVES, midst):
+    for told in pools[2].run(refuse, fit, BATCHES[1:], 4, {}, HALVES, midst):
         assert "in the midst of an epoch" in told
 
 
@@ -303,7 +284,7 @@ def test_nothing_goes_on_from_where_only_some_have_ended(pools, tmp_path):
     path, batches = str(tmp_path / "some.ckpt"), (4, 8, 13)  # the last validates after 6 and 12
     pools[3].run(fit, batches, 4, {}, {**HALVES, "callbacks": [SaveAt(path, 2, is_epoch=False)]})
     for ranks, those in ((3, batches), (2, (8, 8))):
-        for told in pools[ranks].run(refuse, those, 4, {}, HALVES, path):
+        for told in pools[ranks].run(refuse, fit, those, 4, {}, HALVES, path):
             assert "had ended their epoch" in told
 
 
@@ -312,18 +293,6 @@ def test_early_stopping_stops_all_ranks(pair):
     ends = pair.run(fit, (9, 5), 4, {}, {"max_epochs": 8, "callbacks": [stopping]})
     assert_one_model(ends)
     assert ends[0].step == 2 * 9
-
-
-class SignalAt(Callback):
-    """Send this process a signal in a batch of the first epoch."""
-
-    def __init__(self, batch, number=signal.SIGTERM):
-        self.batch = batch
-        self.number = number
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == (0, self.batch):
-            os.kill(os.getpid(), self.number)
 
 
 def fit_signalled(rank):
@@ -386,8 +355,6 @@ def test_a_job_goes_back_from_where_all_ranks_can_go_on(pools, tmp_path, is_know
 
 
 class Logging(Uneven):
-    """A model that sends what it logs in every step."""
-
     def training_step(self, batch, batch_index):
         self.log("often", 1.0, on_step=True, on_epoch=False, sync_dist=True)
         return super().training_step(batch, batch_index)

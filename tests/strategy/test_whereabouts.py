@@ -10,13 +10,12 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.strategy.signals import Signals
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import strike
-from tests.helpers.trainers import Rows, Small, make_trainer
+from tests.helpers.trainers import Quiet, Rows, Small, make_trainer
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="processes are forked, which a GPU does not allow")
 BUFFERS = "_distributed_broadcast_coalesced"
@@ -31,17 +30,8 @@ class Busy(Small):
         super().__init__()
         self.network.insert(1, nn.BatchNorm1d(64))
 
-    @override
     def on_train_batch_end(self, *batch):
         self.trainer.strategy.barrier()
-
-
-class Quiet(Small):
-    """A model whose ranks meet in exchanges of gradients only."""
-
-    @override
-    def training_step(self, batch, batch_index):
-        return self.network(batch).square().mean()
 
 
 class Arming(Callback):
@@ -50,19 +40,16 @@ class Arming(Callback):
     def __init__(self, batch):
         self.batch = batch
 
-    @override
     def on_train_batch_start(self, trainer, *batch):
         if trainer.fit_loop.total_batch_idx == self.batch:
             self.batch = None
 
 
 def saving(folder):
-    """Save at the end of an epoch, and after an error."""
     return ModelCheckpoint(folder, filename="last", save_on_exception=True)
 
 
 def end_of(trainer, model, *loaders):
-    """Fit; return kind and message of what it raised."""
     try:
         trainer.fit(model, *loaders)
     except Exception as error:

@@ -13,9 +13,8 @@ from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC, LAGS
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, one_model
-from tests.helpers.resuming import BATCHES, Numbered, fit_numbered, kept_at_end
+from tests.helpers.resuming import BATCHES, Numbered, Starting, fit_numbered, kept_at_end, momenta
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY
-from tests.helpers.trainers import weights
 
 
 # OMGS, whose numbers depend on the grouping, is exact where that is given, and not left to what is measured.
@@ -249,30 +248,6 @@ def test_restoring_during_training_restores_what_is_kept(pair, tmp_path):
         saved, before, after = each.notes
         assert differences(saved, before)
         assert_same(saved, after)
-
-
-class Starting(Numbered):
-    """A model that notes what its rank starts with, and saves when training has ended."""
-
-    def on_train_start(self):
-        engine = getattr(self.trainer.strategy, "engine", None)
-        kept = {"memory": {}} if engine is None else engine.state_dict()
-        memory = {kind: {name: each.clone() for name, each in of.items()} for kind, of in kept["memory"].items()}
-        self.notes = {
-            **kept,
-            "memory": memory,
-            "optimizers": momenta(self.trainer.optimizers[0].state.values()),
-            "weights": weights(self),
-        }
-
-    def on_fit_end(self):
-        if self.path:
-            self.trainer.save_checkpoint(self.path)
-
-
-def momenta(state):
-    found = (each.get("momentum_buffer") for each in state)
-    return [tensor.clone() for tensor in found if tensor is not None]
 
 
 def means(states):

@@ -9,32 +9,19 @@ import torch
 from lightning_sparse import AdamCorrection
 from lightning_sparse.compressors import DGC
 from tests.helpers.fits import assert_goes_on, fits, refusals
-from tests.helpers.resuming import Numbered
+from tests.helpers.resuming import Numbered, Starting
 
 TOPK = {"compressor": "topk", "density": 0.05}
 CORRECTED = {**TOPK, "optimizer_correction": AdamCorrection(dense_steps=3, fall_steps=2, refresh_steps=2)}
 
 
-class Starting(Numbered):
-    """A model trained by SGD or AdamW that notes what its rank starts with, and may save when training has ended."""
-
-    def __init__(self, *arguments, is_adam=False):
-        super().__init__(*arguments)
-        self.is_adam = is_adam
-
+class WithAdamW(Starting):
     def configure_optimizers(self):
-        if not self.is_adam:
-            return super().configure_optimizers()
         return torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
 
-    def on_train_start(self):
-        engine = self.trainer.strategy.engine
-        kept = {} if engine is None else engine.state_dict()["memory"]
-        self.notes = {kind: {name: tensor.clone() for name, tensor in of.items()} for kind, of in kept.items()}
 
-    def on_fit_end(self):
-        if self.path and self.save_after is None:
-            self.trainer.save_checkpoint(self.path)
+def module_for(settings):
+    return WithAdamW if settings is CORRECTED else Starting
 
 
 EXACT = {
@@ -49,8 +36,7 @@ EXACT = {
 
 @pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
 def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
-    module = partial(Starting, is_adam=settings is CORRECTED)
-    assert_goes_on(pools[4], tmp_path, settings, module, 7, node_ranks=2, **arguments)
+    assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 7, node_ranks=2, **arguments)
     for path in tmp_path.rglob("*.*t"):
         assert path.is_dir() or torch.load(path, weights_only=True)["lightning_sparse"]["node_ranks"] == 2
 
@@ -89,11 +75,11 @@ def test_on_other_nodes_the_mean_of_what_is_owed_stays(pools, tmp_path, settings
     source, expected, before = None, {}, None
     for number, stage in enumerate(MOVES):
         path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
-        module = partial(Starting, None, path, is_adam=settings is CORRECTED)
+        module = partial(module_for(settings), None, path)
         strategy = {**settings, "levels": stage.levels, "warmup_epochs": 0}
         answers = fits(pools[stage.ranks], module, strategy, source, node_ranks=stage.node_ranks, **limits)
         if before is not None:
-            present = owed([each.notes for each in answers], stage.shared_by)
+            present = owed([each.notes["memory"] for each in answers], stage.shared_by)
             torch.testing.assert_close(present, expected, rtol=1e-6, atol=1e-9)
             told = f"{before.ranks} ranks{' on nodes of 2' if before.shared_by > 1 else ''} saved"
             assert sum(told in line for line in answers[0].said) == 1
