@@ -2,7 +2,6 @@
 
 import copy
 import os
-import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY
-from torch import Tensor, nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseFabricStrategy
 from lightning_sparse.strategy.names import systems
@@ -22,9 +20,8 @@ from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
-from tests.helpers.trainers import EXPECTED_WARNINGS, accelerator, weights
+from tests.helpers.trainers import accelerator, expect, weights
 
-Tensors = dict[str, Tensor]
 CORRECTION = AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -37,8 +34,7 @@ def launched(rank, strategy, precision=None):
     """Yield a Fabric whose ranks are the pool's processes."""
     arguments = {}
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-    for message in EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    expect()
     if precision == "scaled":  # by number of bits Fabric has it on a GPU only
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
         arguments["plugins"] = [MixedPrecision("16-mixed", DEVICE.type, scaler)]
@@ -81,7 +77,6 @@ def train(fabric, model, optimizer, steps, clip):
 
 
 def train_both(rank, kind, precision, is_joint, clip):
-    """Train at density 1, and with Lightning's own strategy."""
     ends = []
     for strategy in (sparse(density=1.0), "ddp"):
         with launched(rank, strategy, precision=precision) as fabric:
@@ -132,39 +127,12 @@ def test_two_optimizers_accumulate_as_with_ddp(pair):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
-def train_two_models(rank, kind, settings):
-    """Train two models in turn, with clipping; return what they became and their statistics."""
-    with launched(rank, sparse(kind, **settings)) as fabric:
-        pairs = [set_up(fabric, kind, is_joint) for is_joint in (True, False)]
-        for step in range(4):
-            for model, optimizer in pairs:
-                train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 1.0})
-        with pytest.raises(ValueError, match="say which model is meant"):
-            fabric.strategy.compression_stats()
-        stats = [fabric.strategy.compression_stats(model) for model, _ in pairs]
-        assert stats[0] == fabric.strategy.compression_stats(pairs[0][0].module)
-        return [weights(model.module) for model, _ in pairs], stats
-
-
 ROUNDS = {"local_steps": LocalSteps(2, overlap_steps=1), "optimizer_correction": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "compressor", "more"),
-    [("SGD", "dgc", {}), ("AdamW", "exdyna", {}), ("AdamW", "lags", {**ROUNDS, "local_steps": 2})],
-)
-def test_replicas_of_several_models_are_identical(pair, optimizer, compressor, more):
-    settings = {"compressor": compressor, "density": 0.05, "wire": "bfloat16", **more}
-    (ones, stats), (others, _) = pair.run(train_two_models, optimizer, settings)
-    assert_same(ones, others)
-    assert_same(ones[0], ones[1])  # neither has come near the other
-    assert all(each["total_wire_bytes"] > 0 for each in stats)
-    assert stats[0]["density"] < 0.2
-
-
 def train_in_two(rank, kind, settings, path):
-    """Train in one go, and with all built anew from the midst; return what there is at the end."""
-    ends = []
+    """Train two models in one go, and with all built anew from the midst; return what there is at the end."""
+    ends, stats = [], []
     for start in (0, 3):
         with launched(rank, sparse(kind, **copy.deepcopy(settings))) as fabric:
             pairs = {f"{number}": set_up(fabric, kind, is_joint=number == 0) for number in range(2)}
@@ -179,8 +147,11 @@ def train_in_two(rank, kind, settings, path):
                     train(fabric, model, optimizer, range(step, step + 1), {"max_norm": 0.1})
                 if step == 2 and not start:
                     fabric.save(path, {**state, "step": step})
-            ends.append(weights(nn.ModuleList([model.module for model, _ in pairs.values()])))
-    return ends
+            fabric.strategy.synchronize()
+            ends.append([weights(model.module) for model, _ in pairs.values()])
+            stats = [fabric.strategy.compression_stats(model) for model, _ in pairs.values()]
+            assert stats[0] == fabric.strategy.compression_stats(pairs["0"][0].module)
+    return *ends, stats
 
 
 @pytest.mark.parametrize(
@@ -194,13 +165,16 @@ def train_in_two(rank, kind, settings, path):
 )
 def test_loaded_it_goes_on_to_the_bit(pair, tmp_path, optimizer, settings):
     path = tmp_path / "half.ckpt"
-    for whole, resumed in pair.run(train_in_two, optimizer, settings, str(path)):
+    answers = pair.run(train_in_two, optimizer, settings, str(path))
+    for whole, resumed, stats in answers:
         assert_same(resumed, whole)
+        assert_same(whole, answers[0][0])
+        assert_same(whole[0], whole[1])  # neither has come near the other
+        assert all(each["total_wire_bytes"] > 0 for each in stats)
     assert {each.name for each in tmp_path.iterdir()} == {"half.ckpt", "half.ckpt.sparse"}
 
 
 def save_or_load(rank, path, is_saved):
-    """Train a little and save, or load; return what waits."""
     with launched(rank, sparse(density=0.05)) as fabric:
         model, optimizer = set_up(fabric, "SGD")
         if is_saved:
@@ -263,6 +237,8 @@ def misuse(rank):
         refused(lambda: fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1)))
         refused(lambda: train(fabric, model, optimizer, range(1), {}))
         refused(lambda: fabric.strategy.compression_stats(Edges()))
+        set_up(fabric, "SGD")
+        refused(fabric.strategy.compression_stats)
     with launched(rank, sparse(compressor="dgc", optimizer_correction=None)) as fabric:
         refused(lambda: set_up(fabric, "AdamW"))
     return said
@@ -276,6 +252,7 @@ def test_mistakes_are_refused_with_their_cure(pair):
             "before its first forward",
             "fabric.strategy, at the start of each",
             "is not trained by this strategy",
+            "say which model is meant",
             "AdamW works on the gradients themselves",
         )
         for part, message in zip(expected, said, strict=True):
