@@ -6,11 +6,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import LocalSteps, sparsify
-from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.testing.tensors import assert_same, differences
 from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
@@ -21,13 +19,11 @@ SPARSE = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}
 
 
 def wrapped(net=None):
-    """Wrap a network, with AdamW."""
     ddp = DistributedDataParallel((Net() if net is None else net).to(DEVICE))
     return ddp, optimizer_of(ddp)[0]
 
 
 def train(rank, model, optimizer, steps, after=lambda step: None):
-    """Train as a plain loop does."""
     for step in steps:
         model(rows_of(rank, step).to(DEVICE))["loss"].backward()
         optimizer.step()
@@ -107,7 +103,6 @@ def forget(rank):
 
 
 def pickled(module):
-    """Return a module that has been written and read."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -163,45 +158,6 @@ def test_ranks_may_skip_different_steps(pair):
     assert_same(ends, other_ends)
 
 
-class Taught(Net):
-    """A network beside a frozen one that somebody writes."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(32, 64)
-        self.teacher.requires_grad_(False)
-
-
-def teach(rank, folder, resumes):
-    """Train while rank 0 alone writes a frozen parameter in the midst of a round, and save there, or go on."""
-    net = Taught()
-    ddp, optimizer = wrapped(net)
-    with sparsify(ddp, optimizer, **SPARSE) as handle:
-
-        def write(step):
-            if rank == 0 and step < EVERY + 2:
-                net.teacher.weight.data.mul_(0.5).add_(net.network[0].weight.detach())
-            if step == EVERY + 1:
-                torch.save(handle.state_dict(), folder / f"kept-{rank}.pt")
-                with handle.shared_model():
-                    torch.save([net.state_dict(), optimizer.state_dict()], folder / f"model-{rank}.pt")
-
-        if resumes:
-            model, its_optimizer = torch.load(folder / "model-0.pt", weights_only=True)
-            net.load_state_dict(model)
-            handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
-            optimizer.load_state_dict(its_optimizer)
-        train(rank, ddp, optimizer, range(EVERY + 2 if resumes else 0, 3 * EVERY), write)
-    return tensors_of(net)
-
-
-def test_what_one_rank_writes_within_a_round_is_resumed_to_the_bit(pair, tmp_path):
-    whole = pair.run(teach, tmp_path, False)
-    assert_same(*whole)
-    for resumed in pair.run(teach, tmp_path, True):
-        assert_same(resumed, whole[0])
-
-
 def fail(rank):
     """Leave the loop by an error of one rank, for which nobody waits."""
     ddp, optimizer = wrapped()
@@ -243,11 +199,6 @@ def refusal_of(rank, arguments, kind):
 def test_what_local_steps_have_no_place_for(pair, arguments, kind, named):
     for message in pair.run(refusal_of, arguments, kind):
         assert named in message
-
-
-def test_layers_that_send_in_every_step_are_refused():
-    with pytest.raises(ValueError, match="SyncBatchNorm"):
-        check_rounds(LocalSteps(EVERY), nn.Sequential(nn.SyncBatchNorm(2)))
 
 
 def test_one_process_trains_as_ever(pools):

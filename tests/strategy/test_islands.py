@@ -26,7 +26,6 @@ def nodes(pools):
 
 
 def are_alike(one, other):
-    """Tell after which batches two ranks have the same weights."""
     return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
@@ -121,7 +120,7 @@ class Noting(Numbered):
     """A model that notes what it starts with, and what it has when it saves."""
 
     def note(self):
-        state = self.trainer.strategy.engine.state_dict()["rounds"]  # type: ignore[union-attr]
+        state = self.trainer.strategy.engine.state_dict()["rounds"]
         return weights(self), {name: each.clone() for name, each in state["momentum"].items()}
 
     def on_train_start(self):
@@ -145,11 +144,17 @@ def whole(answers, is_shared, place):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((4, 2), (2, None)), ((4, 2), (4, "auto")), ((4, "auto"), (4, 2)), ((3, None), (4, 2))],
-    ids=["to two ranks", "to ranks of nodes", "from ranks of nodes", "from three ranks"],
+    ("kind", "before", "after"),
+    [
+        ("diloco", (4, 2), (2, None)),
+        ("sparse", (4, 2), (2, None)),
+        ("diloco", (4, 2), (4, "auto")),
+        ("sparse", (4, "auto"), (4, 2)),
+        ("diloco", (3, None), (4, 2)),
+        ("sparse", (3, None), (4, 2)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["diloco", "sparse"])
 def test_on_others_the_mean_of_what_waits_stays(pools, tmp_path, kind, before, after):
     path = str(tmp_path / "middle.ckpt")
 
@@ -211,8 +216,6 @@ def test_bytes_between_nodes_and_what_is_kept_fall_by_the_ranks_of_a_node(nodes)
 
 
 class Given(Numbered):
-    """A model with its own number of batches on each rank."""
-
     def __init__(self, *batches):
         super().__init__()
         self.own = batches
