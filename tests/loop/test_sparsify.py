@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, bucket_cap_mb, sparsify
@@ -20,7 +20,6 @@ from tests.helpers.adversaries import Adversaries
 from tests.helpers.commands import train_as_on_page
 from tests.helpers.devices import DEVICE
 
-Tensors = dict[str, Tensor]
 DENSE = 2
 CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
 OPTIMIZERS = {
@@ -38,7 +37,6 @@ def wrapped(model=None, **arguments):
 
 @contextmanager
 def sparsified(kind, ddp=None, **settings):
-    """Yield a wrapped model, its optimizer and the handle."""
     ddp = wrapped() if ddp is None else ddp
     optimizer = OPTIMIZERS[kind](ddp.parameters())
     if kind == "AdamW":
@@ -48,7 +46,6 @@ def sparsified(kind, ddp=None, **settings):
 
 
 def train(rank, ddp, optimizers, steps, micro_batches=1, clip=lambda: None):
-    """Train as a plain loop does, with accumulation and clipping."""
     for step in steps:
         for micro in range(micro_batches):
             with nullcontext() if micro == micro_batches - 1 else ddp.no_sync():
@@ -86,23 +83,6 @@ def assert_close(ours, theirs):
 def test_density_one_equals_ddp_however_that_was_built(pair, optimizer, micro_batches, settings, arguments):
     for ours, twin in pair.run(train_both, optimizer, micro_batches, settings, arguments):
         assert_close(ours, twin)
-
-
-def train_sparse(rank, kind, settings):
-    """Train with accumulation and clipping; return parameters and statistics."""
-    with sparsified(kind, **settings) as (ddp, optimizer, handle):
-        train(rank, ddp, [optimizer], range(6), 2, lambda: handle.clip(norm=1.0, value=0.5))
-    return parameters_of(ddp), handle.stats()
-
-
-@pytest.mark.parametrize(("optimizer", "compressor"), [("SGD", "exdyna"), ("AdamW", "omgs")])
-def test_replicas_are_identical(pools, optimizer, compressor):
-    settings = {"compressor": compressor, "density": 0.05, "wire": "bfloat16"}
-    answers = pools[3].run(train_sparse, optimizer, settings)
-    for parameters, stats in answers:
-        assert_same(parameters, answers[0][0])
-        assert stats["total_wire_bytes"] > 0
-        assert (stats["total_steps"], 0 <= stats["exposed_share"] <= 1) == (6, True)
 
 
 def stored(state):
@@ -182,41 +162,6 @@ def test_a_changing_loss_scale_changes_nothing(pair, optimizer):
     for scaled, plain in zip(*(pair.run(train_scaled, optimizer, is_scaled) for is_scaled in (True, False))):
         assert scaled[-1][2] > scaled[0][2]
         assert_same(scaled[-1][0], plain[-1][0])
-
-
-def train_clipped(rank, kind, steps):
-    """Return parameters after training with clipping here, without, and of a twin that is clipped as ever."""
-    ends = []
-    for norm in (0.1, None):
-        with sparsified(kind, density=0.05 if kind == "AdamW" else 1.0) as (ddp, optimizer, handle):
-            train(rank, ddp, [optimizer], range(steps), clip=lambda: handle.clip(norm=norm))  # noqa: B023
-        ends.append(parameters_of(ddp))
-    twin = wrapped()
-    clip = torch.nn.utils.clip_grad_norm_
-    train(rank, twin, [OPTIMIZERS[kind](twin.parameters())], range(steps), clip=lambda: clip(twin.parameters(), 0.1))
-    return ends[0], ends[1], parameters_of(twin)
-
-
-@pytest.mark.parametrize(("optimizer", "steps"), [("SGD", 5), ("AdamW", DENSE)])
-def test_what_is_sent_whole_is_clipped_as_ever(pair, optimizer, steps):
-    for ours, unclipped, twin in pair.run(train_clipped, optimizer, steps):
-        assert_close(ours, twin)
-        assert optimizer == "AdamW" or not torch.equal(ours["matrix"], unclipped["matrix"])
-
-
-def clipped_updates(rank, norm):
-    """Return how far a parameter moves in steps of AdamW that are made before selection."""
-    with sparsified("AdamW", density=0.05) as (ddp, optimizer, handle):
-        train(rank, ddp, [optimizer], range(DENSE + 1))
-        handle.clip(norm=norm)
-        before = parameters_of(ddp)["matrix"]
-        train(rank, ddp, [optimizer], range(DENSE + 1, DENSE + 6), clip=lambda: handle.clip(norm=norm))
-        return float((parameters_of(ddp)["matrix"] - before).norm())
-
-
-def test_updates_are_made_of_clipped_gradients(pair):
-    for clipped, whole in zip(*(pair.run(clipped_updates, norm) for norm in (1e-3, None))):
-        assert 0 < clipped < 0.9 * whole
 
 
 def train_with_two(rank, density):
@@ -381,7 +326,6 @@ def test_what_is_refused(pools, ranks, arguments, message):
 
 
 def refused_states(rank):
-    """Give a handle states of others, and the model a second handle."""
     with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
         state = handle.state_dict()
         handle.load_state_dict(state)
