@@ -7,7 +7,6 @@ import torch.distributed as dist
 from pytorch_lightning.plugins import LayerSync
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from tests.helpers.trainers import Rows, Small
 
@@ -30,31 +29,24 @@ class Plain(Small):
             return self.optimizer(module.parameters())
         return torch.optim.SGD(module.parameters(), lr=self.learning_rate, momentum=0.9)
 
-    @override
     def configure_optimizers(self):
         return self.build(self)
 
-    @override
     def train_dataloader(self):
         return DataLoader(Rows(64), batch_size=4)
 
-    @override
     def predict_dataloader(self):
         return self.val_dataloader()
 
-    @override
     def predict_step(self, batch):
         return self.network(batch)
 
 
 class ByHand(Plain):
-    """Two optimizers that the user steps in turn."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.automatic_optimization = False
 
-    @override
     def training_step(self, batch, batch_index):
         optimizer = self.optimizers()[batch_index % 2]
         loss = (self.network(batch) - batch).square().mean()
@@ -62,7 +54,6 @@ class ByHand(Plain):
         self.manual_backward(loss)
         optimizer.step()
 
-    @override
     def configure_optimizers(self):
         return [self.build(self.network[layer]) for layer in (0, 2)]
 
@@ -76,7 +67,6 @@ class Adversaries(ByHand):
         super().__init__(*args)
         self.critic = nn.Linear(32, 1)
 
-    @override
     def training_step(self, batch, batch_index):
         generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
@@ -92,7 +82,6 @@ class Adversaries(ByHand):
         self.manual_backward(loss)
         optimizer.step()
 
-    @override
     def configure_optimizers(self):
         return [self.build(self.network), self.build(self.critic)]
 
@@ -100,7 +89,6 @@ class Adversaries(ByHand):
 class PatientAdversaries(Adversaries):
     """The same, with gradients of two batches for a step."""
 
-    @override
     def training_step(self, batch, batch_index):
         is_last = batch_index % 2 == 1
         for number, optimizer in enumerate(self.optimizers()):
@@ -116,7 +104,6 @@ class PatientAdversaries(Adversaries):
 class Silent(Plain):
     """A training step that logs nothing: what Lightning's ``log`` does cannot be compiled."""
 
-    @override
     def training_step(self, batch, batch_index):
         return (self.network(batch) - batch).square().mean()
 
@@ -137,15 +124,12 @@ class Unused(Plain):
         self.never = nn.Linear(32, 32)
         self.seldom = nn.Linear(32, 32)
 
-    @override
     def training_step(self, batch, batch_index):
         given = self.seldom(batch) if self.global_rank == 0 and batch_index % 2 else batch
         return super().training_step(given, batch_index)
 
 
 class Normalized(Plain):
-    """A network with a layer that normalises batches."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.network[0] = nn.Linear(32, 64, bias=False)  # normalising takes a bias away, so it would not be trained
@@ -160,7 +144,6 @@ class Tracking(Plain):
         self.register_buffer("level", torch.zeros(1))
         self.started = []
 
-    @override
     def training_step(self, batch, batch_index):
         self.started.append(float(self.level))
         self.level = 0.5 * self.level + batch.mean()
@@ -174,7 +157,6 @@ class Taught(Plain):
         super().__init__(*args)
         self.teacher = nn.Parameter(torch.zeros(32), requires_grad=False)
 
-    @override
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.teacher.data = 0.5 * (self.teacher.data + self.network[2].bias.data)
 
@@ -183,20 +165,17 @@ class SumOverRanks(torch.autograd.Function):
     """Add up over ranks, in backward as in forward."""
 
     @staticmethod
-    @override
     def forward(ctx, tensor):
         total = tensor.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    @override
     def backward(ctx, *gradients):
         return SumOverRanks.forward(ctx, gradients[0])
 
 
 class NormTogether(nn.BatchNorm1d):
-    @override
     def forward(self, given):
         if not self.training:
             return super().forward(given)
@@ -209,20 +188,15 @@ class NormTogether(nn.BatchNorm1d):
 
 
 class NormSync(LayerSync):
-    @override
     def apply(self, model):
         model.network[1] = NormTogether(64).to(model.device)
         return model
 
-    @override
     def revert(self, model):
         return model
 
 
 class Scheduled(Plain):
-    """A learning rate that halves every second step."""
-
-    @override
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -237,14 +211,10 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Streaming(Plain):
-    @override
     def train_dataloader(self):
         return DataLoader(Stream(), batch_size=4)
 
 
 class Uneven(Plain):
-    """Data that do not fill the last batch."""
-
-    @override
     def train_dataloader(self):
         return DataLoader(Rows(60), batch_size=4)

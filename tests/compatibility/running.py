@@ -40,8 +40,6 @@ NEEDS_GPU = "SyncBatchNorm layers only work with GPU modules"
 
 
 class Batch(NamedTuple):
-    """What was so at the end of a batch."""
-
     size: int  # rows on this rank
     total: float  # of its elements
     loss: float  # on this rank
@@ -121,7 +119,6 @@ def buffers_of(module):
 
 
 def norm_of_gradients(module):
-    """Return the norm of the gradient over all parameters."""
     gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients))
 
