@@ -95,8 +95,6 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Case(NamedTuple):
-    """One training."""
-
     name: str  # under which its digests stand
     strategy: Callable[[], "str | Strategy"]
     ranks: int = 2
@@ -182,8 +180,6 @@ def correction():
 
 
 class Saving(Callback):
-    """Write a checkpoint in the midst of training."""
-
     def __init__(self, step, path):
         self.step = step
         self.path = path
@@ -321,7 +317,6 @@ def broken_promises(chosen, found):
 
 
 def main():
-    """Record or compare; return 1 if anything differs that should not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--output", type=Path, help="train, and write the digests into this file")

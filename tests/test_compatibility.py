@@ -42,7 +42,6 @@ def run(rank, strategy, name, folder):
 
 
 def refuse(rank, strategy, name, folder):
-    """Run a cell that is refused."""
     return refusal_of(rank, strategy, FEATURES[name], folder)
 
 

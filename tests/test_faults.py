@@ -38,7 +38,6 @@ HISTORIES = {}  # of fits without a fault, filled as needed
 
 
 def assert_goes_on(forked, ranks, point, path):
-    """Start again from the checkpoint, and compare with a fit that never stopped."""
     fit = (ranks, point.settings[0])
     if fit not in HISTORIES:
         HISTORIES[fit] = forked[ranks].run(fit_whole, point.settings[0])[0]

@@ -4,7 +4,6 @@ import compileall
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import lightning_fabric
@@ -73,7 +72,6 @@ trainer:
 """
 COMMAND = "from lightning_sparse.cli import main\nif __name__ == '__main__':\n    main()\n"
 FABRICS = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
-Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,6 @@ def nap(*args):
 
 
 def train_out_of_step(rank, settings, steps):
-    """Train with naps in hooks, on the worker, and before each collective."""
     torch.manual_seed(0)
     book, seconds = [], []
     run = Collectives.run

@@ -68,7 +68,6 @@ class Long(Small):
 
 
 def soak(rank, folder):
-    """Train; return what was held, the number of plans, and the weights."""
     often, watching, model = max(10, STEPS // OFTEN), Watching(), Long()
     # In a folder of its own: Lightning warns on rank 0 of one that the logger has begun to fill.
     saving = ModelCheckpoint(

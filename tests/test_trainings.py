@@ -125,7 +125,6 @@ def findings(training, ranks):
 
 
 def failures_of(pools, training, folder):
-    """Run what was drawn; return what does not hold."""
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             ranks = pools[training.ranks].run(train, training, place, timeout=_SECONDS, patience=_PATIENCE)

@@ -170,7 +170,6 @@ def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_d
 
 
 def fit_logged(rank, directory, logger_class, monitored):
-    """Fit two epochs, the first with more, and a logger."""
     callbacks = [AdaptiveDensity([ByEpoch(0.5)])]
     if monitored:
         callbacks.append(CompressionMonitor(by_parameter=True))
@@ -197,7 +196,6 @@ def test_tensorboard_shows_the_reasons(pair, tmp_path):
 
 
 def lines_of(rank, rules):
-    """Fit with rules; return what rank 0 says of densities."""
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparse.callbacks.adaptive_density.say", lambda callback, line: lines.append(line))
@@ -213,8 +211,6 @@ def test_a_warm_up_is_told_when_it_begins_and_ends(pair):
 
 
 class Saving(Callback):
-    """Save after a batch of the second epoch, before other callbacks have their turn."""
-
     def __init__(self, path):
         self.path = path
 

@@ -79,7 +79,6 @@ wait -n
 
 
 def missing():
-    """Return what this machine lacks to run a cluster."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if not sys.platform.startswith("linux"):
         lacking.append("Linux")

@@ -9,7 +9,6 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 
 class Counting(LightningModule):
@@ -20,27 +19,22 @@ class Counting(LightningModule):
         self.samples, self.folder, self.seconds = samples, Path(folder), seconds
         self.layer = nn.Linear(1, 4)
 
-    @override
     def on_train_start(self):
         start = self.trainer.strategy.broadcast(time.time())
         path = self.folder / f"{start}-of-{self.trainer.world_size}-from-{self.trainer.global_step}.{self.global_rank}"
         self._file = path.open("w", buffering=1)
 
-    @override
     def training_step(self, batch, batch_index):
         if not (self.folder / "fast").exists():
             time.sleep(self.seconds)
         return self.layer(batch.float()[:, None] / self.samples).square().mean()
 
-    @override
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self._file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, batch.tolist()]) + "\n")
 
-    @override
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    @override
     def train_dataloader(self):
         numbers: Any = range(self.samples)
         return DataLoader(numbers, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
-from typing_extensions import override
 
 from tests.helpers.trainers import Small
 
 
 def restarts() -> int:
-    """Return how often the job has been put back."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
@@ -34,7 +32,6 @@ class Slow(Small):
         self.waits_at = dict(enumerate(waits_at)).get(restarts())
         self._is_signalled = threading.Event()
 
-    @override
     def on_train_start(self) -> None:
         handler: Any = signal.getsignal(signal.SIGUSR1)
 
@@ -45,7 +42,6 @@ class Slow(Small):
         if self.waits_at is not None:
             signal.signal(signal.SIGUSR1, note)
 
-    @override
     def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
         if self.trainer.is_global_zero:
             time.sleep(0.1)
@@ -59,14 +55,12 @@ class Recorder(Callback):
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.is_global_zero:
             self._write(restarts=restarts(), step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
 
-    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
         replicas = [torch.empty_like(weights) for _ in range(trainer.world_size)]

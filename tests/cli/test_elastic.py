@@ -30,7 +30,6 @@ class Start(NamedTuple):
 
 
 def starts_in(folder):
-    """Return all starts in turn."""
     found: dict[str, list[tuple[int, int, list[int]]]] = {}
     for path in sorted(folder.glob("*-of-*-from-*.*")):
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -52,7 +52,6 @@ def wait_for(happened, timeout, cluster, log):
 
 
 def lines_of(path):
-    """Return the objects that a training has written down so far."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

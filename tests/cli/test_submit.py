@@ -25,7 +25,6 @@ def quiet(monkeypatch, tmp_path):
 
 
 def script_of(capsys, *args):
-    """Return the script that would be submitted."""
     at = args.index("--") if "--" in args else len(args)
     main(["submit", *args[:at], "--dry-run", *args[at:]])
     script, notice = capsys.readouterr()
@@ -35,7 +34,6 @@ def script_of(capsys, *args):
 
 
 def trained_words(script):
-    """Return the words of the training command."""
     (line,) = [line for line in script.splitlines() if line.startswith("srun")]
     return shlex.split(line)
 

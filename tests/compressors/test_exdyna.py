@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors import ExDyna, MiCRO
 from lightning_sparse.compressors.base import ModelLayout
-from lightning_sparse.compressors.exdyna import ThresholdState, balanced_cuts
+from lightning_sparse.compressors.exdyna import balanced_cuts
 from lightning_sparse.schedule import FixedSize
 from tests.compressors.exdyna_reference import Reference
 from tests.compressors.simulation import Simulation
@@ -351,15 +351,3 @@ def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
 def test_a_state_of_another_method_is_refused():
     with pytest.raises(ValueError, match="loads"):
         ExDyna().load_state_dict({})
-
-
-def test_the_threshold_moves_by_logarithms_and_is_measured_when_far_off():
-    start = ThresholdState(1.0)
-    near = start.followed(150, 100)
-    assert near.threshold == pytest.approx(1.5**0.05)
-    for selected in (200, 50, 0):
-        far = near._replace(threshold=1.0).followed(selected, 100)
-        assert far.threshold is None
-        # Of the step after a measurement, which finds what that has left, nothing is concluded.
-        assert far._replace(threshold=1.0).followed(0, 100).threshold == pytest.approx(math.exp(-0.1))
-    assert near._replace(threshold=1.0).followed(0, 4).threshold == pytest.approx(math.exp(-0.1))

@@ -1,7 +1,5 @@
 """Compare the engine in real processes with an algorithm written down slowly for N virtual workers."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +8,6 @@ from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp
 
 Tensors = dict[str, Tensor]
-Algorithm = Callable[[list[Tensors], float], Tensors]  # every worker's gradients and the learning rate -> mean gradient
 
 
 class Net(nn.Module):

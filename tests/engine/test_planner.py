@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from tests.helpers.sparse_ddp import (
 
 LAYERS = 6
 STEPS = 68  # the trials take 30 steps, the contest 32
-
-Network = Callable[[int, int], float]  # step and bytes -> seconds
 
 
 def costly_message(step, sent):

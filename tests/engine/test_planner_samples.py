@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typing_extensions import override
 
 from lightning_sparse.cli.plan.rehearsal import EchoCollectives
 from lightning_sparse.compressors import TopK
@@ -24,7 +23,6 @@ class Told(EchoCollectives):
         super().__init__(ranks, torch.device("cpu"))
         self.counts = []
 
-    @override
     def gather_numbers(self, numbers):
         self.counts.append(len(numbers))
         return super().gather_numbers(numbers)

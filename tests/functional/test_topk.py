@@ -42,7 +42,6 @@ INPUTS = {
 
 
 def assert_are_positions(indices, count):
-    """Ask for so many positions, in order, each once."""
     assert indices.shape == (count,)
     assert indices.dtype == torch.int64
     assert (indices.diff() > 0).all()

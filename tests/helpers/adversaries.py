@@ -4,8 +4,6 @@ from torch import nn
 
 
 class Adversaries(nn.Module):
-    """Two networks, each of which has a loss that needs both."""
-
     def __init__(self):
         super().__init__()
         self.maker, self.critic = nn.Linear(16, 16), nn.Linear(16, 16)

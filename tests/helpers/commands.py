@@ -72,8 +72,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Ended(NamedTuple):
-    """How a script has ended, and what it has said."""
-
     returncode: int
     stdout: str
     stderr: str

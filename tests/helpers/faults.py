@@ -75,7 +75,6 @@ class Struck(Numbered):
 
 
 def strike(how):
-    """Do to this process what is to happen to it."""
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if how == "assertion":
@@ -132,7 +131,6 @@ def fit_struck(rank, point, victim, how, path):
 
 
 def fit_whole(rank, compressor):
-    """Fit without a fault; return the weights after each batch."""
     model = Numbered()
     fit_numbered(rank, SparseDDPStrategy(compressor, 0.05), model)
     return model.history

@@ -6,7 +6,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def rows_of(directory, tag):
-    """Return the rows of a ``CSVLogger`` that have a value of a tag."""
     with (directory / "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if row[tag]]
 

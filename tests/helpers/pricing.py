@@ -1,7 +1,6 @@
 """Models whose steps take, by their clock, what a test decides."""
 
 import weakref
-from collections.abc import Callable
 from unittest import mock
 
 from torch.utils.data import DataLoader
@@ -11,8 +10,6 @@ from tests.helpers.trainers import Rows, Small
 
 SETTLED = 300  # steps, and three epochs, after which the first choice has been made, with room to spare
 _ALL_ELSE = 5e-3  # seconds of a step, whoever exchanges
-
-Cost = Callable[[int], float]  # step -> seconds
 
 
 def nothing(step):

@@ -34,7 +34,6 @@ class Local(Numbered):
         self.network(self.rows(batch_index))
 
     def configure_optimizers(self):
-        """Return AdamW with a learning rate that falls step by step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -52,7 +51,6 @@ class Overflowing(Local):
 
 
 def scaling():
-    """Return a plugin with a gradient scaler."""
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)
     return [MixedPrecision("16-mixed", DEVICE.type, scaler)]
 
@@ -75,7 +73,6 @@ class Worker(Numbered):
 
 @torch.no_grad()
 def average(everybody):
-    """Replace tensors by their means over workers."""
     for each in zip(*everybody):
         mean = sum(each) / len(each)
         for tensor in each:

@@ -28,7 +28,6 @@ class Problem(NamedTuple):
         return self.select_cost(self.elements[stop] - self.elements[start])
 
     def exchange_seconds(self, start, stop):
-        """Return the cost of exchanging them, merged."""
         return self.exchange_cost(self.elements[stop] - self.elements[start])
 
 

@@ -14,7 +14,6 @@ SELECTIONS = ("worker", "backward")
 
 
 def every_grouping(tensors):
-    """Cut 0 .. tensors - 1 in all groupings."""
     for cuts in itertools.product((False, True), repeat=tensors - 1):
         groups = [[0]]
         for position, cut in enumerate(cuts, start=1):

@@ -39,7 +39,6 @@ class Watched(Numbered):
 
 
 def densities(pair, module, settings=SPARSE, source=None, **trainer):
-    """Fit one model; return the density of each step."""
     return [stats["density"] for stats in one_model(fits(pair, module, settings, source, **trainer)).stats]
 
 
@@ -101,8 +100,6 @@ def test_max_steps_beside_max_epochs_is_no_length(pair):
 
 
 class LateData(Small):
-    """A model that makes its data when training begins."""
-
     def on_fit_start(self):
         self.data = Rows(32)
 
@@ -118,8 +115,6 @@ def test_data_may_be_made_in_on_fit_start(pair):
 
 
 class TwoKinds(Small):
-    """One network trained by AdamW, one by SGD."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False

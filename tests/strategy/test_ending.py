@@ -102,7 +102,6 @@ def test_a_second_fit_counts_from_its_own_start(pair):
 
 
 def fit_twice(rank):
-    """Fit twice with one strategy; return the steps that each tells of."""
     strategy = SparseDDPStrategy(density=0.01)
     trainer = make_trainer(rank, strategy, limit_val_batches=0, limit_train_batches=5)
     steps = []

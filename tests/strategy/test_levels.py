@@ -133,8 +133,6 @@ def test_what_waits_of_a_frozen_layer_waits(pools):
 
 
 class Logged(Trained):
-    """It notes what is logged."""
-
     def on_train_end(self):
         self.notes = self.trainer.logger.told
 

@@ -49,8 +49,6 @@ class Parts(Numbered):
 
 
 class Freezing(Parts):
-    """Its backbone is frozen for a while, by hand."""
-
     def on_train_batch_start(self, batch, batch_index):
         self.backbone.requires_grad_(self.batches_before not in FROZEN)
 
@@ -139,7 +137,6 @@ class NeverFreezing(BackboneFinetuning):
 
 
 def fine_tuned(pair, settings, module=Late, kind=BackboneFinetuning):
-    """Fit with a callback that unfreezes in the second epoch."""
     return fits(pair, module, settings, callbacks=[kind(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)])
 
 
@@ -194,8 +191,6 @@ def test_callbacks_follow_what_is_trained(pair, module):
 
 
 class OneSided(Parts):
-    """The ranks do not freeze the same."""
-
     def on_train_batch_start(self, batch, batch_index):
         if batch_index == 2:
             (self.backbone, self.head)[self.global_rank].requires_grad_(False)
@@ -253,7 +248,6 @@ def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked):
 
 
 def groups_asked_for(rank):
-    """Freeze and unfreeze; return the backends of the process groups that were made."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         fit(rank, Freezing, settings_of("topk"), None, {})
     return [call.kwargs.get("backend") for call in made.call_args_list]
@@ -339,8 +333,6 @@ def test_one_process_freezes_and_unfreezes_too(forked):
 
 
 class Unused(Parts):
-    """One of its layers has no part in the loss."""
-
     def __init__(self):
         super().__init__()
         self.beside = nn.Linear(2, 2)

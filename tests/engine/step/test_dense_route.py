@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import DGC, LAGS, OMGS, TopK
@@ -14,8 +13,6 @@ from lightning_sparse.testing.subjects import each_way
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import WIRES, Edges, backpropagate, batch, parameters_of, sparse_ddp
-
-Tensors = dict[str, Tensor]
 
 
 class Wavering:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pytorch_lightning import Callback
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 import lightning_sparse
 from tests.helpers.trainers import Rows, WithAdam, WithSGD, run_fit
@@ -44,11 +43,9 @@ class Following(Callback):
         if self.is_looking and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE + "/"))
 
-    @override
     def on_train_batch_start(self, trainer, *args):
         self.is_looking = trainer.global_step == STEP
 
-    @override
     def on_train_batch_end(self, trainer, *args):
         self.is_looking = False
 

@@ -50,7 +50,6 @@ class Saves(Numbered):
         return list(Noting.written)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        """Take a note, and do what is to be done."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         action = self.actions.get(max(self.history))
         if action is not None:
@@ -58,12 +57,10 @@ class Saves(Numbered):
 
 
 def save(path, model, weights_only=False):
-    """Save."""
     model.trainer.save_checkpoint(path, weights_only=weights_only)
 
 
 def act(rank, actions, *plugins):
-    """Fit and do something after some batches; return the weights after each."""
     return fit(rank, partial(Saves, actions), DGC, None, {"plugins": plugins}).batches
 
 
@@ -74,7 +71,6 @@ def assert_went_on(pool, path, expected, first, **arguments):
 
 
 def with_ranks(*names):
-    """Return the files that belong to full checkpoints."""
     return sorted([*names, *(f"{name}.sparse/{rank}" for name in names for rank in RANKS)])
 
 
@@ -164,8 +160,6 @@ def write_half(original, part):
 
 
 def dies(rank, path, point):
-    """Save after batch 4, train on, and die when saving after batch 8."""
-
     def die(model):
         if point == "cleaning":
             Checkpointer._remove_saves = lambda *_, **__: os._exit(1)
@@ -268,7 +262,6 @@ def go_on_elsewhere(rank, path, settings=DGC):
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """Return a folder with a checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     pools[2].run(act, {4: partial(save, str(folder / "model.ckpt"))})
     return folder
@@ -276,12 +269,10 @@ def saved(pools, tmp_path_factory):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """Return a copy of that."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def shards_in(folder):
-    """Return the parts of the ranks."""
     return sorted(folder.glob("model.ckpt.sparse/*/rank_*.pt"))
 
 
@@ -290,7 +281,6 @@ def truncate(folder):
 
 
 def change(edit, folder):
-    """Change what a rank's part holds."""
     shard = torch.load(shards_in(folder)[1], weights_only=True)
     edit(shard)
     torch.save(shard, shards_in(folder)[1])
@@ -421,7 +411,6 @@ class Reluctant(TorchCheckpointIO):
 
 
 def remove(path, model):
-    """Delete a checkpoint."""
     model.trainer.strategy.remove_checkpoint(path)
 
 
@@ -444,8 +433,6 @@ def test_an_old_save_that_cannot_be_removed_is_warned_of_and_holds_up_nobody(pai
 
 
 class Old(CheckpointIO):
-    """A plugin that does not know how to read safely."""
-
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         torch.save(checkpoint, path)
 
@@ -458,7 +445,6 @@ class Old(CheckpointIO):
 
 def test_a_plugin_that_cannot_read_safely_is_refused(saved):
     header = read_header(torch.load(saved / "model.ckpt", weights_only=True), "model.ckpt")
-    assert header is not None
     with pytest.raises(CheckpointError, match=r"Old.load_checkpoint takes no argument weights_only"):
         read_shard(Old(), str(shards_in(saved)[0]), header)
 

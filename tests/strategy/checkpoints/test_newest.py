@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 from pytorch_lightning.callbacks import ModelCheckpoint
-from typing_extensions import override
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
@@ -19,7 +18,6 @@ class Elsewhere(AtomicCheckpointIO):
     def __init__(self, missing):
         self.missing = missing
 
-    @override
     def load_checkpoint(self, path, *args, **kwargs):
         if os.environ["LOCAL_RANK"] == "1" and self.missing in str(path):
             raise FileNotFoundError(path)
@@ -31,7 +29,6 @@ def fit(rank, folder, steps, missing="", saves=None):
     begun: list[int] = []
 
     class Begins(Small):
-        @override
         def on_train_start(self):
             begun.append(self.trainer.global_step)
 

@@ -37,7 +37,6 @@ class Steady(Numbered):
 
 @pytest.fixture(scope="module")
 def planned(pools, tmp_path_factory):
-    """Fit until there is a plan; return a checkpoint, and what came of it."""
     path = tmp_path_factory.mktemp("planned") / "planned.ckpt"
     return path, fits(pools[2], partial(Steady, str(path)), TOPK, **PLANNED)[0]
 
@@ -96,7 +95,6 @@ class Saving(Callback):
 
 
 def choose_twice(rank, path, costs):
-    """Fit until a choice has been made, and go on."""
     before = fit_priced(rank, path, costs, SETTLED, None)
     return before, fit_priced(rank, f"{path}2", costs, SETTLED + 16, path)
 
