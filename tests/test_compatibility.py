@@ -8,7 +8,8 @@ import torch
 from pytorch_lightning.callbacks import LearningRateFinder
 
 from tests.compatibility.rows import ROWS
-from tests.compatibility.running import IN_EVERY_ROW, ROUND, STRATEGIES, Feature, refusal_of, run_cell
+from tests.compatibility.running import IN_EVERY_ROW, ROUND, STRATEGIES, Feature, run_cell
+from tests.helpers.fits import refuse
 
 FEATURES = {feature.name: feature for feature in ROWS}
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -41,16 +42,12 @@ def run(rank, strategy, name, folder):
     return run_cell(rank, strategy, FEATURES[name], folder)
 
 
-def refuse(rank, strategy, name, folder):
-    return refusal_of(rank, strategy, FEATURES[name], folder)
-
-
 @pytest.mark.parametrize(("name", "strategy"), CELLS)
 def test_a_cell_of_the_table(pair, name, strategy, tmp_path):
     feature = FEATURES[name]
     refusal = feature.refusal_by(strategy)
     if refusal is not None:
-        for message in pair.run(refuse, strategy, name, str(tmp_path)):
+        for message in pair.run(refuse, run, strategy, name, str(tmp_path)):
             assert refusal in message
         return
     first, second = pair.run(run, strategy, name, str(tmp_path))

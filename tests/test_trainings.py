@@ -19,6 +19,7 @@ import pytest
 from lightning_sparse.testing.pool import Pool, RemoteError
 from lightning_sparse.testing.tensors import differences
 from tests.helpers import random_trainings
+from tests.helpers.fits import refuse
 from tests.helpers.random_trainings import (
     MAY_NOT_MATTER,
     PARTS,
@@ -26,8 +27,8 @@ from tests.helpers.random_trainings import (
     STRATEGIES,
     drawn,
     drawn_to_be_refused,
+    fit,
     minimal,
-    refused,
     train,
 )
 
@@ -157,7 +158,7 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
 @pytest.mark.parametrize("message", REFUSALS)
 def test_what_pages_say_is_refused(pools, tmp_path, message):
     training = drawn_to_be_refused(message)
-    for said in pools[training.ranks].run(refused, training, str(tmp_path)):
+    for said in pools[training.ranks].run(refuse, fit, training, str(tmp_path)):
         assert message in said, repr(training)
 
 

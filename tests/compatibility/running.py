@@ -194,12 +194,3 @@ def run_cell(rank, strategy, feature, folder):
     return Outcome(
         before, weights(module), watch.batches, watch.updates, buffers, watch.validated, watch.kept, notes or {}
     )
-
-
-def refusal_of(rank, strategy, feature, folder):
-    """Do what people do, which must be refused; return the message."""
-    try:
-        run_cell(rank, strategy, feature, folder)
-    except Exception as error:
-        return str(error)
-    return "was not refused"

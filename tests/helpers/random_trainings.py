@@ -651,14 +651,6 @@ def train(rank, training, folder):
     return outcomes
 
 
-def refused(rank, training, folder):
-    try:
-        fit(rank, training, folder)
-    except Exception as error:
-        return str(error)
-    return "was not refused"
-
-
 # Drawing ----------------------------------------------------------------------------------------------------------
 
 
