@@ -7,7 +7,7 @@ other in a bucket, and are read, written and added at once.
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from threading import local
 from typing import Any, NamedTuple, Optional, TypeVar, Union
 
@@ -256,6 +256,12 @@ def on_device(numbers: Counts, device: torch.device) -> Tensor:
 def starts_of(numels: Counts) -> Counts:
     """Return where tensors of so many elements start when laid end to end, and where the last one ends."""
     return tuple(accumulate(numels, initial=0))
+
+
+def counts_of(indices: Tensor, numels: Counts) -> Counts:
+    """Return how many ascending indices lie in each of tensors laid end to end; the host waits for a GPU."""
+    places: list[int] = torch.searchsorted(indices, on_device(starts_of(numels), indices.device)).tolist()
+    return tuple(last - first for first, last in pairwise(places))
 
 
 def of_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:

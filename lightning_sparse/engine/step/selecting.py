@@ -4,14 +4,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.compressors.selection import GroupSelection, Selection, WholeSelection, parted
+from lightning_sparse.compressors.selection import (
+    FlatSelection,
+    GroupSelection,
+    Selection,
+    WholeSelection,
+    counts_of,
+    parted,
+)
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, WireFormat
@@ -162,18 +168,11 @@ class MergedParameters(NamedTuple):
 
     def sent(self, selection: Selection) -> Sequence[Selection]:
         """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
-        numels = [tensor.numel() for tensor in self.tensors]
-        if selection.indices is None:
-            return self._whole(selection.values.reshape(-1))
-        stops = list(accumulate(numels))
-        # How many elements of the selection lie before the end of each parameter.
-        bounds = torch.tensor(stops, device=selection.indices.device)
-        cuts = torch.searchsorted(selection.indices, bounds).diff(prepend=bounds.new_zeros(1)).tolist()
-        filled = [None] * len(cuts) if selection.filled is None else selection.filled.split(cuts)
-        pieces = zip(selection.values.split(cuts), selection.indices.split(cuts), numels, stops, filled)
-        return [
-            Selection(values, indices - (stop - numel), numel, taken) for values, indices, numel, stop, taken in pieces
-        ]
+        values, indices, _, filled = selection
+        if indices is None:
+            return self._whole(values.reshape(-1))
+        numels = tuple(tensor.numel() for tensor in self.tensors)
+        return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
 
     def means(self, mean: Selection) -> WholeSelection:
         """Return the mean over ranks of each parameter."""

@@ -20,7 +20,6 @@ WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "reduce": ReduceFormat,
     "union": UnionFormat,
 }
-_IN_BITS: dict[str, type[Union[GatherFormat, ReduceFormat]]] = {"gather": GatherFormat, "reduce": ReduceFormat}
 _WORTH = 2.0  # times fewer bytes make up for three more collectives
 
 
@@ -122,15 +121,9 @@ def build_wires(
     bits: Optional[int] = None,
 ) -> Wires:
     """Build the formats of a group: ``name`` for selections, ``dense_name`` (``None``: the same) for whole tensors."""
-
-    def built(form: str, bits: Optional[int]) -> WireFormat:
-        if form in _IN_BITS:
-            return _IN_BITS[form](dtype, rank, ranks, bits)
-        return WIRE_FORMATS[form](dtype, rank, ranks)
-
-    wire = built(name, bits)
-    whole = wire if dense_name is None else built(dense_name, bits)
-    learned = whole if bits is None or dense_name is None else built(dense_name, None)
+    wire = WIRE_FORMATS[name](dtype, rank, ranks, bits)
+    whole = wire if dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks, bits)
+    learned = whole if bits is None or dense_name is None else WIRE_FORMATS[dense_name](dtype, rank, ranks)
     if exchange.owners is None or not isinstance(wire, GatherFormat):
         return Wires(wire, whole, learned)
     owners = OwnersFormat(dtype, rank, ranks, exchange.owners.keep)

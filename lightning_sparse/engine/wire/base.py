@@ -39,14 +39,15 @@ Phases = Generator[Payload, Tensor, Arrival]
 
 
 class WireFormat(ABC):
-    """Write selections as payloads of ``collectives``, values as ``dtype``, and read what arrives."""
+    """Write selections as payloads of ``collectives``, values as ``dtype`` or in ``bits``, and read what arrives."""
 
     collectives: tuple[str, ...]
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
         self.dtype = dtype
         self.rank = rank
         self.ranks = ranks
+        self._bits = bits
 
     @abstractmethod
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:

@@ -33,10 +33,6 @@ class GatherFormat(WireFormat):
 
     collectives: tuple[str, ...] = ("all_gather",)
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
-        super().__init__(dtype, rank, ranks)
-        self._bits = bits
-
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         selected = selection.flat()

@@ -123,26 +123,10 @@ class _Shares(NamedTuple):
     blocks: tuple[int, ...]
     rooms: tuple[int, ...]  # elements of each tensor that a message for one owner has room for
     finals: tuple[int, ...]  # sums of each that an owner sends to everybody
-
-    @property
-    def extent(self) -> int:
-        """Number of places."""
-        return sum(self.blocks)
-
-    @property
-    def room(self) -> int:
-        """Elements in a message for one owner."""
-        return sum(self.rooms)
-
-    @property
-    def universe(self) -> int:
-        """Number of places in a message, with those beyond the last block that stand for empty room."""
-        return self.extent + self.room
-
-    @property
-    def final(self) -> int:
-        """Sums that an owner sends."""
-        return sum(self.finals)
+    extent: int  # number of places
+    room: int  # elements in a message for one owner
+    universe: int  # number of places in a message, with those beyond the last block that stand for empty room
+    final: int  # sums that an owner sends
 
     def owned_blocks(self, rank: int) -> list[int]:
         """Return in how many blocks of each tensor a rank owns an element: not always in the last."""
@@ -163,7 +147,9 @@ def _shares_of(numels: tuple[int, ...], counts: tuple[int, ...], ranks: int, kee
         rooms.append(min(-(-numel // ranks), math.ceil(average + _SIGMAS * math.sqrt(average))))
         # Not more than ranks have sent, nor more than an owner has elements of.
         finals.append(max(1, min(numel // ranks, math.ceil(min(keep, ranks) * average))))
-    return _Shares(ranks, numels, counts, blocks, tuple(rooms), tuple(finals))
+    extent, room = sum(blocks), sum(rooms)
+    by_tensor = (numels, counts, blocks, tuple(rooms), tuple(finals))
+    return _Shares(ranks, *by_tensor, extent, room, extent + room, sum(finals))
 
 
 def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:

@@ -43,8 +43,7 @@ class ReduceFormat(WireFormat):
     def __init__(
         self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None, gathers_short: bool = False
     ) -> None:
-        super().__init__(dtype, rank, ranks)
-        self._bits = bits
+        super().__init__(dtype, rank, ranks, bits)
         self._gathers_short = gathers_short
         # Large blocks go back to the system when freed; taking them anew for every group costs more than filling them.
         self._workspace: dict[str, Tensor] = {}

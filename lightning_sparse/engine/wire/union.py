@@ -1,14 +1,13 @@
 """Every rank selects elements of its own, and all ranks contribute their values wherever anybody selected."""
 
 from collections.abc import Generator, Sequence
-from itertools import pairwise
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize, on_device, starts_of
+from lightning_sparse.compressors.selection import FlatSelection, GroupSelection, SelectionSize, counts_of
 from lightning_sparse.engine.wire.base import Arrival, Payload, Phases, Transfer, WireFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.functional.elements import IndexCodec, aligned, index_codec, message_of, read_as
@@ -33,8 +32,8 @@ class UnionFormat(WireFormat):
 
     collectives: tuple[str, ...] = ("all_gather", "all_to_all")
 
-    def __init__(self, dtype: torch.dtype, rank: int, ranks: int) -> None:
-        super().__init__(dtype, rank, ranks)
+    def __init__(self, dtype: torch.dtype, rank: int, ranks: int, bits: Optional[int] = None) -> None:
+        super().__init__(dtype, rank, ranks, bits)
         self._values = ReduceFormat(dtype, rank, ranks, gathers_short=True)
         self._room: dict[int, int] = {}  # positions, by place of a group in the step; decides on bytes, never on values
         self._place = 0
@@ -42,7 +41,8 @@ class UnionFormat(WireFormat):
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         positions, used = yield from self._positions(selection, used)
-        chosen = FlatSelection.at(accumulated, *_cut(positions, selection.numels))
+        counts = counts_of(positions, selection.numels)
+        chosen = FlatSelection.at(accumulated, positions[: sum(counts)], counts)  # without padding, which comes last
         if not len(chosen.values):
             finite = torch.ones((), dtype=torch.bool, device=positions.device)
             return Arrival(finite, used, chosen.replaced(chosen.values[None], chosen.indices[None]), chosen)
@@ -115,10 +115,3 @@ class _Positions(NamedTuple):
 def _room_after(room: int, most: int) -> int:
     """Return the room of the next step: an eighth above what any rank selected; it shrinks by a sixteenth a step."""
     return max(most + most // 8, room - room // 16)
-
-
-def _cut(positions: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return ascending positions in tensors laid end to end, without padding, and how many lie in each tensor."""
-    # Ascending, so that whatever is padding comes after the last tensor.
-    places: list[int] = torch.searchsorted(positions, on_device(starts_of(numels), positions.device)).tolist()
-    return positions[: places[-1]], tuple(last - first for first, last in pairwise(places))
