@@ -23,7 +23,6 @@ from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
 
@@ -201,16 +200,12 @@ class VirtualRank:
             self._build(settings, total_steps)
 
     def _build(self, settings: Settings, total_steps: int) -> None:
-        corrects = settings.can_correct_adam and is_correctable(self.optimizer)
-        if corrects:
+        if settings.can_correct_adam and is_correctable(self.optimizer):
             clip = NOT_CLIPPED if self._clip_norm is None else Clipping(norm=self._clip_norm)
             settings.correct_adam(clip)
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        dense_format = compressor.dense_wire_format or ("reduce" if corrects else None)
-        wires = build_wires(
-            compressor.wire_format, dense_format, settings.wire, rank, ranks, settings.exchange, settings.wire_bits
-        )
+        wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = Densities(compressor, settings.density_at(0))
         memory = settings.memory_for({torch.float32}, ranks)

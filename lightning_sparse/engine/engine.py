@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Optional, Union
 
@@ -19,12 +20,12 @@ from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, NoStream
+from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, Stream
 from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
 from lightning_sparse.engine.step.step import Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
-from lightning_sparse.engine.wire import Wires, build_wires
+from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
 
 Wrapper = Union[DistributedDataParallel, ShardedModel]
@@ -68,11 +69,11 @@ class Engine(Uncopied):
         across = self.levels.across.collectives
         wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
-        self.compressor.begin(self._exchanged_layout())
-        self._numels = self._exchanged_numels()
+        self._numels: dict[str, int] = {}
+        self._begin_compressor()
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
-        self._density_of: Optional[tuple[int, float]] = None  # epoch, and how much of the warm-up lies behind
+        self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
         # Those of frozen parameters, too: they may be unfrozen.
         dtypes = {each.dtype for each in parameters if each.is_floating_point()}
         cuts = isinstance(self.levels, TwoLevels)
@@ -101,14 +102,10 @@ class Engine(Uncopied):
         return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))
 
     def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
-        settings, compressor = self._settings, self.compressor
-        # While Adam's second moment is learned, everything is sent whole, whatever the compressor.
-        dense_format = compressor.dense_wire_format or (None if settings.adam is None else "reduce")
-        form = (compressor.wire_format, dense_format, settings.wire, across.rank, across.ranks)
-        wires = build_wires(*form, settings.exchange, settings.wire_bits)
+        wires = self._settings.wires_for(across.rank, across.ranks)
         self._collectives.check(wires.collectives)
-        is_gathered = wires.owners is None and compressor.wire_format == "gather"
-        arrival_bytes, shared_by = _ARRIVAL_BYTES * across.ranks * settings.density, self.levels.node_ranks
+        is_gathered = wires.owners is None and self.compressor.wire_format == "gather"
+        arrival_bytes, shared_by = _ARRIVAL_BYTES * across.ranks * self._settings.density, self.levels.node_ranks
         if is_gathered and arrival_bytes > _RESIDUAL_BYTES:
             say(
                 f"what arrives in a step takes {arrival_bytes / shared_by:.1f} bytes for each parameter, beside"
@@ -127,20 +124,17 @@ class Engine(Uncopied):
         """Who keeps what."""
         return Topology(self._collectives.ranks, self.levels.node_ranks, isinstance(self.levels, Islands))
 
-    def _exchanged_layout(self) -> ModelLayout:
-        """Return what is exchanged, and between whom, as compressors see it."""
+    def _begin_compressor(self) -> None:
+        """Tell the compressor what is exchanged, and between whom."""
         across = self.levels.across.collectives
         numels = tuple(map(self.levels.share_numel, self._layout.numels))
-        return self._layout._replace(numels=numels, rank=across.rank, ranks=across.ranks)
+        self.compressor.begin(self._layout._replace(numels=numels, rank=across.rank, ranks=across.ranks))
+        self._numels.update(zip(self._layout.names, numels))
 
-    def _exchanged_numels(self) -> dict[str, int]:
-        layout = self._exchanged_layout()
-        return dict(zip(layout.names, layout.numels))
-
-    def _stream_from(self, ddp: Wrapper) -> Union[GradientStream, NoStream, ShardStream]:
+    def _stream_from(self, ddp: Wrapper) -> Stream:
         settings = self._settings
         if settings.local_steps is not None:
-            return NoStream()
+            return Stream()
         if isinstance(ddp, ShardedModel):
             return ShardStream(ddp.module, self.pipeline, settings.schedule, self.worker)
         # Moments are of gradients, without what exchanges have brought before.
@@ -184,9 +178,8 @@ class Engine(Uncopied):
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = compressor.state_dict() if self._learned is None else dict(self._learned)
         self._layout = layout
-        compressor.begin(self._exchanged_layout())
+        self._begin_compressor()
         compressor.load_state_dict(learned)
-        self._numels.update(self._exchanged_numels())
 
     def leave_optimizers(self) -> None:
         """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
@@ -207,9 +200,7 @@ class Engine(Uncopied):
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, which all must call between two steps; the host waits for it."""
-        means: list[float] = []
-        self.worker.run(lambda: means.append(float(self._collectives.gather_numbers([number]).mean())))
-        return means[0]
+        return self.worker.run(lambda: self._collectives.mean_of_numbers([number]))[0]
 
     def _planner_of(self, settings: Settings, say: Callable[[str], None]) -> Planner:
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
@@ -231,12 +222,7 @@ class Engine(Uncopied):
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = settled >= 1
         self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self.recorder.samples_deltas)
-        self._set_density(epoch, settled)
-
-    def _set_density(self, epoch: int, settled: float) -> None:
-        if self._density_of != (epoch, settled):
-            self._density_of = (epoch, settled)
-            self.densities.density = self._settings.density_at(epoch, settled)
+        self.densities.density = self._density_at(epoch, settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
@@ -257,7 +243,7 @@ class Engine(Uncopied):
         samples_deltas, self.recorder.samples_deltas = self.recorder.samples_deltas, False
 
         def prepare() -> StepContext:
-            self._set_density(epoch, 1.0)
+            self.densities.density = self._density_at(epoch, 1.0)
             return StepContext(samples_deltas=samples_deltas)
 
         return prepare

@@ -123,7 +123,7 @@ class Rounds(Replicas):
         self._step = self._skipped = 0
         self._steps_of: dict[int, int] = {}
         self._is_told_of_batches = False
-        self._forget_batches()
+        self._samples = self._batches = 0.0  # since the last exchange began; NaN samples where they cannot be told
         self._has_begun = False
         self._pending: Optional[_PendingSync] = None
         self._averager = ReplicaAverager(module, self._holders.collectives)
@@ -203,14 +203,8 @@ class Rounds(Replicas):
     @override
     def see_batch(self, samples: Optional[int]) -> None:
         self._is_told_of_batches = True
-        self._add_batch(samples)
-
-    def _add_batch(self, samples: Optional[int]) -> None:
         self._batches += 1
         self._samples += math.nan if samples is None else samples
-
-    def _forget_batches(self) -> None:
-        self._samples = self._batches = 0.0  # since the last exchange began; NaN samples where they cannot be told
 
     @override
     def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
@@ -227,7 +221,7 @@ class Rounds(Replicas):
         if self._steps_of[optimizer] <= self._step:
             return
         if not self._is_told_of_batches:
-            self._add_batch(samples=1)
+            self._samples, self._batches = self._samples + 1, self._batches + 1
         steps = self._count_in_epoch()
         self._skip(steps - 1)
         self._skipped += steps - 1
@@ -263,10 +257,8 @@ class Rounds(Replicas):
         if times is None or len(times) <= _TIMED_ROUNDS:
             return
         steps, seconds, waited = (sum(each) for each in zip(*times[1:]))  # the first exchange makes connections
-        means: list[float] = []
         numbers = (seconds / steps, waited / (len(times) - 1))
-        self._worker.run(lambda: means.extend(self._everybody.collectives.mean_of_numbers(numbers)))
-        step, exchange = means
+        step, exchange = self._worker.run(lambda: self._everybody.collectives.mean_of_numbers(numbers))
         self._times, self._origin = None, self._step
         self._every = fitting_steps(step, exchange)
         self._say(
@@ -304,11 +296,14 @@ class Rounds(Replicas):
                 self._apply_until(self._pending.due)
         if self._noted:
             return None
-        everywhere: list[_Told] = []
         numbers = self._numbers(agreed, PLACES.index(place))
-        self._worker.run(lambda: everywhere.extend(self._tell(numbers)[0]))
+        everywhere = self._worker.run(lambda: self._tell(numbers))
         are_uneven = len({told.step for told in everywhere}) > 1 or any(told.missed_steps for told in everywhere)
-        self._miss(int(max(told.step for told in everywhere)) - self._step)
+        missed = int(max(told.step for told in everywhere)) - self._step
+        self._step += missed
+        self._skip(missed)
+        if self._pending is not None:
+            self._pending.due += missed
         if all(told.place for told in everywhere):
             return self._met(everywhere, PLACES.index(place), are_uneven)
         self._apply_until(self._step + self._every)
@@ -330,13 +325,6 @@ class Rounds(Replicas):
             self._epoch = (self._step, 0)
         return True
 
-    def _miss(self, steps: int) -> None:
-        """Go on to the step of other ranks, while this one has no batch."""
-        self._step += steps
-        self._skip(steps)
-        if self._pending is not None:
-            self._pending.due += steps
-
     def hears(self, note: Any) -> bool:
         """Return whether an exchange that was applied brought one of ``notes``; ``False`` once it has been asked."""
         bit = 1 << list(self.notes).index(note)
@@ -353,11 +341,12 @@ class Rounds(Replicas):
         # What is late on a rank that trains has been applied by those that wait: all have to end that round.
         return (*_Told(place, *counts, self._is_stale or self._pending is not None, noted), *agreed)
 
-    def _tell(self, numbers: Sequence[float]) -> tuple[list[_Told], list[Sequence[float]]]:
-        """Tell all ranks; return what each has told, and learning rates of those that train; on the worker."""
+    def _tell(self, numbers: Sequence[float]) -> list[_Told]:
+        """Tell all ranks and return what each tells, where those that train agree on learning rates; on the worker."""
         count = len(_Told._fields)
         rows = self._everybody.collectives.gather_numbers(numbers).tolist()
-        return [_Told(*row[:count]) for row in rows], [row[count:] for row in rows if not row[0]]
+        _check_agreed([row[count:] for row in rows if not row[0]])
+        return [_Told(*row[:count]) for row in rows]
 
     def _submit(self, overlap: int, agreed: Sequence[float] = (), everywhere: Optional[Sequence[_Told]] = None) -> None:
         """Begin an exchange, which is applied after some more steps; ranks may have told ``everywhere`` before it."""
@@ -373,14 +362,10 @@ class Rounds(Replicas):
             nothing = torch.zeros((), dtype=torch.bool, device=self._averager.device)
             pending.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
         prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
-        self._forget_batches()
+        self._samples = self._batches = 0.0
 
         def exchange() -> None:
-            told = everywhere
-            if told is None:
-                told, rates = self._tell(numbers)
-                _check_agreed(rates)
-            self._exchange(pending, prepare, steps, told)
+            self._exchange(pending, prepare, steps, self._tell(numbers) if everywhere is None else everywhere)
 
         self._worker.submit(exchange, pending.done.set)
 
@@ -403,9 +388,7 @@ class Rounds(Replicas):
         if not (together and self._has_begun and self._may_have_news):
             return {name: unshared[name] for name in written}
         # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
-        names: list[str] = []
-        self._worker.run(lambda: names.extend(self._averager.differing(unshared)))
-        return {name: unshared[name] for name in names}
+        return {name: unshared[name] for name in self._worker.run(lambda: self._averager.differing(unshared))}
 
     def _fingerprints(self) -> dict[str, Tensor]:
         return {name: fingerprint(tensor) for name, tensor in self._unshared().items()}
@@ -413,8 +396,7 @@ class Rounds(Replicas):
     def _take_up(self) -> None:
         """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
         unshared = self._unshared()
-        found: list[str] = []
-        self._worker.run(lambda: found.extend(self._averager.average_differing(unshared)))
+        found = self._worker.run(lambda: self._averager.average_differing(unshared))
         self._recorder.add_to_last(self._averager.sent_bytes)
         self._shared |= {name: _wide(unshared[name]) for name in found}
         self._seen = self._fingerprints()
@@ -490,53 +472,40 @@ class Rounds(Replicas):
             self._take_up()
 
     def _wait(self, pending: _PendingSync) -> None:
-        if self._times is not None:
-            self._synchronize_device()
-        start = perf_counter()
+        start = self._now()
         self._worker.wait(pending.done)
-        if self._times is not None:
-            self._synchronize_device()
-        self._last_wait = perf_counter() - start
+        self._last_wait = self._now() - start
         self._total_wait += self._last_wait
         if self._times is not None:
             self._times.append((self.covered_steps, start - self._applied_at, self._last_wait))
         self._applied_at = perf_counter()
 
-    def _synchronize_device(self) -> None:
-        """Wait for a device, whose time is to be measured; in a few rounds only."""
+    def _now(self) -> float:
+        """Return the time, in the few rounds that are timed once a device has done all that it was told."""
         device = self._averager.device
-        if device.type != "cpu":
+        if self._times is not None and device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
+        return perf_counter()
 
     @override
     @contextmanager
     def shared_model(self) -> Iterator[None]:
-        is_outermost = self._away is None
-        if is_outermost:
-            self.show()
-        try:
-            yield
-        finally:
-            if is_outermost:
-                self.hide()
-
-    def show(self) -> None:
-        """Put the shared model, if rounds have begun, into the model's tensors until :meth:`hide`; nothing is sent."""
         if self._away is not None or not self._has_begun:
+            yield
             return
         self._worker.settle()  # an exchange that is on its way ends first: the same model on all ranks
         self._away = {}
         for name, tensor in self._tensors().items():
             self._away[name] = tensor.clone()
             tensor.copy_(round_to(self._shared[name], tensor.dtype))
-
-    def hide(self) -> None:
-        """Go on with this rank's own tensors."""
-        tensors = self._tensors()
-        for name, tensor in (self._away or {}).items():
-            if name in tensors:
-                tensors[name].copy_(tensor)
-        self._away = None
+        try:
+            yield
+        finally:
+            tensors = self._tensors()
+            for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
+                if name in tensors:
+                    tensors[name].copy_(tensor)
+            self._away = None
 
     @property
     @override
@@ -580,10 +549,9 @@ class Rounds(Replicas):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where another round stood, with the shared model that the model's tensors hold now."""
-        if "rounds" in state:
-            self._load(state["rounds"])
-
-    def _load(self, state: Mapping[str, Any]) -> None:
+        if "rounds" not in state:
+            return
+        state = state["rounds"]
         self._is_resumed = False
         present = (name for name, _ in self._module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:

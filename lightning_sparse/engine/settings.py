@@ -21,7 +21,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection, falling_dens
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
-from lightning_sparse.engine.wire import Exchange, exchange_of, wire_values
+from lightning_sparse.engine.wire import Exchange, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
@@ -246,6 +246,12 @@ class Settings:
         if epoch >= self.warmup_epochs:
             return max(least, self.density)
         return max(least, same_everywhere(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
+
+    def wires_for(self, rank: int, ranks: int) -> Wires:
+        """Build the wire formats; while Adam's second moment is learned, everything is sent whole by one of them."""
+        own = self.compressor
+        dense_format = own.dense_wire_format or (None if self.adam is None else "reduce")
+        return build_wires(own.wire_format, dense_format, self.wire, rank, ranks, self.exchange, self.wire_bits)
 
     def memory_for(
         self,

@@ -19,7 +19,6 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor, element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.local_steps import fitting_steps
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.engine.wire.base import Transfer
 from lightning_sparse.schedule.hiding import Line
 from lightning_sparse.schedule.merging import Cost, predict
@@ -234,8 +233,7 @@ def sent_by(settings: Settings, sizes: Sequence[int], network: Network) -> list[
 def transfers(settings: Settings, sizes: Sequence[int], workers: int) -> list[Transfer]:
     """Return what each worker hands to collectives for a group of tensors of some sizes."""
     compressor, density = settings.compressor, settings.density
-    ways = (compressor.wire_format, compressor.dense_wire_format)
-    wires = build_wires(*ways, settings.wire, 0, workers, settings.exchange, settings.wire_bits)
+    wires = settings.wires_for(0, workers)
     if compressor.dense_wire_format is not None and density >= 1:
         return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
     if compressor.selects_across_group:

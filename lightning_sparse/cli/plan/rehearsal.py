@@ -14,7 +14,6 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline
-from lightning_sparse.engine.wire import build_wires
 from lightning_sparse.schedule.hiding import Line, fit
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
@@ -98,12 +97,11 @@ def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
 def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
     """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
     compressor = settings.compressor
-    ways = (compressor.wire_format, compressor.dense_wire_format)
     compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
     return Pipeline(
         compressor,
         settings.memory_for({torch.float32}, ranks),
-        build_wires(*ways, settings.wire, 0, ranks, settings.exchange, settings.wire_bits),
+        settings.wires_for(0, ranks),
         EchoCollectives(ranks, device),
         Recorder(device, ranks),
         density_of=lambda name: compressor.density_of(name, settings.density),

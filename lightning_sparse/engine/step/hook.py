@@ -4,7 +4,6 @@ This module must not postpone its annotations: DDP checks the hook's second argu
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -14,6 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import widened
@@ -133,16 +133,16 @@ class ArrivedGradients:
         self._copies.clear()
 
 
-class NoStream:
-    """What stands in the place of a stream where gradients are not exchanged, in rounds of local steps."""
+class Stream(Uncopied):
+    """Where gradients come from; this is for rounds of local steps, which exchange none."""
 
-    used: Optional[AbstractSet[Parameter]] = None
+    used: Optional[set[Parameter]] = None  # that have taken part since the last exchange, where that is tracked
 
     def close(self) -> None:
-        """Nothing was registered."""
+        """Take back what was registered on the parameters."""
 
 
-class GradientStream(Uncopied):
+class GradientStream(Stream):
     """Take gradients from DDP as they become ready, and hand them to the exchange worker in groups.
 
     Buckets change after the first step: everything is keyed by parameter name. Where ``overlaps_backward`` is false,
@@ -172,7 +172,12 @@ class GradientStream(Uncopied):
         ignored = ddp.parameters_to_ignore
         self._awaited: int = sum(each.requires_grad and name not in ignored for each, name in self._names.items())
         self._positions = {name: position for position, name in enumerate(self._names.values())}
-        self._usage = Usage(self._names) if ddp.find_unused_parameters or ddp.static_graph else None
+        self._handles: list[Any] = []
+        if ddp.find_unused_parameters or ddp.static_graph:
+            # DDP gives the hook zeros for the others, without saying so.
+            self.used = used = set[Parameter]()
+            trained = (each for each in self._names if each.requires_grad)
+            self._handles = [each.register_post_accumulate_grad_hook(used.add) for each in trained]
         device = next(iter(self._names)).device
         self._future_devices = None if device.type == "cpu" else [device]
         self._group: list[LocalGradient] = []
@@ -185,16 +190,11 @@ class GradientStream(Uncopied):
         self._keeps_buckets = False
         ddp.register_comm_hook(self, exchange_hook)
 
-    @property
-    def used(self) -> Optional[AbstractSet[Parameter]]:
-        """Parameters that have taken part since the last exchange; ``None`` where that is not tracked."""
-        return None if self._usage is None else self._usage.used
-
+    @override
     def close(self) -> None:
-        """Take back what was registered on the parameters."""
         self._arrived.unwatch()
-        if self._usage is not None:
-            self._usage.close()
+        for handle in self._handles:
+            handle.remove()
 
     def receive(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket; its future ends when it holds the mean, or an exchange failed, which the loop then raises."""
@@ -247,9 +247,8 @@ class GradientStream(Uncopied):
         known = self._known.get(bucket.index())
         if known is None or known.buffer is not buffer:
             known = self._known[bucket.index()] = self._read(bucket, buffer)
-        if self._usage is None:
+        if (used := self.used) is None:
             return known.gradients
-        used = self._usage.used
         pairs = zip(known.gradients, known.parameters)
         return [local._replace(is_used=parameter in used) for local, parameter in pairs]
 
@@ -314,8 +313,8 @@ class GradientStream(Uncopied):
         exchanged, self._exchanged = self._exchanged, []
         futures, self._futures = self._futures, []
         continues_step, self._arrived.continues_step = self._arrived.continues_step, False
-        if self._usage is not None:
-            self._usage.used.clear()
+        if self.used is not None:
+            self.used.clear()
         if not self._keeps_buckets:
             self._keeps_buckets = True
             self._known.clear()  # or the memory of the buckets that DDP now replaces would stay with us
@@ -328,17 +327,16 @@ class GradientStream(Uncopied):
             if self._taken:
                 torch._foreach_add_([gradient for gradient, _ in self._taken], [arrived for _, arrived in self._taken])
 
-        self._worker.submit(commit, settle=lambda: _complete(futures))
+        def complete() -> None:
+            for future, buffer in futures:
+                future.set_result(buffer)
+
+        self._worker.submit(commit, settle=complete)
 
 
 def exchange_hook(state: GradientStream, bucket: GradBucket) -> Future[torch.Tensor]:
     """Exchange a bucket's gradients; the form in which DDP wants its hook."""
     return state.receive(bucket)
-
-
-def _complete(futures: list[tuple[Future[Tensor], Tensor]]) -> None:
-    for future, buffer in futures:
-        future.set_result(buffer)
 
 
 class _KnownBucket(NamedTuple):
@@ -347,20 +345,3 @@ class _KnownBucket(NamedTuple):
     buffer: Tensor
     parameters: Sequence[Tensor]
     gradients: list[LocalGradient]
-
-
-class Usage:
-    """Know which parameters took part in a step: DDP gives the hook zeros for the others, without saying so."""
-
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self.used: set[Parameter] = set()  # whose gradient has been accumulated since this was last cleared
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self.used.add)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
-
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()

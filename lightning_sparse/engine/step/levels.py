@@ -101,7 +101,7 @@ class OneLevel:
 
     def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
         """Return the mean, over nodes, of squared norms of gradients of which a node's ranks have shares."""
-        return self.everybody.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
+        return self.holders.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
 
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
@@ -207,10 +207,6 @@ class Shards(Divided):
     @override
     def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
         return self._inside.call(Payload("all_gather", flags.byte()), names).bool().any(dim=0)
-
-    @override
-    def mean_squares(self, squares: Tensor, names: Sequence[str]) -> Tensor:
-        return self.across.call(Payload("all_reduce", squares), names).div_(self.across.ranks)
 
 
 class TwoLevels(Divided):

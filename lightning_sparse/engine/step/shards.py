@@ -1,14 +1,13 @@
 """A model of which every rank holds a shard: its gradients are exchanged between replicas when a backward is over."""
 
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.step.hook import Stream
 from lightning_sparse.engine.step.levels import LocalGradient
 from lightning_sparse.engine.step.step import Exchanged, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
@@ -37,22 +36,17 @@ def reshard(module: Module) -> None:
         each.reshard()
 
 
-class ShardStream(Uncopied):
+class ShardStream(Stream):
     """Take the shards of gradients once FSDP has averaged them, and hand them to the exchange worker in groups.
 
     A replica may have used a parameter that another has not: all travel in every step, and tell whether they were used.
     """
-
-    used: Optional[AbstractSet[Parameter]] = None
 
     def __init__(self, module: Module, pipeline: Pipeline, schedule: Schedule, worker: ExchangeWorker) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._worker = worker
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-
-    def close(self) -> None:
-        """Nothing was registered."""
 
     def exchange(self) -> None:
         """Replace gradients by their means over replicas; all ranks must call, and wait."""
@@ -66,9 +60,7 @@ class ShardStream(Uncopied):
         gradients = [local for local in shards if local.gradient.numel()]  # of some parameters a rank has nothing
         recorder.add_ready([local.name for local in gradients])
         recorder.end_backward()
-        unused: list[str] = []
-        self._worker.run(lambda: unused.extend(self._exchange(gradients, list(missing))))
-        for name in unused:
+        for name in self._worker.run(lambda: self._exchange(gradients, list(missing))):
             missing[name].grad = None
 
     def _exchange(self, gradients: Sequence[LocalGradient], missing: Sequence[str]) -> list[str]:

@@ -77,11 +77,12 @@ class ExchangeWorker:
         self._followed.clear()
         self._tasks.put((run, settle, ready))
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Run a task after those that are queued, wait for it, and raise what it or one before it has raised."""
-        done = threading.Event()
-        self.submit(task, settle=done.set)
+    def run(self, task: Callable[[], Result]) -> Result:
+        """Return the result of a task, run after those that are queued; raise what it or one before it has raised."""
+        done, results = threading.Event(), list[Result]()
+        self.submit(lambda: results.append(task()), settle=done.set)
         self.wait(done)
+        return results[0]
 
     def settle(self) -> None:
         """Wait for the tasks that are queued, or raise what failed."""
