@@ -9,6 +9,7 @@ import torch
 
 from lightning_sparse.compressors import TopK
 from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.schedule import FixedSize, Layerwise, Single
 from lightning_sparse.testing.laws.mass import balance
 from lightning_sparse.testing.pool import Pool
@@ -109,7 +110,7 @@ def backward_without_waiting(rank, settings):
         for step in range(8):
             ddp.zero_grad()
             loss = ddp(batch(rank, step)) * loss_scale
-            engine.begin_backward(loss_scale, hyperparameters)
+            engine.begin_backward(StepContext(loss_scale, hyperparameters))
             try:
                 warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
                 # Sizes, codecs and buckets are settled in the first steps, which may wait.

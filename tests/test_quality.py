@@ -41,8 +41,7 @@ def train(rank, compressor, is_adam):
         feedback = engine._settings.feedback
         view = OptimizerView(parameters, [optimizer], feedback, engine.target_density, engine.memory)
         for step in range(STEPS):
-            coming = view.coming_step()
-            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.settled)
+            engine.begin_backward(view.coming_step())
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             optimizer.step()
         view.close()

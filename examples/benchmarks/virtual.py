@@ -21,7 +21,7 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
@@ -278,9 +278,8 @@ class VirtualRank:
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
         self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
-        coming = self._view.coming_step()
-        self._densities.density = settings.density_at(epoch, coming.settled)
-        self._pipeline.context = StepContext(None, coming.hyperparameters, coming.whole)
+        self._pipeline.context = context = self._view.coming_step()
+        self._densities.density = settings.density_at(epoch, context.settled)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
         step = [LocalGradient(name, grad.view(-1), None) for name, grad in reversed(named) if grad is not None]

@@ -2,20 +2,17 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Optional, Union
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
@@ -23,7 +20,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, Stream
 from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
-from lightning_sparse.engine.step.step import Pipeline, StepContext
+from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.schedule import Merged
@@ -209,20 +206,13 @@ class Engine(Uncopied):
         holds_groups = self.memory.clips_gradients or not settings.overlaps_backward
         return StepPlanner(*parts, settings.adapts_density, holds_groups, say)
 
-    def begin_backward(
-        self,
-        loss_scale: Optional[Tensor] = None,
-        hyperparameters: Mapping[str, Hyperparameters] = MappingProxyType({}),
-        epoch: int = 0,
-        whole: AbstractSet[str] = frozenset(),
-        settled: float = 1.0,
-    ) -> None:
-        """Begin a step, before its backward; ``whole`` are names sent whole, ``settled`` the part of a warm-up made."""
+    def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
+        """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
-        self.recorder.current.marks.is_typical = settled >= 1
-        self.pipeline.context = StepContext(loss_scale, hyperparameters, whole, self.recorder.samples_deltas)
-        self.densities.density = self._density_at(epoch, settled)
+        self.recorder.current.marks.is_typical = context.settled >= 1
+        self.pipeline.context = context._replace(samples_deltas=self.recorder.samples_deltas)
+        self.densities.density = self._density_at(epoch, context.settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""

@@ -195,14 +195,14 @@ class StepFacts:
         self.is_plain = False  # plain DDP made the exchange, whose times are not known
         self.marks = StepMarks()
         self.deltas: dict[str, Tensor] = {}  # of LAGS' assumption, by parameter (one element each), if sampled
-        self._sent: list[Union[float, Tensor]] = []  # tensors are counts that the device has not been asked for
+        self.sent: list[Union[float, Tensor]] = []  # elements, by group; tensors as the device has not been asked
 
     @classmethod
     def of_plain_ddp(cls, numel: int, ranks: int, node_ranks: int) -> "StepFacts":
         """Return those of an all-reduce of all gradients, whose ring leaves each node once."""
         facts = cls(ranks, node_ranks)
         facts.is_plain, facts.elements = True, numel / node_ranks
-        facts._sent.append(facts.elements)
+        facts.sent.append(facts.elements)
         facts.wire_bytes = facts.dense_bytes
         facts.node_bytes = facts.wire_bytes * (node_ranks - 1) / node_ranks
         return facts
@@ -211,16 +211,6 @@ class StepFacts:
     def dense_bytes(self) -> float:
         """Bytes that would have left this rank in DDP's all-reduces of fp32 gradients."""
         return _dense_bytes_each(self._ranks) * (self.elements * self._node_ranks * self.covered_steps)
-
-    @property
-    def sent(self) -> Union[float, Tensor]:
-        """How many elements this rank sent, without asking the device for it."""
-        return sum(self._sent)
-
-    def add_selection(self, selection: GroupSelection) -> None:
-        """Record what this rank sends of a group."""
-        self.elements += selection.numel
-        self._sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
 
 
 def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]:
@@ -232,8 +222,9 @@ def mean_stats(steps: Sequence[StepFacts], has_levels: bool) -> dict[str, float]
     def mean(seconds: Callable[[StepMarks], float]) -> float:
         return fmean(map(seconds, marks)) if marks else math.nan
 
+    sent = sum(chain.from_iterable(step.sent for step in steps))
     return {
-        "density": float(sum(step.sent for step in steps)) / max(1, sum(step.elements for step in steps)),
+        "density": float(sent) / max(1, sum(step.elements for step in steps)),
         "wire_bytes": wire_bytes,
         **({"link_bytes": wire_bytes - fmean(step.node_bytes for step in steps)} if has_levels else {}),
         "dense_bytes": dense,
@@ -350,7 +341,8 @@ class Recorder:
 
     def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
-        self.current.add_selection(selection)
+        self.current.elements += selection.numel
+        self.current.sent.append(selection.numel if selection.is_whole else sent_count(selection.flat()))
         if self._group is not None:
             self._group.elements += selection.numel
             if selection.is_whole:

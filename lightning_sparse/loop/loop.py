@@ -251,10 +251,10 @@ class Loop:
         if self.is_plain and self._ddp.require_backward_grad_sync:
             self.engine.begin_plain_backward()
         if self._settings.local_steps is None:
-            coming = self.view.coming_step(self.is_plain, self.engine.arrived.state().keys())
+            context = self.view.coming_step(self.is_plain, self.engine.arrived.state().keys())
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
-            self.engine.begin_backward(scale, coming.hyperparameters, self.epoch or 0, coming.whole, coming.settled)
+            self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
 
     def _begin_from_within(self) -> None:
         """Begin a backward of which nobody has told, before the first of its gradients is taken."""

@@ -16,10 +16,11 @@ from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
-from lightning_sparse.engine.adam.steps import AdamSteps, ComingStep, is_correctable
+from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.collectives import gather_apart
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.step import StepContext
 
 _CURE = (
     "choose torch.optim.SGD, or a memory without momentum: no MomentumCorrection among the callbacks, and"
@@ -52,9 +53,9 @@ class Uncorrected:
     total_steps: Optional[int] = None
     is_dense = False
 
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Correct nothing."""
-        return ComingStep({})
+        return StepContext()
 
     def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
         """Warm nothing up."""
@@ -111,7 +112,7 @@ class OptimizerView:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.adam.names = self._names
 
-    def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
+    def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
         coming = self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})

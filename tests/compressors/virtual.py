@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.engine.memory.residual import Hyperparameters
+from lightning_sparse.engine.step.step import StepContext
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp
 
@@ -32,7 +33,7 @@ def train_engine(rank, settings, steps, momentum, nesterov):
         for step in range(steps):
             rate = learning_rate(step)
             names = [name for name, _ in ddp.module.named_parameters()]
-            engine.begin_backward(None, dict.fromkeys(names, Hyperparameters(rate, momentum, nesterov)))
+            engine.begin_backward(StepContext(None, dict.fromkeys(names, Hyperparameters(rate, momentum, nesterov))))
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             history.append(_apply(ddp.module, {n: p.grad.flatten() for n, p in ddp.module.named_parameters()}, rate))
     return history

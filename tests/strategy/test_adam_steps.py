@@ -43,8 +43,7 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
         gradients = watch_gradients(ddp.module)
         yield ddp, engine, optimizer, gradients
         for step in range(steps):
-            coming = view.coming_step()
-            engine.begin_backward(None, coming.hyperparameters, 0, coming.whole, coming.settled)
+            engine.begin_backward(view.coming_step())
             is_poisoned = step == poisoned
             factor = float("nan") if is_poisoned and rank == 1 else 1.0
             backpropagate(ddp, engine, ddp(batch(rank, step)) * factor)

@@ -1,10 +1,8 @@
-"""Adam before selection: the residual is one of updates, not of gradients.
-
-The rule, its sources and where it differs from them stand at :class:`~lightning_sparse.AdamCorrection`.
-"""
+"""Adam before selection: the residual is one of updates; rule and sources stand at ``AdamCorrection``."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple, Optional
 
 import torch
@@ -341,16 +339,9 @@ class AdamMemory(ResidualMemory):
 
 def _messages(names: Sequence[str], gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield the names whose gradients travel in one message: few messages, little memory."""
-    together: list[str] = []
-    numel = 0
-    for name in names:
-        together.append(name)
-        numel += gradients[name].numel()
-        if numel >= _LEARNED_TOGETHER:
-            yield together
-            together, numel = [], 0
-    if together:
-        yield together
+    starts = accumulate([gradients[name].numel() for name in names], initial=0)
+    for _, together in groupby(zip(starts, names), key=lambda each: each[0] // _LEARNED_TOGETHER):
+        yield [name for _, name in together]
 
 
 def _saved(numbers: Sequence[float]) -> Tensor:

@@ -16,20 +16,13 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters, in_widened
+from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
 from lightning_sparse.functional.elements import held_of, laid_flat
 
 # Of the logarithm: a factor of 1.65 while its age doubled. The GPT of the benchmarks has 1.39 from step 5 to 10, and
 # ends with 10 dense steps where it does with 20.
 _KNOWN_CHANGE = 0.5
-
-
-class ComingStep(NamedTuple):
-    """Facts of the coming step of corrected optimizers that the exchange needs."""
-
-    hyperparameters: Mapping[str, Hyperparameters]  # of parameters whose updates are made before selection, by name
-    whole: frozenset[str] = frozenset()  # names sent whole: their second moment is still being learned
-    settled: float = 1.0  # how much of the warm-up lies behind, from 0 to 1
 
 
 class _Flat(NamedTuple):
@@ -76,7 +69,7 @@ class AdamSteps:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget_steps))
 
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> ComingStep:
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
         self._present = {}
         hyperparameters: dict[str, Hyperparameters] = {}
@@ -91,7 +84,7 @@ class AdamSteps:
             self._present[parameter] = moments
             rate = float(group["lr"])
             hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        return ComingStep(hyperparameters, frozenset(whole), _settled(warm_up, self._steps))
+        return StepContext(None, hyperparameters, whole, _settled(warm_up, self._steps))
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
         """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""
@@ -199,9 +192,9 @@ class AdamSteps:
         kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         kept = tuple(state.get(kind) for kind in kinds)
         known = self._flats.get(parameter)
-        is_stale = known is None or any(one is not other for one, other in zip(known.kept, kept))
         weight = held_of(parameter)
-        if known is None or is_stale or known.parameter.data_ptr() != weight.data_ptr():
+        is_known = known is not None and all(one is other for one, other in zip(known.kept, kept))
+        if known is None or not is_known or known.parameter.data_ptr() != weight.data_ptr():
             for kind, tensor in zip(kinds, kept):
                 if tensor is not None and tensor.stride() != parameter.stride():
                     state[kind] = torch.empty_like(parameter).copy_(tensor)

@@ -59,7 +59,7 @@ from lightning_sparse.engine.wire.base import Arrival, Payload
 from lightning_sparse.functional.elements import round_to
 from lightning_sparse.functional.reductions import fingerprint, layer_deltas, norm_of
 
-__all__ = ["Exchanged", "LocalGradient", "Pipeline", "StepContext"]
+__all__ = ["NOTHING_KNOWN", "Exchanged", "LocalGradient", "Pipeline", "StepContext"]
 
 
 _APART = (
@@ -76,7 +76,11 @@ class StepContext(NamedTuple):
     loss_scale: Optional[Tensor] = None  # of the loss, one element, other in each step: what is kept is kept without it
     hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
     whole: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
+    settled: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
     samples_deltas: bool = False  # compares means with dense ones, by a dense all-reduce; on all ranks or on none
+
+
+NOTHING_KNOWN = StepContext()
 
 
 class Exchanged(NamedTuple):
@@ -109,7 +113,7 @@ class Pipeline:
         self.collectives = collectives
         self.recorder = recorder
         self.density_of = density_of
-        self.context = StepContext()
+        self.context = NOTHING_KNOWN
         self.levels = OneLevel(Channel(collectives, recorder)) if levels is None else levels
         self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
@@ -141,7 +145,8 @@ class Pipeline:
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
-                parts = self._select(group, accumulated)
+                densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
+                parts = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
             return [self._exchange_part(part, group, accumulated) for part in parts]
 
     def exchange_in_groups(
@@ -161,11 +166,6 @@ class Pipeline:
                 exchanged += self.exchange(group)
                 group, numel = [], 0
         return exchanged + (self.exchange(group) if group else [])
-
-    def _select(self, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> list[Part]:
-        names, whole = [local.name for local in group], self.context.whole
-        densities = [1.0 if name in whole else self.density_of(name) for name in names]
-        return self.selector.select(names, accumulated, densities, [local.is_used for local in group], whole)
 
     def _exchange_part(self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> Exchanged:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
