@@ -334,11 +334,6 @@ class Recorder:
         finally:
             self._group = None
 
-    def see_gradients(self, gradients: Sequence[Tensor], loss_scale: Optional[Tensor]) -> None:
-        """Look at the group's fresh gradients, which were multiplied by ``loss_scale`` (``None`` for 1)."""
-        if self.samples is not None and self._group is not None:
-            self.samples.add_gradients(self._group.names, gradients, loss_scale)
-
     def see_selection(self, selection: GroupSelection, counts: Sequence[float]) -> None:
         """Look at what is sent of some of the group's parameters; ``counts`` is what the density of each asks for."""
         self.current.elements += selection.numel
@@ -349,11 +344,6 @@ class Recorder:
                 self._group.dense_elements += selection.numel
             else:
                 self._group.counts += round(sum(counts))
-
-    def see_sent(self, names: Sequence[str], sent: Callable[[], Sequence[Selection]]) -> None:
-        """Look at what is sent of each parameter, for which the host may wait."""
-        if self.samples is not None:
-            self.samples.add_sent(names, sent())
 
     def add_bytes(self, count: float, is_inside_node: bool = False) -> None:
         """Record that bytes leave this rank, maybe for others of its node."""
@@ -395,15 +385,3 @@ class Recorder:
         """Ask for :attr:`last_samples` of the next step, on any ranks; norms read gradients and residuals once more."""
         # Somebody else may have asked for the same step.
         self.samples = ParameterSamples(counts or (self.samples is not None and self.samples.has_counts))
-
-    def close_samples(
-        self,
-        kept_after: Callable[[], Mapping[str, Mapping[str, Tensor]]],
-        update_norms: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
-        """Close the samples, if asked for, with what the memory keeps, and norms of updates added to it."""
-        if self.samples is None:
-            return
-        kept = kept_after()
-        self.samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, update_norms())
-        self.last_samples, self.samples = self.samples, None

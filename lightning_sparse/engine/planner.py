@@ -1,13 +1,9 @@
-"""Time steps under several groupings, agree on the times with all ranks, and follow the best.
-
-Nothing is added to a step but marks. They are read, and numbers travel, at a step's border: after each round of
-trials, and now and then later, to see whether the plan still does what it did. All ranks decide from the same means.
-"""
+"""Time steps under several groupings, by marks alone, agree on the times with all ranks, and follow the best."""
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate, chain, islice, pairwise
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
@@ -38,17 +34,6 @@ class StepSample(NamedTuple):
     groups: tuple[GroupSample, ...]  # in the order of exchange
     exposed_seconds: float  # from the last gradient until all means had been written
     total_seconds: float  # from the start of backward until then
-
-    def times(self) -> list[float]:
-        """Return the times alone, in a fixed order, so that ranks can average them."""
-        per_group = [seconds for group in self.groups for seconds in (group.select_seconds, group.exchange_seconds)]
-        return [*self.ready, *per_group, *self[2:]]
-
-    def with_times(self, times: Iterator[float]) -> "StepSample":
-        """Return a copy with other times, taken from an iterator in the order of :meth:`times`."""
-        ready = tuple(next(times) for _ in self.ready)
-        groups = tuple(each._replace(select_seconds=next(times), exchange_seconds=next(times)) for each in self.groups)
-        return StepSample(ready, groups, next(times), next(times))
 
 
 Samples = dict[Grouping, list[StepSample]]
@@ -264,15 +249,25 @@ def averaged(
     collectives: Collectives, steps: Sequence[StepMarks], holds_groups: bool, has_ready: bool = True
 ) -> list[StepSample]:
     """Average the times of steps over ranks; ``has_ready`` if all have marked when each gradient was ready."""
-    samples = [_sample_of(marks, holds_groups) for marks in steps]
-    if not has_ready:
-        samples = [sample._replace(ready=()) for sample in samples]
-    means = iter(collectives.mean_of_numbers([seconds for sample in samples for seconds in sample.times()]))
-    return [sample.with_times(means) for sample in samples]
+    read = [_times_of(marks, holds_groups) for marks in steps]
+    times = [(ready if has_ready else [], rest) for ready, rest in read]
+    means = iter(collectives.mean_of_numbers([seconds for ready, rest in times for seconds in (*ready, *rest)]))
+    return [
+        StepSample(
+            tuple(islice(means, len(ready))),
+            tuple(
+                GroupSample(each.elements, each.counts, each.dense_elements, next(means), next(means))
+                for each in marks.groups
+            ),
+            next(means),
+            next(means),
+        )
+        for marks, (ready, _) in zip(steps, times)
+    ]
 
 
-def _sample_of(marks: StepMarks, holds_groups: bool) -> StepSample:
-    """Read the marks of a step; gradients that nobody watched are left out."""
+def _times_of(marks: StepMarks, holds_groups: bool) -> tuple[list[float], list[float]]:
+    """Read when each gradient was ready, unless nobody watched it, and the other times of a sample."""
     assert marks.end is not None
     watched = [mark for mark in marks.ready.values() if mark is not None]
     # Whoever drives the engine without a Trainer need not say when backward begins.
@@ -280,10 +275,5 @@ def _sample_of(marks: StepMarks, holds_groups: bool) -> StepSample:
     start = first if marks.backward_start is None else marks.backward_start
     backward_seconds = Clock.seconds(start, marks.backward_end)
     ready = [backward_seconds if holds_groups else Clock.seconds(start, mark) for mark in watched]
-    groups = [
-        GroupSample(
-            each.elements, each.counts, each.dense_elements, each.seconds("select", "encode"), each.seconds("exchange")
-        )
-        for each in marks.groups
-    ]
-    return StepSample(tuple(ready), tuple(groups), marks.exposed_seconds, Clock.seconds(start, marks.end))
+    groups = [each.seconds(*stages) for each in marks.groups for stages in (("select", "encode"), ("exchange",))]
+    return ready, [*groups, marks.exposed_seconds, Clock.seconds(start, marks.end)]

@@ -42,9 +42,9 @@ class Part(NamedTuple):
             with channel.recorder.span("encode"):
                 means, kept = self.merged.means(arrival.means[0]), self.merged.kept(arrival.kept[0])
             arrival = arrival._replace(means=means, kept=kept)
-        # The host waits for what is sent of each parameter where several are merged.
-        merged, selection = self.merged, self.selection
-        channel.recorder.see_sent(names, lambda: selection if merged is None else merged.sent(selection[0]))
+        if (samples := channel.recorder.samples) is not None:
+            # The host waits for what is sent of each parameter where several are merged.
+            samples.add_sent(names, self.selection if self.merged is None else self.merged.sent(self.selection[0]))
         return arrival
 
 

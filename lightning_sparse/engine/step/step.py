@@ -140,7 +140,8 @@ class Pipeline:
             are_known = names[0] in self._shares
             group = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(group)
             gradients = [local.gradient for local in group]
-            self.recorder.see_gradients(gradients, self.context.loss_scale)
+            if (samples := self.recorder.samples) is not None:
+                samples.add_gradients(names, gradients, self.context.loss_scale)
             with self.recorder.span("select"):
                 if self.context.loss_scale is not None:
                     torch._foreach_div_(gradients, self.context.loss_scale)
@@ -208,7 +209,10 @@ class Pipeline:
         """Close the record of the step, and have the planner look at it."""
         marks = self.recorder.end_step().marks
         # Now, so that it does not count as time of the step.
-        self.recorder.close_samples(self.memory.state_dict, self.memory.update_norms)
+        if (samples := self.recorder.samples) is not None:
+            kept = self.memory.state_dict()
+            samples.add_kept({**kept.get("residual", {}), **kept.get("update", {})}, self.memory.update_norms())
+            self.recorder.last_samples, self.recorder.samples = samples, None
         self._planner.see_step(marks)
 
     def _keep(self, exchanged: Exchanged, finite: Tensor) -> None:
