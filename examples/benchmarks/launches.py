@@ -375,8 +375,7 @@ class _CorrectedAdam:
         """Return what the exchange is told: in the first step, to send everything."""
         if not step:
             return StepContext(whole=frozenset(self._names.values()))
-        coming = self._steps.coming(is_plain=False)
-        return StepContext(hyperparameters=coming.hyperparameters, whole=coming.whole)
+        return self._steps.coming(is_plain=False)
 
     def step(self, gradients: Mapping[int, Tensor]) -> None:
         """Make a step."""

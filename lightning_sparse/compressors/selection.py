@@ -264,6 +264,13 @@ def counts_of(indices: Tensor, numels: Counts) -> Counts:
     return tuple(last - first for first, last in pairwise(places))
 
 
+def cut(selection: Selection, numels: Counts) -> GroupSelection:
+    """Return what a selection from tensors laid end to end holds of each; the host waits for a GPU."""
+    values, indices, _, filled = selection
+    assert indices is not None
+    return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
+
+
 def of_each(numbers: Counts, counts: Counts, device: torch.device) -> Tensor:
     """Return the number of its tensor for each element, so many of each, int64 ``[sum(counts)]``."""
     # The size is known: a GPU need not be asked for it.

@@ -147,8 +147,8 @@ class Engine(Uncopied):
             parts = (settings.local_steps, self.pipeline, settings.schedule, self.worker)
             return Rounds(module, self.parameter_names, *parts, self._begin_exchange, say)
         if self.compressor.replicas_diverge:
-            averager = ReplicaAverager(module, self._collectives)
-            return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker, self.recorder)
+            averager = ReplicaAverager(module, self._collectives, self.recorder)
+            return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
         return Replicas()
 
     @property

@@ -126,7 +126,7 @@ class Rounds(Replicas):
         self._samples = self._batches = 0.0  # since the last exchange began; NaN samples where they cannot be told
         self._has_begun = False
         self._pending: Optional[_PendingSync] = None
-        self._averager = ReplicaAverager(module, self._holders.collectives)
+        self._averager = ReplicaAverager(module, self._holders.collectives, self._recorder)
         self._is_resumed = False
         self._names: frozenset[str] = frozenset()
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
@@ -193,7 +193,6 @@ class Rounds(Replicas):
     def adopt(self) -> None:
         """Share the model that there is now, averaged over ranks; all must call, and the round so far is part of it."""
         self._worker.run(self._averager.average)
-        self._recorder.add_to_last(self._averager.sent_bytes)
         self._pending, self._away, self._is_stale = None, None, False
         for name, tensor in self._tensors().items():
             shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
@@ -397,7 +396,6 @@ class Rounds(Replicas):
         """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
         unshared = self._unshared()
         found = self._worker.run(lambda: self._averager.average_differing(unshared))
-        self._recorder.add_to_last(self._averager.sent_bytes)
         self._shared |= {name: _wide(unshared[name]) for name in found}
         self._seen = self._fingerprints()
 

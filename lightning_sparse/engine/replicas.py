@@ -24,13 +24,10 @@ _AVERAGED_AT_ONCE = 1 << 24  # elements
 class AveragedReplicas(Replicas):
     """Replicas that drift apart, and are averaged every so many steps; ``None``: only when they are looked at."""
 
-    def __init__(
-        self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker, recorder: Recorder
-    ) -> None:
+    def __init__(self, averager: "ReplicaAverager", every: Optional[int], worker: ExchangeWorker) -> None:
         self._averager = averager
         self._every = every
         self._worker = worker
-        self._recorder = recorder
         self._steps = 0
 
     @override
@@ -44,7 +41,6 @@ class AveragedReplicas(Replicas):
         # Without a step, too, they can differ: weights that a callback has averaged are each rank's own.
         self._worker.run(lambda: self._averager.average(are_apart=self._steps > 0))
         self._steps = 0
-        self._recorder.add_to_last(self._averager.sent_bytes)
 
     @override
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
@@ -64,12 +60,13 @@ class AveragedReplicas(Replicas):
 class ReplicaAverager:
     """Average parameters and buffers; ``divergence`` is their RMS distance from the mean over the mean's norm."""
 
-    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+    def __init__(self, module: nn.Module, collectives: Collectives, recorder: Recorder) -> None:
         self._module = module
         self._collectives = collectives
+        self._recorder = recorder
         self.device = collectives.device
         self.divergence = torch.zeros(())
-        self.sent_bytes = 0.0
+        self._sent_bytes = 0.0
 
     def average(self, are_apart: bool = False) -> None:
         """Average the model over ranks, in place, unless all are the same; afterwards they are identical to the bit."""
@@ -77,31 +74,29 @@ class ReplicaAverager:
 
     def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
         """Average over ranks, in place, tensors that they hold differently, or all; return their names."""
-        self.sent_bytes = 0.0
-        with self._collectives.telling_of("the average of the replicas", "all_reduce"):
-            names = list(tensors) if are_apart else self._differing(tensors)
-            if names:
+        self._sent_bytes = 0.0
+        names = list(tensors) if are_apart else self.differing(tensors)
+        if names:
+            with self._collectives.telling_of("the average of the replicas", "all_reduce"):
                 self._average({name: tensors[name] for name in names})
+        self._recorder.add_to_last(self._sent_bytes)
         return names
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""
-        with self._collectives.telling_of("what tells tensors apart"):
-            return self._differing(tensors)
-
-    def _differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         form = torch.tensor(crc32(repr(forms).encode()), device=self._collectives.device)
         # A rank without tensors meets the others, too.
         prints = torch.stack(list(map(fingerprint, tensors.values()))) if tensors else form.view(1)
-        everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
-        if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
-            return []
-        are_apart = (each := self._gathered(prints)).ne(each[0]).any(dim=0).tolist()
+        with self._collectives.telling_of("what tells tensors apart"):
+            everywhere = self._gathered(torch.stack([form, fingerprint(prints)])).tolist()
+            if len({theirs for theirs, _ in everywhere}) > 1 or all(each == everywhere[0] for each in everywhere):
+                return []
+            are_apart = (each := self._gathered(prints)).ne(each[0]).any(dim=0).tolist()
         return [name for name, is_apart in zip(tensors, are_apart) if is_apart]
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        self.sent_bytes += self._collectives.sent_bytes("all_gather", mine)
+        self._sent_bytes += self._collectives.sent_bytes("all_gather", mine)
         return self._collectives.all_gather(mine)
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
@@ -121,7 +116,7 @@ class ReplicaAverager:
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = _flatten_dense_tensors(tensors)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        self.sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
+        self._sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
         mean = self._collectives.all_reduce(flat / self._collectives.ranks)
         return mean, flat
 

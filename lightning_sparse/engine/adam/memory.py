@@ -208,9 +208,7 @@ class AdamMemory(ResidualMemory):
             own, mean = self._total_of(torch.stack(list(self._squared_norms.values())).sum(dim=0)).unbind()
             self._norm_ratio = torch.where(mean > 0, (own / mean).sqrt(), independent)
         ratio = independent if self._norm_ratio is None else self._norm_ratio
-        # A norm that is not finite gives a factor of zero or NaN; both leave something that is not finite.
-        self._clip_factor = (self._clipping.norm * ratio / self.gradient_norm).clamp(max=1.0)
-        torch._foreach_mul_(gradients, self._clip_factor)
+        self._clip(gradients, self._clipping.norm * ratio)
 
     @override
     def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:

@@ -7,7 +7,7 @@ Gradient Compression" (arXiv 1712.01887), section 3.2. Decay: SparseLoCo (arXiv 
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol, Union
 
 import torch
 from torch import Tensor
@@ -147,18 +147,17 @@ class ResidualMemory(Memory):
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
         accumulated = in_widened(gradients)
-        self._clip(accumulated)
+        if self._local_clip_norm is not None:
+            self._clip(accumulated, self._local_clip_norm)
         self._accumulate(names, accumulated, hyperparameters)
         return accumulated
 
-    def _clip(self, gradients: list[Tensor]) -> None:
-        if self._local_clip_norm is None:
-            return
+    def _clip(self, gradients: list[Tensor], norm: Union[float, Tensor]) -> None:
+        """Multiply gradients, in place, so that this rank's whole one is not longer than a norm."""
         assert self.gradient_norm is not None
         # What is not finite has such a norm, and a factor of zero or NaN; both leave something that is not finite.
-        factor = (self._local_clip_norm / self.gradient_norm).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
-        self._clip_factor = factor
+        self._clip_factor = (norm / self.gradient_norm).clamp(max=1.0)
+        torch._foreach_mul_(gradients, self._clip_factor)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, element_count
-from lightning_sparse.compressors.selection import (
-    FlatSelection,
-    GroupSelection,
-    Selection,
-    WholeSelection,
-    counts_of,
-    parted,
-)
+from lightning_sparse.compressors.selection import GroupSelection, Selection, WholeSelection, cut, parted
 from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, WireFormat
@@ -168,11 +161,9 @@ class MergedParameters(NamedTuple):
 
     def sent(self, selection: Selection) -> Sequence[Selection]:
         """Return what a selection from ``flat`` holds of each parameter; the host waits for it."""
-        values, indices, _, filled = selection
-        if indices is None:
-            return self._whole(values.reshape(-1))
-        numels = tuple(tensor.numel() for tensor in self.tensors)
-        return FlatSelection(values, indices, numels, counts_of(indices, numels), filled)
+        if selection.indices is None:
+            return self._whole(selection.values.reshape(-1))
+        return cut(selection, tuple(tensor.numel() for tensor in self.tensors))
 
     def means(self, mean: Selection) -> WholeSelection:
         """Return the mean over ranks of each parameter."""
