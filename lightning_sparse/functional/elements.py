@@ -106,23 +106,26 @@ def message_of(sections: Sequence[Tensor]) -> Tensor:
 
 
 class IndexCodec(NamedTuple):
-    """A way to write ascending positions as bytes; a block holds ``2 ** block_bits`` elements."""
+    """A way to write ``room`` ascending positions below ``numel``; a block holds ``2 ** block_bits`` elements."""
 
     block_bits: int
     offset_dtype: torch.dtype
     count_dtype: torch.dtype
+    numel: int
+    room: int
 
-    def nbytes(self, numel: int, count: int) -> int:
-        """Return the bytes that ``count`` positions below ``numel`` take."""
-        return count * self.offset_dtype.itemsize + self._blocks(numel) * self.count_dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """The bytes that positions take: none where there are none."""
+        return self.room * self.offset_dtype.itemsize + self._blocks * self.count_dtype.itemsize
 
-    def encode(self, indices: Tensor, numel: int) -> Tensor:
-        """Write positions, int64 ``[count]``, ascending and below ``numel``, as uint8 ``[nbytes(numel, count)]``."""
-        return self.encode_rows(indices.unsqueeze(0), numel).squeeze(0)
+    def encode(self, indices: Tensor) -> Tensor:
+        """Write positions, int64 ``[room]``, as uint8 ``[nbytes]``."""
+        return self.encode_rows(indices.unsqueeze(0)).squeeze(0)
 
-    def encode_rows(self, indices: Tensor, numel: int) -> Tensor:
-        """Write several rows of positions, int64 ``[rows, count]``, as uint8 ``[rows, nbytes(numel, count)]``."""
-        rows, blocks = len(indices), self._blocks(numel)
+    def encode_rows(self, indices: Tensor) -> Tensor:
+        """Write several rows of positions, int64 ``[rows, room]``, as uint8 ``[rows, nbytes]``."""
+        rows, blocks = len(indices), self._blocks
         starts = torch.arange(rows * blocks + 1, device=indices.device) << self.block_bits
         laid = indices
         if rows > 1:
@@ -131,13 +134,13 @@ class IndexCodec(NamedTuple):
         offsets = ((indices & self._mask) + torch.iinfo(self.offset_dtype).min).to(self.offset_dtype)
         return torch.cat([offsets.view(torch.uint8), counts.view(torch.uint8)], dim=1)
 
-    def decode(self, wires: Tensor, numel: int, count: int) -> Tensor:
-        """Read what ranks have written, uint8 ``[ranks, nbytes(numel, count)]``, as int64 ``[ranks, count]``."""
-        ranks = len(wires)
+    def decode(self, wires: Tensor) -> Tensor:
+        """Read what ranks have written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
+        ranks, count = len(wires), self.room
         offset_bytes = count * self.offset_dtype.itemsize
         offsets = read_as(wires[:, :offset_bytes], self.offset_dtype).long() - torch.iinfo(self.offset_dtype).min
-        counts = read_as(wires[:, offset_bytes:], self.count_dtype).long()
-        starts = torch.arange(self._blocks(numel), device=wires.device) << self.block_bits
+        counts = read_as(wires[:, offset_bytes : self.nbytes], self.count_dtype).long()
+        starts = torch.arange(self._blocks, device=wires.device) << self.block_bits
         # The size is known, so a GPU need not be asked for it.
         block_starts = torch.repeat_interleave(starts.repeat(ranks), counts.flatten(), output_size=ranks * count)
         return offsets.add_(block_starts.view(ranks, count))
@@ -146,17 +149,14 @@ class IndexCodec(NamedTuple):
     def _mask(self) -> int:
         return (1 << self.block_bits) - 1
 
-    def _blocks(self, numel: int) -> int:
-        return (numel + self._mask) >> self.block_bits
+    @property
+    def _blocks(self) -> int:
+        return (self.numel + self._mask) >> self.block_bits if self.room else 0
 
 
-_CODECS = (
-    IndexCodec(16, torch.int16, torch.int32),
-    IndexCodec(8, torch.uint8, torch.int16),
-    IndexCodec(32, torch.int32, torch.int32),
-)
+_FORMS = ((16, torch.int16, torch.int32), (8, torch.uint8, torch.int16), (32, torch.int32, torch.int32))
 
 
 def index_codec(numel: int, count: int) -> IndexCodec:
     """Choose the narrowest codec for ``count`` positions below ``numel``."""
-    return min(_CODECS, key=lambda codec: codec.nbytes(numel, count))
+    return min((IndexCodec(*form, numel, count) for form in _FORMS), key=lambda codec: codec.nbytes)

@@ -39,7 +39,7 @@ class GatherFormat(WireFormat):
         values, indices, numel = selected.values, selected.indices, selected.numel
         codec = index_codec(numel, values.numel())
         written, sent = self._write(selected)
-        sections = [written, codec.encode(indices, numel)]
+        sections = [written, codec.encode(indices)]
         wires = yield Payload("all_gather", message_of(sections if used is None else [*sections, used]))
         sizes = [section.numel() for section in sections]
         value_bytes, index_bytes, rest = wires.split([*sizes, wires.shape[1] - sum(sizes)], dim=1)
@@ -48,7 +48,7 @@ class GatherFormat(WireFormat):
         return Arrival(
             finite=received.isfinite().all(),
             used=None if used is None else rest[:, : used.numel()].bool().any(dim=0),
-            means=selected.replaced(received, codec.decode(index_bytes, numel, values.numel())),
+            means=selected.replaced(received, codec.decode(index_bytes)),
             kept=selected.replaced(values - sent.to(values.dtype), indices),
         )
 
@@ -80,4 +80,4 @@ class GatherFormat(WireFormat):
         nbytes = count * self.dtype.itemsize
         if self._bits is not None:
             nbytes = len(sizes) * BIN_MEANS.itemsize * 2**self._bits + packed_nbytes(count, self._bits)
-        return [Transfer("all_gather", aligned(nbytes + index_codec(numel, count).nbytes(numel, count)))]
+        return [Transfer("all_gather", aligned(nbytes + index_codec(numel, count).nbytes))]

@@ -83,10 +83,9 @@ class OwnersFormat(WireFormat):
         places = _largest(_sums(proposals, shares), shares, self.rank)
 
         codec = index_codec(shares.extent, shares.final)
-        section = codec.encode(places, shares.extent)
+        section = codec.encode(places)
         wires = yield Payload("all_gather", message_of([section] if used is None else [section, used]))
-        places = codec.decode(wires[:, : len(section)], shares.extent, shares.final)
-        indices = _positions(places, shares).flatten().sort().values
+        indices = _positions(codec.decode(wires), shares).flatten().sort().values
         chosen = FlatSelection.at(accumulated, indices, tuple(self.ranks * final for final in shares.finals))
         arrival = yield from self._values.average(chosen)
         if used is None:
@@ -101,12 +100,10 @@ class OwnersFormat(WireFormat):
     def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
         shares = _shares_of(numels, counts, self.ranks, self._keep)
-        message = shares.room * _PROPOSED.itemsize
-        message += index_codec(shares.universe, shares.room).nbytes(shares.universe, shares.room)
-        places = index_codec(shares.extent, shares.final).nbytes(shares.extent, shares.final)
+        message = shares.room * _PROPOSED.itemsize + index_codec(shares.universe, shares.room).nbytes
         return [
             Transfer("all_to_all", self.ranks * aligned(message)),
-            Transfer("all_gather", aligned(places)),
+            Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes)),
             *self._values.average_transfers([self.ranks * final for final in shares.finals]),
         ]
 
@@ -169,8 +166,7 @@ def _proposals(selected: FlatSelection, shares: _Shares) -> Tensor:
     values = sent.new_zeros(ranks * room + 1).index_copy_(0, slot, sent[order])[:-1].view(ranks, room)
     places = torch.arange(shares.extent, shares.universe, device=owner.device).repeat(ranks + 1)[: ranks * room + 1]
     places = places.index_copy_(0, slot, place[order])[:-1].view(ranks, room)
-    codec = index_codec(shares.universe, room)
-    return message_of([values.view(torch.uint8), codec.encode_rows(places, shares.universe)])
+    return message_of([values.view(torch.uint8), index_codec(shares.universe, room).encode_rows(places)])
 
 
 def _fitting(selected: FlatSelection, owner: Tensor, shares: _Shares) -> Tensor:
@@ -196,9 +192,7 @@ def _sums(proposals: Tensor, shares: _Shares) -> Tensor:
     nbytes = shares.room * _PROPOSED.itemsize
     # Divided before they are added, so that a sum of large values stays finite.
     values = read_as(proposals[:, :nbytes], _PROPOSED).float().div_(shares.ranks)
-    codec = index_codec(shares.universe, shares.room)
-    end = nbytes + codec.nbytes(shares.universe, shares.room)
-    places = codec.decode(proposals[:, nbytes:end], shares.universe, shares.room)
+    places = index_codec(shares.universe, shares.room).decode(proposals[:, nbytes:])
     return add_rows(values, places, values.new_zeros(shares.universe))
 
 

@@ -1,7 +1,7 @@
 """Every rank selects elements of its own, and all ranks contribute their values wherever anybody selected."""
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -63,14 +63,14 @@ class UnionFormat(WireFormat):
         room = self._room.get(place, 0)
         header = torch.full((1,), mine.numel(), dtype=torch.int64, device=mine.device).view(torch.uint8)
         header = header if used is None else torch.cat([header, used])
-        first = _Positions(selection.numel, room)
-        received = yield Payload("all_gather", message_of([header, first.written(mine[:room])]))
+        first = _codec_of(selection.numel, room)
+        received = yield Payload("all_gather", message_of([header, _written(first, mine[:room])]))
         # Sizes follow from the counts: on a GPU the host has to wait for them here, and for that of the union below.
         most = int(max(read_as(received[:, :_COUNT_BYTES], torch.int64).flatten().tolist()))
-        found = [first.read(received[:, header.numel() :])]
+        found = [first.decode(received[:, header.numel() :])]
         if most > room:
-            rest = _Positions(selection.numel, most - room)
-            found.append(rest.read((yield Payload("all_gather", rest.written(mine[room:])))))
+            rest = _codec_of(selection.numel, most - room)
+            found.append(rest.decode((yield Payload("all_gather", _written(rest, mine[room:])))))
         self._room[place] = _room_after(room, most)
         union = torch.cat([positions.flatten() for positions in found]).unique()
         return union, None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
@@ -80,36 +80,19 @@ class UnionFormat(WireFormat):
         """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         room = _room_after(0, -(-selected // self.ranks))
-        first = Transfer("all_gather", aligned(_COUNT_BYTES + _Positions(numel, room).nbytes))
+        first = Transfer("all_gather", aligned(_COUNT_BYTES + _codec_of(numel, room).nbytes))
         return [first, *self._values.average_transfers([size.selected for size in sizes])] if selected else [first]
 
 
-class _Positions(NamedTuple):
-    """A message of ``room`` positions below ``numel``, filled up with positions beyond."""
+def _codec_of(numel: int, room: int) -> IndexCodec:
+    """Return how so many positions are written, filled up with positions beyond the last of ``numel`` elements."""
+    return index_codec(numel + room, room)
 
-    numel: int
-    room: int
 
-    @property
-    def nbytes(self) -> int:
-        return self._codec.nbytes(self.numel + self.room, self.room) if self.room else 0
-
-    def written(self, positions: Tensor) -> Tensor:
-        """Write positions, int64 ``[at most room]`` and ascending, as uint8 ``[nbytes]``."""
-        if not self.room:
-            return positions.new_empty(0, dtype=torch.uint8)
-        padding = torch.arange(self.numel, self.numel + self.room - len(positions), device=positions.device)
-        return self._codec.encode(torch.cat([positions, padding]), self.numel + self.room)
-
-    def read(self, wires: Tensor) -> Tensor:
-        """Read what each rank has written, uint8 ``[ranks, nbytes or more]``, as int64 ``[ranks, room]``."""
-        if not self.room:
-            return torch.empty(len(wires), 0, dtype=torch.int64, device=wires.device)
-        return self._codec.decode(wires[:, : self.nbytes], self.numel + self.room, self.room)
-
-    @property
-    def _codec(self) -> IndexCodec:
-        return index_codec(self.numel + self.room, self.room)
+def _written(codec: IndexCodec, positions: Tensor) -> Tensor:
+    beyond = codec.numel - codec.room
+    padding = torch.arange(beyond, codec.numel - len(positions), device=positions.device)
+    return codec.encode(torch.cat([positions, padding]))
 
 
 def _room_after(room: int, most: int) -> int:
