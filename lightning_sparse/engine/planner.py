@@ -74,7 +74,6 @@ class StepPlanner(Planner):
         holds_groups: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.plan: Optional[Plan] = None
         self._schedule = schedule
         self._collectives = collectives
         self._recorder = recorder

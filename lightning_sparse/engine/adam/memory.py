@@ -83,9 +83,10 @@ class AdamMemory(ResidualMemory):
         self._total_of = total_of
         self._moments: dict[str, AdamMoments] = {}  # of the parameters whose updates are accumulated
         self._in_updates: set[str] = set()  # of which updates wait, not gradients
-        self._second_steps: dict[str, int] = {}  # that their second moments are of
+        self.second_steps: dict[str, int] = {}  # of the optimizer, that their second moments are of
         self._local: dict[str, Tensor] = {}  # gradients of this step, where their mean is wanted
-        self._arrived: dict[str, Optional[Tensor]] = {}  # where, in this step
+        # Where corrected gradients were written in this step, int64 ``[ranks, count]``; ``None`` for what came whole.
+        self.arrived: dict[str, Optional[Tensor]] = {}
         self._update_norms: dict[str, Tensor] = {}
         # Of this step, where a backward has been seen to be one of several: the mean gradient, and of which step the
         # second moment was before.
@@ -96,14 +97,6 @@ class AdamMemory(ResidualMemory):
     def clip_to(self, clipping: Clipping) -> None:
         self._clipping = clipping
         self.clips_gradients = clipping.norm is not None
-
-    def second_step(self, name: str) -> int:
-        """Return the optimizer step that the second moment of a corrected parameter is of."""
-        return self._second_steps[name]
-
-    def take_arrived(self, name: str) -> Optional[Tensor]:
-        """Return, once, where a corrected gradient was written, int64 ``[ranks, count]``; ``None`` if it came whole."""
-        return self._arrived.pop(name, None)
 
     @override
     def compensate(
@@ -129,7 +122,7 @@ class AdamMemory(ResidualMemory):
         known = self._moments.pop(name, None)
         if present is not None:
             self._moments[name] = present
-            self._second_steps.setdefault(name, present.step - 1)
+            self.second_steps.setdefault(name, present.step - 1)
             if name not in self._in_updates:
                 self._turn_to_updates(name, present)
         elif name in self._in_updates:
@@ -153,7 +146,7 @@ class AdamMemory(ResidualMemory):
             del self._residuals[name]  # of an optimizer that has been replaced since: its units are not known
         else:
             self._residuals[name].mul_(self._denominator(name, known))
-        self._second_steps.pop(name, None)
+        self.second_steps.pop(name, None)
 
     @override
     def leave(self) -> None:
@@ -162,7 +155,7 @@ class AdamMemory(ResidualMemory):
             self._return_to_gradients(name, self._moments.pop(name, None))
 
     def _denominator(self, name: str, moments: AdamMoments) -> Tensor:
-        return denominator(self._preconditioners({name: moments})[0], moments.scalars(self._second_steps[name]))
+        return denominator(self._preconditioners({name: moments})[0], moments.scalars(self.second_steps[name]))
 
     def _shared(self, flat: Tensor) -> Tensor:
         return flat if self._share_of is None else self._share_of(flat)
@@ -193,7 +186,7 @@ class AdamMemory(ResidualMemory):
         return in_widened([self._shared(each.preconditioner) for each in moments.values()])
 
     def _scalars(self, moments: Mapping[str, AdamMoments]) -> list[AdamScalars]:
-        return [each.scalars(self._second_steps[name]) for name, each in moments.items()]
+        return [each.scalars(self.second_steps[name]) for name, each in moments.items()]
 
     def _clip_as_mean(self, gradients: list[Tensor]) -> None:
         if self._clipping.value is not None:
@@ -219,13 +212,13 @@ class AdamMemory(ResidualMemory):
         arrived = [means[position].indices for position in corrected]
         # What arrives at other ranks of the node is not known here.
         known = arrived if self._share_of is None else [None] * len(corrected)
-        self._arrived.update(zip((names[position] for position in corrected), known))
+        self.arrived.update(zip((names[position] for position in corrected), known))
         own = [updates[position] for position in corrected]
         to_gradients(own, arrived, self._preconditioners(moments), self._scalars(moments))
 
     def _is_due(self, name: str) -> bool:
         step = self._moments[name].step
-        return step - self._second_steps[name] >= max(self.correction.refresh_steps, int(_GROWTH * step))
+        return step - self.second_steps[name] >= max(self.correction.refresh_steps, int(_GROWTH * step))
 
     @override
     def after_exchange(
@@ -251,7 +244,7 @@ class AdamMemory(ResidualMemory):
     def _learn(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
         for name, mean in zip(names, means):
             moments = self._moments[name]
-            earlier, known = self._learned.get(name, (None, self._second_steps[name]))
+            earlier, known = self._learned.get(name, (None, self.second_steps[name]))
             share = max(_LEAST_KEPT, moments.beta2 ** (moments.step - known))
             # Both as torch keeps them: with the bias of their step.
             old, new = (1 - moments.beta2**step for step in (known, moments.step))
@@ -267,7 +260,7 @@ class AdamMemory(ResidualMemory):
                 self._learned[name] = mean, known
             if moments.largest is not None:
                 torch.maximum(moments.largest, moments.second, out=moments.largest)
-            self._second_steps[name] = moments.step
+            self.second_steps[name] = moments.step
 
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
@@ -288,7 +281,7 @@ class AdamMemory(ResidualMemory):
         if not norms:
             return statistics
         waiting = torch._foreach_norm([self._residuals[name] for name in self._moments])
-        ages = [moments.step - self._second_steps[name] for name, moments in self._moments.items()]
+        ages = [moments.step - self.second_steps[name] for name, moments in self._moments.items()]
         return {
             **statistics,
             "update_error": torch.stack(list(waiting)).norm() / torch.stack(norms).norm(),
@@ -303,13 +296,13 @@ class AdamMemory(ResidualMemory):
             **state,
             "residual": {name: tensor for name, tensor in residuals.items() if name not in self._in_updates},
             "update": {name: tensor for name, tensor in residuals.items() if name in self._in_updates},
-            "second_moment_step": {name: _saved([step]) for name, step in self._second_steps.items()},
+            "second_moment_step": {name: _saved([step]) for name, step in self.second_steps.items()},
             "squared_norms": dict(self._squared_norms),
             # A step of several backwards may be unfinished; all of it tells that there are such steps.
             "learned_mean": {name: mean for name, (mean, _) in self._learned.items()},
             "learned_since": {
                 name: _saved([self._learned[name][1] if name in self._learned else -1])
-                for name in (self._second_steps if self._has_pieces else ())
+                for name in (self.second_steps if self._has_pieces else ())
             },
             "second_moment_mean": {name: _saved(mean) for name, mean in self.second_means.items()},
             "warm_up": {} if self.warm_up is None else dict.fromkeys(self.second_means, _saved(self.warm_up)),
@@ -323,7 +316,7 @@ class AdamMemory(ResidualMemory):
         self._moments.clear()
         self._squared_norms = cloned(state.get("squared_norms", {}))
         self._norm_ratio = None
-        self._second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
+        self.second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self._has_pieces = bool(state.get("learned_since"))
         since = {name: int(step) for name, step in state.get("learned_since", {}).items()}
         learned = state.get("learned_mean", {})

@@ -255,9 +255,9 @@ class AdamSteps:
         apply_updates(
             wide,
             in_widened([laid_flat(gradient, held_of(parameter)) for parameter, gradient in zip(held, unscaled)]),
-            list(map(self._memory.take_arrived, names)),
+            [self._memory.arrived.pop(name, None) for name in names],
             in_widened([each.preconditioner for each in moments]),
-            [each.scalars(self._memory.second_step(name)) for each, name in zip(moments, names)],
+            [each.scalars(self._memory.second_steps[name]) for each, name in zip(moments, names)],
             -float(group["lr"]) if group["maximize"] else float(group["lr"]),
             1 - float(group["lr"]) * decay,
         )
