@@ -82,11 +82,9 @@ class _Told(NamedTuple):
 class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
-    What a rank holds, a copy of the model or its shard of one, goes to the ranks that hold the same of other replicas.
-    A replica's change counts by the samples that its ranks have seen, or by batches, or by steps where nobody tells of
-    batches. Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model
-    is asked for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that
-    begins, and what it returns on the worker before that exchange.
+    Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model is asked
+    for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that begins,
+    and what it returns on the worker before that exchange.
     """
 
     are_apart = True
