@@ -21,8 +21,9 @@ from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline
-from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
+from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
 
@@ -209,7 +210,8 @@ class VirtualRank:
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
         self._densities = Densities(compressor, settings.density_at(0))
         memory = settings.memory_for({torch.float32}, ranks)
-        self._pipeline = Pipeline(compressor, memory, wires, self._collectives, self.recorder, self._densities.of)
+        levels = OneLevel(Channel(self._collectives, self.recorder))
+        self._pipeline = Pipeline(compressor, memory, wires, levels, self._densities.of)
 
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]

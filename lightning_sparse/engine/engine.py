@@ -77,8 +77,7 @@ class Engine(Uncopied):
         total_of, share_of = self.levels.total_of, self.levels.share_of if cuts else None
         self.memory = settings.memory_for(dtypes, across.ranks, share_of, total_of)
         self.planner = self._planner_of(settings, say)
-        parts = (wires, across, self.recorder, self.densities.of, self.levels, self.planner)
-        self.pipeline = Pipeline(self.compressor, self.memory, *parts)
+        self.pipeline = Pipeline(self.compressor, self.memory, wires, self.levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
         self.stream = self._stream_from(ddp)
         self.replicas = self._replicas_of(ddp.module, say)

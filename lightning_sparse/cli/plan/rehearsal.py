@@ -13,7 +13,9 @@ from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.step import LocalGradient, Pipeline
+from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
+from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.schedule.hiding import Line, fit
 
 _CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
@@ -102,8 +104,7 @@ def rehearsed_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, dev
         compressor,
         settings.memory_for({torch.float32}, ranks),
         settings.wires_for(0, ranks),
-        EchoCollectives(ranks, device),
-        Recorder(device, ranks),
+        OneLevel(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
         density_of=lambda name: compressor.density_of(name, settings.density),
     )
 

@@ -47,13 +47,11 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
-from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
-from lightning_sparse.engine.observe import Mark, Recorder
+from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
-from lightning_sparse.engine.step.worker import Channel
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.engine.wire.base import Arrival, Payload
 from lightning_sparse.functional.elements import round_to
@@ -101,20 +99,17 @@ class Pipeline:
         compressor: Compressor,
         memory: Memory,
         wires: Wires,
-        collectives: Collectives,
-        recorder: Recorder,
+        levels: OneLevel,
         density_of: Callable[[str], float],
-        levels: Optional[OneLevel] = None,
         planner: Optional[Planner] = None,
     ) -> None:
         self.compressor = compressor
         self.memory = memory
-        self.wires = wires
-        self.collectives = collectives
-        self.recorder = recorder
+        self.levels = levels
+        self.collectives = levels.across.collectives
+        self.recorder = levels.across.recorder
         self.density_of = density_of
         self.context = NOTHING_KNOWN
-        self.levels = OneLevel(Channel(collectives, recorder)) if levels is None else levels
         self._planner = Planner() if planner is None else planner
         self._shares: dict[str, LocalGradient] = {}  # of a step whose norm is measured before any group is exchanged
         self.selector = GroupSelector(compressor, wires)
