@@ -46,7 +46,7 @@ class RequeueAtStepEnd(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._signals is not None and trainer.world_size > 1:
-            self._signals.connect(trainer.strategy, lambda: self._answer(trainer, "waits"))
+            self._signals.connect(trainer, lambda: self._answer(trainer, "waits"))
 
     @override
     def on_train_batch_end(

@@ -17,21 +17,13 @@ class _Table(NamedTuple):
     """A Lightning's table of strategies, and our classes for it: of whole models, and of sharded ones."""
 
     registry: str
-    whole: tuple[str, str]
-    sharded: tuple[str, str]
+    whole: str
+    sharded: str
 
 
-_TRAINERS = _Table(
-    "StrategyRegistry",
-    ("lightning_sparse.strategy.trainer", "SparseDDPStrategy"),
-    ("lightning_sparse.strategy.sharded", "SparseModelParallelStrategy"),
-)
-_FABRICS = _Table(
-    "STRATEGY_REGISTRY",
-    ("lightning_sparse.strategy.fabric", "SparseFabricStrategy"),
-    ("lightning_sparse.strategy.sharded", "SparseFabricModelParallelStrategy"),
-)
-# For each package of a Lightning the table of its strategies, and where our class for it is.
+_TRAINERS = _Table("StrategyRegistry", "SparseDDPStrategy", "SparseModelParallelStrategy")
+_FABRICS = _Table("STRATEGY_REGISTRY", "SparseFabricStrategy", "SparseFabricModelParallelStrategy")
+# For each package of a Lightning the table of its strategies.
 TABLES = {
     "pytorch_lightning": _TRAINERS,
     "lightning.pytorch": _TRAINERS,
@@ -49,13 +41,7 @@ class System(NamedTuple):
     is_sharded: bool = False
 
     def variants(self) -> dict[str, dict[str, Any]]:
-        """Return every strategy name of the system with its arguments, one for each way to launch it.
-
-        Example::
-
-            >>> list(AUTO.variants())[:2]
-            ['sparse_auto', 'sparse_auto_spawn']
-        """
+        """Return every strategy name of the system with its arguments, one for each way to launch it."""
         if self.is_sharded:  # which Lightning launches as a script alone
             return {self.name: self.arguments}
         return {
@@ -148,15 +134,14 @@ class _Row(dict[str, Any]):
     def __init__(self, lightning: str, name: str, system: System, arguments: dict[str, Any]) -> None:
         super().__init__(description=system.description, init_params=arguments, strategy_name=name)
         self._lightning = lightning
-        self._place = TABLES[lightning].sharded if system.is_sharded else TABLES[lightning].whole
+        self._class = TABLES[lightning].sharded if system.is_sharded else TABLES[lightning].whole
 
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
         ours = import_module("lightning_sparse.strategy.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
-            module, kind = self._place
-            self[key] = getattr(import_module(module), kind)
+            self[key] = getattr(import_module("lightning_sparse"), self._class)
             return self[key]
         raise TypeError(f"strategy={self['strategy_name']!r} is {ours.CURE}")
 
@@ -166,7 +151,7 @@ def register_names(lightning: str) -> None:
     table = TABLES[lightning]
     strategies = getattr(import_module(f"{lightning}.strategies"), table.registry)
     # A class path alone, without arguments, reaches Lightning as a word, which it asks for in small letters.
-    path = f"lightning_sparse.{table.whole[1]}".lower()
+    path = f"lightning_sparse.{table.whole}".lower()
     if path in strategies:  # of a Lightning that is imported anew the table is the same
         return
     known = strategies.available_strategies

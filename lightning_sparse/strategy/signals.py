@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.strategy.lightning import SIGTERMException, Strategy, Trainer
+from lightning_sparse.strategy.lightning import SIGTERMException, Trainer
 
 
 class Signals(Uncopied):
@@ -37,8 +37,9 @@ class Signals(Uncopied):
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self.is_noted = True
 
-    def connect(self, strategy: Strategy, answer: Callable[[], None]) -> None:
+    def connect(self, trainer: Trainer, answer: Callable[[], None]) -> None:
         """Have ranks hear of each other from now on; all must call. Those that wait ``answer`` what they hear."""
+        strategy: Any = trainer.strategy
         is_gloo, device = dist.get_backend() == "gloo", strategy.root_device
         self._is_connected, self.answer = True, answer
         self._rounds = getattr(strategy, "rounds", None)
@@ -104,7 +105,7 @@ class Termination:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._signals = Signals(signal.SIGTERM)
-        self._signals.connect(trainer.strategy, self._end)
+        self._signals.connect(trainer, self._end)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
     @classmethod
