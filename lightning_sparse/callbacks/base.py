@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, cast
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.strategy.lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
@@ -29,7 +28,6 @@ class StepObserver(Callback):
 
     def before_step(self, trainer: Trainer, engine: Engine) -> None:
         """Ask for what is to be seen of the step."""
-        return
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         """Look at the step, on all ranks."""
@@ -135,22 +133,9 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def gather(strategy: SparseDDPStrategy, row: Tensor) -> Tensor:
-    """Gather ``[n]`` from every rank as ``[ranks, n]``, on the CPU."""
-    if strategy.has_uneven_batches:
-        return row.cpu().unsqueeze(0)
-    # Lightning's all_gather warns with torch 2.13. A sum of rows that only one rank fills is the same to the bit.
-    rows = torch.zeros(strategy.world_size, row.numel(), dtype=row.dtype, device=strategy.root_device)
-    rows[strategy.global_rank] = row.to(strategy.root_device)
-    total = strategy.reduce(rows, reduce_op="sum")
-    assert isinstance(total, Tensor)
-    return total.cpu()
-
-
-def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[list[float]]:
-    """Gather equally many numbers from every rank."""
-    rows: list[list[float]] = gather(strategy, torch.tensor(numbers, dtype=torch.float64)).tolist()
-    return rows
+def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[Sequence[float]]:
+    """Gather equally many numbers from every rank, where all make the same steps; else return this one's."""
+    return [numbers] if strategy.has_uneven_batches else gather_together(numbers)
 
 
 def mean_over_ranks(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[float]:

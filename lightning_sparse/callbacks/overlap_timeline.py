@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver, engine_of, gather_rows, say, sparse_strategy, step_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.observe import Clock, Mark, StepMarks
 from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
@@ -122,7 +123,7 @@ class OverlapTimeline(StepObserver):
         if recorder.last is not None and recorder.last.marks.ready:
             numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
             slices = step_slices(recorder.last.marks, *recorder.clock.reference(), numels)
-        written = [strategy.broadcast(slices, rank) for rank in range(strategy.world_size)]
+        written = gather_together(slices)
         offsets = _clock_offsets(strategy)
         ranks = [
             [each._replace(start=each.start - offset, end=each.end - offset) for each in rank]

@@ -6,8 +6,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, gather, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver, sparse_strategy
 from lightning_sparse.compressors.base import checked_count
+from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.functional.reductions import fingerprint
 from lightning_sparse.registry import one_of
 from lightning_sparse.strategy.lightning import LightningModule, Trainer
@@ -62,7 +63,7 @@ class ReplicaSentinel(StepObserver):
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         parameters = dict(pl_module.named_parameters())
-        rows = gather(strategy, torch.stack([fingerprint(parameter) for parameter in parameters.values()]))
+        rows = torch.stack(gather_together(torch.stack(list(map(fingerprint, parameters.values()))).cpu()))
         differs = (rows != rows[0]).any(dim=0)
         if not differs.any():
             return

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.callbacks.base import gather_rows
 from lightning_sparse.callbacks.compression_monitor import batch_size
 from tests.helpers.loggers import events_of, rows_of
 from tests.helpers.statistics import MEASURED, STATS
@@ -197,18 +196,6 @@ def test_steps_of_plain_ddp_are_logged_as_far_as_they_are_known(pair, tmp_path):
     assert float(second["sparse/exposed_seconds"]) > 0
     charts = events_of(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"sparse/exposed_seconds$" in charts
-
-
-def gather(rank):
-    trainer = run_fit(rank, SparseDDPStrategy(), fast_dev_run=True)
-    return gather_rows(trainer.strategy, [0.1 + rank, math.inf, math.nan if rank else -1.0])
-
-
-def test_rows_arrive_as_they_were(pair):
-    for rows in pair.run(gather):
-        assert rows[0] == [0.1, math.inf, -1.0]
-        assert rows[1][:2] == [1.1, math.inf]
-        assert math.isnan(rows[1][2])
 
 
 class Unsized(Small):
