@@ -1,8 +1,7 @@
 """Write what each rank keeps beside Lightning's checkpoint, read it again, and delete both together."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Optional, Union
 from uuid import uuid4
@@ -53,10 +52,8 @@ class Checkpointer:
         if kept is None:
             write_file(checkpoint, filepath, storage_options)
             self._written[str(filepath)] = ""
-            if self._strategy.is_global_zero and not self._is_asynchronous:
-                with _only_warned_of(state_folder(filepath)):
-                    if saves_beside(filepath):
-                        self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
+            if self._strategy.is_global_zero and not self._is_asynchronous and saves_beside(filepath):
+                self._remove(state_folder(filepath))
             return
         if self._is_asynchronous:
             # Waits until the last file is written; the next one starts it again.
@@ -93,20 +90,28 @@ class Checkpointer:
     def remove(self, filepath: PathLike) -> None:
         """Delete the ranks' parts of a checkpoint whose file has been deleted."""
         save = self._written.pop(str(filepath), None)
-        with _only_warned_of(state_folder(filepath)):
-            if saves_beside(filepath):
-                if self._strategy.local_rank == 0:
-                    self._strategy.checkpoint_io.remove_checkpoint(state_folder(filepath))
-            elif save:
-                path = shard_path(filepath, save, self._strategy.global_rank)
-                self._strategy.checkpoint_io.remove_checkpoint(path)
+        if saves_beside(filepath):
+            if self._strategy.local_rank == 0:
+                self._remove(state_folder(filepath))
+        elif save:
+            self._remove(shard_path(filepath, save, self._strategy.global_rank))
 
     def _remove_saves(self, filepath: PathLike, saves: set[str]) -> None:
         if self._strategy.local_rank == 0:
             for save in saves.intersection(saves_beside(filepath)):
-                path = f"{state_folder(filepath)}/{save}"
-                with _only_warned_of(path):
-                    self._strategy.checkpoint_io.remove_checkpoint(path)
+                self._remove(f"{state_folder(filepath)}/{save}")
+
+    def _remove(self, path: str) -> None:
+        """Remove what is of no use any more. Who raises here leaves the other ranks waiting, for nothing."""
+        try:
+            self._strategy.checkpoint_io.remove_checkpoint(path)
+        except FileNotFoundError:  # on a shared file system another rank may have been faster
+            pass
+        except OSError as error:
+            warnings.warn(
+                f"{path} is of no use any more and could not be removed ({error}): delete it by hand if it stays",
+                stacklevel=3,
+            )
 
     def note(self, checkpoint: dict[str, Any], filepath: PathLike) -> None:
         """Record a checkpoint of Lightning's that was read."""
@@ -202,17 +207,3 @@ class Checkpointer:
         """Forget what was written and read."""
         self._written.clear()
         self.loaded = None
-
-
-@contextmanager
-def _only_warned_of(path: str) -> Iterator[None]:
-    """Remove inside what is of no use any more. Who raises here leaves the other ranks waiting, for nothing."""
-    try:
-        yield
-    except FileNotFoundError:  # on a shared file system another rank may have been faster
-        pass
-    except OSError as error:
-        warnings.warn(
-            f"{path} is of no use any more and could not be removed ({error}): delete it by hand if it stays",
-            stacklevel=4,
-        )
