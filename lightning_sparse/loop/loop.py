@@ -5,10 +5,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
@@ -25,6 +26,7 @@ from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
+from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
 from lightning_sparse.loop.summary import (
@@ -38,7 +40,7 @@ from lightning_sparse.loop.summary import (
     warning_for,
     warning_of_rounds,
 )
-from lightning_sparse.schedule import Plan
+from lightning_sparse.schedule import Auto, Plan
 
 CLOSED = (
     "closed: to train on, wrap the model in a new DistributedDataParallel, or build it and fully_shard it anew, and"
@@ -47,16 +49,6 @@ CLOSED = (
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
-
-
-class Choice(Protocol):
-    """Whether the coming steps are left to plain DDP, decided anew after each."""
-
-    wants_plain: bool
-    verdict: str
-
-    def end_step(self) -> None:
-        """End an optimizer's step; on every rank."""
 
 
 class Loop:
@@ -76,7 +68,7 @@ class Loop:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
         self.is_plain = False  # the model is wrapped for plain DDP
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
-        self.choice: Optional[Choice] = None
+        self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
         self.clipping = NOT_CLIPPED  # of the gradients that the next updates are made of
         self.is_island = False  # DDP exchanges gradients between the ranks of a node, in each local step
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
@@ -119,6 +111,8 @@ class Loop:
         self.is_island = engine.topology.are_islands
         self.view = OptimizerView(parameters, optimizers, settings.feedback, engine.target_density, engine.memory)
         self.clipping = settings.clipping if self.corrects_adam else NOT_CLIPPED
+        if isinstance(settings.schedule, Auto):
+            self.choice = BackendChoice(engine, self._device, self._say)
         # Torch's all have hooks; wrappers of other packages may not.
         hooked = (each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks"))
         self._handles = [each.register_step_post_hook(self._after_step) for each in hooked]
@@ -141,9 +135,10 @@ class Loop:
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
-        self.view.adam.total_steps = total_steps
-        if self.view.adam.is_dense:
-            self._say(takes_adam(self._settings, self.optimizers, total_steps))
+        if self.view.adam is not None:
+            self.view.adam.total_steps = total_steps
+            if self.view.adam.is_dense:
+                self._say(takes_adam(self._settings, self.optimizers, total_steps))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
@@ -170,7 +165,7 @@ class Loop:
     def clipped_before(self, clipping: Clipping) -> Iterator[None]:
         """Have the gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
         self.expect_clipping(clipping)
-        with self.view.adam.hidden():
+        with nullcontext() if self.view.adam is None else self.view.adam.hidden():
             yield
 
     def wants_plain(self) -> bool:
@@ -180,11 +175,12 @@ class Loop:
             return False
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
-        warm_up = self.view.adam.look(self.engine.mean_over_ranks)
-        if warm_up is not None:
-            self._say(tells_warm_up(warm_up, self._settings.density))
-        if self.view.adam.is_dense:
-            return True
+        if self.view.adam is not None:
+            warm_up = self.view.adam.look(self.engine.mean_over_ranks)
+            if warm_up is not None:
+                self._say(tells_warm_up(warm_up, self._settings.density))
+            if self.view.adam.is_dense:
+                return True
         if self.choice is None:
             return False
         return self.choice.wants_plain if is_at_border else self.is_plain
@@ -371,17 +367,15 @@ class Loop:
                 self._scaler.load_state_dict(state["scaler"])
         return "plan" not in kept or self.engine.restore_plan(kept["plan"], topology or self.engine.topology)
 
-    def remember(
-        self, stats: Mapping[str, float], plan: Optional[Plan], state: Optional[dict[str, Any]] = None
-    ) -> None:
+    def remember(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
         """Know what a training has come to that has ended, maybe in other processes."""
-        self._final_stats, self._final_plan, self.final_state = dict(stats), plan, state
+        self._final_stats, self._final_plan = dict(stats), plan
+        self.final_state: Optional[dict[str, Any]] = None
 
-    def end(self, has_failed: bool = False, keep: Callable[[Any], Any] = lambda state: None) -> None:
+    def end(self, has_failed: bool = False, keeps_state: bool = False) -> None:
         """End the exchange and leave the optimizers alone; safe to call twice.
 
-        ``has_failed`` says that training ends by an error of this rank, for which others may wait; ``keep`` returns
-        what is to stay of the engine's state.
+        ``has_failed`` says that training ends by an error of this rank, for which others may wait.
         """
         for handle in self._handles:
             handle.remove()
@@ -392,8 +386,9 @@ class Loop:
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
             if stats.get("total_steps") and not has_failed and engine.topology[0] > 1:
                 self._say(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
-            is_whole = engine.close(has_failed)
-            self.remember(stats, plan, keep(engine.state_dict()) if is_whole and can_ask else None)
+            self.remember(stats, plan)
+            if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
+                self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), engine.state_dict())
             self.engine = None
         vars(self).pop("_ddp", None)
         self.view.close()

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -14,7 +14,7 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
+from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.collectives import gather_apart
@@ -46,36 +46,13 @@ class _Taken(NamedTuple):
     scaled_decay: float
 
 
-class Uncorrected:
-    """What stands in the place of :class:`AdamSteps` where no optimizer is corrected."""
-
-    names: Mapping[Parameter, str] = {}
-    total_steps: Optional[int] = None
-    is_dense = False
-
-    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
-        """Correct nothing."""
-        return StepContext()
-
-    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
-        """Warm nothing up."""
-        return None
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Hide nothing."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Have changed nothing."""
-
-
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
     An optimizer without momentum applies weight decay without it, too, which is weaker by ``1 - momentum``: meanwhile
     weight decay is divided by that. Both are away only while an optimizer steps, so that schedules, checkpoints and
     whoever else looks in between find what the user chose. Optimizers that cannot go with ``feedback`` are refused;
-    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step.
+    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step, if there are any.
     """
 
     def __init__(
@@ -88,7 +65,7 @@ class OptimizerView:
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
-        self.adam: Union[AdamSteps, Uncorrected] = Uncorrected()
+        self.adam: Optional[AdamSteps] = None
         self.know(parameters)
         if isinstance(memory, AdamMemory):
             self.adam = AdamSteps(list(filter(is_correctable, optimizers)), self._names, target_of, memory)
@@ -110,11 +87,12 @@ class OptimizerView:
     def know(self, parameters: Mapping[str, Parameter]) -> None:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self.adam.names = self._names
+        if self.adam is not None:
+            self.adam.names = self._names
 
     def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = self.adam.coming(is_plain, continued)
+        coming = StepContext() if self.adam is None else self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
@@ -136,7 +114,8 @@ class OptimizerView:
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
-        self.adam.close()
+        if self.adam is not None:
+            self.adam.close()
         for handle in self._handles:
             handle.remove()
         for index in range(len(self._optimizers)):
@@ -244,10 +223,6 @@ class UnfinishedStep:
             parameter.grad = None
             del self._restored[parameter]
 
-    def close(self) -> None:
-        """Forget everything, at the end of training."""
-        self._restored, self._used = {}, []
-
     def put_back(self, optimizers: Sequence[Optimizer]) -> list[Parameter]:
         """Put restored gradients in their place; Lightning sets all to zero between the two."""
         for parameter, gradient in self._restored.items():
@@ -262,15 +237,6 @@ class TrainedParameters:
     """Notice that other parameters are trained than those that a model was wrapped for.
 
     What is unfrozen later, DDP leaves alone, so replicas drift apart unnoticed; for what is frozen it waits for ever.
-
-    Example::
-
-        >>> import torch
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> trained = TrainedParameters(layer)
-        >>> layer.bias.requires_grad = False
-        >>> trained.have_changed([]), trained.changes()
-        (True, "frozen: 'bias'")
     """
 
     def __init__(self, module: Module) -> None:
@@ -346,7 +312,7 @@ class TrainedParameters:
         return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[object]) -> str:
     """Name the first few, and count the others.
 
     Example::
@@ -367,13 +333,6 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
     Told by its class for those of torch that do not, and for all others, of any library, by the names of their
     settings.
-
-    Example::
-
-        >>> import torch
-        >>> weight = [Parameter(torch.zeros(1))]
-        >>> is_adaptive(torch.optim.AdamW(weight)), is_adaptive(SGD(weight, lr=0.1, momentum=0.9))
-        (True, False)
     """
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
 

@@ -38,11 +38,10 @@ from lightning_sparse.loop.checks import (
     refuse_together,
 )
 from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training
-from lightning_sparse.loop.optimizers import handled
+from lightning_sparse.loop.optimizers import handled, listed
 from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
 _LOGGER = logging.getLogger(__name__)
-_SHOWN = 5  # names in a message
 _BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
 
 
@@ -290,11 +289,11 @@ class Sparsifier(Loop):
         for kind, cure in _ALIKE.items():
             before, now = given.get(kind), present.get(kind)
             refuse((before != now, f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}"))
-        names = ", ".join(map(repr, changed[:_SHOWN]))
-        other = (
-            f"this state is of a model in which {names} had another shape, type or order in memory, or was not there"
-        )
-        refuse((bool(changed), f"{other}: build the same model"))
+        if changed:
+            raise ValueError(
+                f"this state is of a model in which {listed(changed)} had another shape, type or order in memory, or"
+                " was not there: build the same model"
+            )
         if self.engine is None:
             return
         self.epoch = state["epoch"]
@@ -307,13 +306,11 @@ class Sparsifier(Loop):
         state, self._waiting = self._waiting, None
         if state is None or self.engine is None:
             return
-        refuse(
-            (
-                state.get("shared model") != self._print_of_shared(),
+        if state.get("shared model") != self._print_of_shared():
+            raise ValueError(
                 "this state is of another model than there is now: before the first step, load the one that was saved"
-                " with it, inside `with handle.shared_model():`",
+                " with it, inside `with handle.shared_model():`"
             )
-        )
         kept = {
             kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
             for kind, tensors in state["engine"]["memory"].items()

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Optional, Union
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -27,21 +26,15 @@ from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
 from lightning_sparse.schedule import Plan, Schedule
-from lightning_sparse.strategy.checkpoints import (
-    AtomicCheckpointIO,
-    Checkpointer,
-    PathLike,
-    Save,
-    restore,
-    saved_layouts,
-)
+from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
-from lightning_sparse.strategy.lightning import CURE, CheckpointIO, FabricDDPStrategy, FabricParallelStrategy
+from lightning_sparse.strategy.lightning import FabricDDPStrategy, FabricParallelStrategy
+from lightning_sparse.strategy.trainer import SparseBase
 
 
-class SparseFabric(FabricParallelStrategy):
+class SparseFabric(SparseBase, FabricParallelStrategy):
     """An exchange of its own for each model that is set up with an optimizer, whatever its gradients come from."""
 
     _timeout: Optional[timedelta]
@@ -57,10 +50,6 @@ class SparseFabric(FabricParallelStrategy):
         self._waiting: dict[Module, Any] = {}  # models without an optimizer so far, and what tells of their use
         self._handles: dict[Module, Sparsifier] = {}
         self._epoch: Optional[int] = None
-
-    def __repr__(self) -> str:
-        # A Fabric of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}>"
 
     def handle(self, model: Optional[Module] = None) -> Optional[Sparsifier]:
         """Return what :func:`~lightning_sparse.sparsify` would have for a model; ``None`` where none is trained yet.
@@ -239,17 +228,6 @@ class SparseFabric(FabricParallelStrategy):
             if any(each.grad is not None for each in handled(optimizer)):  # torch clips no list without a member
                 super().clip_gradients_value(module, optimizer, clip_val)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        self._checkpoint_io = plugin
-
     @override
     def save_checkpoint(
         self,
@@ -322,9 +300,6 @@ class SparseFabric(FabricParallelStrategy):
         if kept.get("epoch") is not None:
             self.set_epoch(kept["epoch"])
         return unused
-
-    def _say(self, line: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: {line}")
 
 
 class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):

@@ -4,26 +4,21 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.optimizers import listed
 
 
 def ranks_of_node(settings: Settings, nodes: Sequence[int]) -> int:
-    """Return how many ranks of a node average their gradients first; 1 for one level.
-
-    Example::
-
-        >>> ranks_of_node(Settings("topk", 0.01, "merged", "float32"), [0, 0, 0, 1, 1, 1])
-        3
-    """
+    """Return how many ranks of a node average their gradients first; 1 for one level."""
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     reason = None
     if len(set(nodes)) == 1:
         reason = "all ranks are on one node: their network is as fast as a second level's would be"
     elif len(sizes) != len(set(nodes)):
-        reason = f"the ranks of a node do not follow one another (by rank, their nodes are {_listed(nodes)}); with" + (
+        reason = f"the ranks of a node do not follow one another (by rank, their nodes are {listed(nodes)}); with" + (
             " SLURM, srun --distribution=block has them do so"
         )
     elif len(set(sizes)) > 1:
-        reason = f"nodes have different numbers of ranks ({_listed(sizes)}): start equally many on each"
+        reason = f"nodes have different numbers of ranks ({listed(sizes)}): start equally many on each"
     elif sizes[0] == 1:
         reason = "each node has one rank: there is nobody to average with first"
     if reason is not None and settings.levels == 2:
@@ -33,8 +28,3 @@ def ranks_of_node(settings: Settings, nodes: Sequence[int]) -> int:
         raise ValueError(f"levels=2 was given, but {reason}. Leave it out, {cure}")
     is_wanted = settings.levels != 1 and settings.can_have_levels
     return sizes[0] if is_wanted and reason is None else 1
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return shown if len(numbers) <= 8 else f"{shown}, ..."

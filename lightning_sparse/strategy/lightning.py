@@ -26,15 +26,10 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint, Timer
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-    from pytorch_lightning.loggers import Logger, TensorBoardLogger
+    from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-    from pytorch_lightning.strategies import (
-        DDPStrategy,
-        ModelParallelStrategy,
-        ParallelStrategy,
-        Strategy,
-        StrategyRegistry,
-    )
+    from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.data import _extract_batch_size
@@ -50,15 +45,10 @@ else:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint, Timer
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger
+    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        ModelParallelStrategy,
-        ParallelStrategy,
-        Strategy,
-        StrategyRegistry,
-    )
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.data import _extract_batch_size

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.strategy.lightning import Trainer
 
-_KEY = "lightning_sparse_position"
+POSITION = "lightning_sparse_position"  # in a checkpoint
 
 
 class ElasticSampler(DistributedSampler[Any]):
@@ -148,14 +148,3 @@ def _is_dealt(loader: Any) -> bool:
         and type(loader.sampler) in (DistributedSampler, ElasticSampler)
         and not hasattr(loader, "state_dict")
     )
-
-
-def write(checkpoint: dict[str, Any], position: Position) -> dict[str, Any]:
-    """Return a checkpoint that holds a position."""
-    return {**checkpoint, _KEY: position._asdict()}
-
-
-def read(checkpoint: dict[str, Any]) -> Optional[Position]:
-    """Return the position that a checkpoint holds; ``None`` if it holds none."""
-    kept = checkpoint.get(_KEY)
-    return None if kept is None else Position(**kept)

@@ -10,31 +10,28 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules, reshard
+from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, listed
 from lightning_sparse.loop.sparsify import Sparsifier
-from lightning_sparse.schedule import FixedSize, Plan
+from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
     CheckpointError,
-    PathLike,
     Save,
-    on_host,
     restore,
     saved_layouts,
 )
 from lightning_sparse.strategy.checkpoints.shards import CURE
 from lightning_sparse.strategy.fabric import SparseFabric
 from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
-from lightning_sparse.strategy.trainer import SparseStrategy, clipping_of
+from lightning_sparse.strategy.trainer import SparseStrategy
 
 NODES = "nodes"
 _MESH = ("replicate", "data_parallel", "tensor_parallel")
@@ -92,37 +89,20 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         **model_parallel: Any,
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
-        chosen = (compressor, density, wire, warmup_epochs, optimizer_correction, exchange, local_steps)
-        self.settings = _settings(*chosen, self._sizes, model_parallel)
+        what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
+        self.settings = Settings(*what, overlaps_backward=False, local_steps=rounds_of(local_steps))
+        refuse(*_of_shards(self.settings, model_parallel, self._sizes))
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._is_blocked = False
         self._replaced = []
         super().__init__(**model_parallel)
 
-    def compression_stats(self) -> dict[str, float]:
-        """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
-
-        As of :meth:`~lightning_sparse.SparseDDPStrategy.compression_stats`, of what replicas send to each other:
-        ``dense_bytes`` are those of HSDP's all-reduce of this rank's shards in fp32.
-        """
-        return self._loop.stats()
-
-    def exchange_plan(self) -> Optional[Plan]:
-        """Return ``None``: nothing overlaps with backward, so that nothing is planned."""
-        return None
-
     @override
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
         self._whole_mesh = self._sizes.set_up(self)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-
-    @property
-    @override
-    def _ranks_in_step(self) -> int:
-        return self._whole_mesh.shape[1]
+        self._module._device_mesh = self._device_mesh
 
     @property
     @override
@@ -131,19 +111,16 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._module
         check_parameters(module)
         check_rounds(self.settings.local_steps, module)
         self._let_go()  # of what was there before, where users have optimizers set up anew
         self._has_failed = False
-        refuse(
-            (
-                not module.automatic_optimization,
+        if not module.automatic_optimization:
+            raise ValueError(
                 "automatic_optimization=False steps by hand, and which backward is a step's last, after which shards"
-                " are exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy",
+                " are exchanged, is known under automatic optimization alone: use that, or SparseDDPStrategy"
             )
-        )
         refuse_together(of_the_model(module, self.device_mesh.mesh.flatten().tolist(), self.root_device))
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
@@ -155,20 +132,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             return
         self._sharded = ShardedModel(module)
         self._trained = TrainedParameters(module)
-        value = trainer.gradient_clip_val
-        clipping = Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self._loop.start(self._sharded, self.optimizers, self._timeout, scaler, clipping, shards)
-        self._surround(trainer)
-        self._clip_before_selection()
-
-    @override
-    def _validate(self, validate: Callable[[], Any]) -> Any:
-        try:
-            return validate()
-        finally:
-            assert self.lightning_module is not None
-            reshard(self.lightning_module)
+        self._start(self._sharded, trainer)
 
     @override
     def on_train_start(self) -> None:
@@ -202,8 +166,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _synchronize(self, synchronizes: bool) -> None:
         self._is_blocked = not synchronizes
-        assert self.lightning_module is not None
-        for module in cut_modules(self.lightning_module):
+        for module in cut_modules(self._module):
             module.set_requires_gradient_sync(synchronizes, recurse=False)
 
     @override
@@ -219,38 +182,10 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self.engine.stream.exchange()
         self._loop.end_backward()
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
-    ) -> None:
-        # Lightning leaves the optimizers out where the user wants the weights only.
-        kept = self._loop.state() if "optimizer_states" in checkpoint else None
-        if kept is not None:
-            assert self.lightning_module is not None
-            kept["layouts"] = saved_layouts(held_by(self.lightning_module))
-        name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpointer.note(checkpoint, checkpoint_path)
-        return checkpoint
-
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
-        module = self.lightning_module
-        assert module is not None
-        whole = _as_whole(save, module, self._ranks_in_step, path)
-        return restore(self._loop, kept, whole, held_by(module), path)
-
-    @override
-    def teardown(self) -> None:
-        self._answer_signals(has_ended=False)
-        self._let_go()
-        self._loop.end(self._has_failed, keep=on_host)
-        super().teardown()
-        self._checkpointer.close()
+        whole = _as_whole(save, self._module, self._ranks_in_step, path)
+        return restore(self._loop, kept, whole, held_by(self._module), path)
 
 
 class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrategy):
@@ -290,8 +225,10 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         **model_parallel: Any,
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
-        chosen = (compressor, density, wire, warmup_epochs, optimizer_correction, exchange, local_steps)
-        self._prepare(_settings(*chosen, self._sizes, model_parallel), resume_compression, total_steps)
+        what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
+        settings = Settings(*what, overlaps_backward=False, local_steps=rounds_of(local_steps))
+        refuse(*_of_shards(settings, model_parallel, self._sizes))
+        self._prepare(settings, resume_compression, total_steps)
         super().__init__(parallelize_fn, **model_parallel)
 
     @override
@@ -359,33 +296,6 @@ class _Sizes(NamedTuple):
         return mesh
 
 
-def _settings(
-    compressor: Union[str, Compressor],
-    density: Optional[float],
-    wire: str,
-    warmup_epochs: Optional[int],
-    optimizer_correction: Union[str, AdamCorrection, None],
-    exchange: Union[str, Owners],
-    local_steps: Union[int, str, LocalSteps],
-    sizes: _Sizes,
-    model_parallel: dict[str, Any],
-) -> Settings:
-    """Build them without a plan, as nothing overlaps with backward, and check them; they take over the layers' size."""
-    settings = Settings(
-        compressor,
-        density,
-        FixedSize(),
-        wire,
-        warmup_epochs,
-        optimizer_correction,
-        exchange,
-        overlaps_backward=False,
-        local_steps=rounds_of(local_steps),
-    )
-    refuse(*_of_shards(settings, model_parallel.pop("tensor_parallel_size", 1), sizes._asdict()))
-    return settings
-
-
 def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
     """Return that of its shards a rank keeps all; refuse what cannot be cut over other ranks."""
     parameters: Any = module.named_parameters() if save.node_ranks != shards else ()
@@ -398,14 +308,15 @@ def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
     return save._replace(node_ranks=1)
 
 
-def _of_shards(settings: Settings, layers: Any, sizes: Mapping[str, Any]) -> Iterator[Row]:
+def _of_shards(settings: Settings, model_parallel: Mapping[str, Any], sizes: _Sizes) -> Iterator[Row]:
     """Yield what there is no place for where every rank holds a shard."""
     yield from of_the_settings(settings)
+    layers = model_parallel.get("tensor_parallel_size", 1)
     yield (
         layers not in (1, AUTO),  # which a command line gives where nobody has said anything
         f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"
         " the norms of shards: shard over these ranks, too, with data_parallel_size",
     )
-    for (name, size), word in zip(sizes.items(), (NODES, AUTO)):
+    for (name, size), word in zip(sizes._asdict().items(), (NODES, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         yield (not is_number and size != word, f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1")

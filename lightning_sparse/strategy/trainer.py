@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -15,16 +16,18 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Collectives, gather_together
+from lightning_sparse.engine.collectives import Collectives, gather_together, leave_word
+from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
+from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.functional.elements import held_by
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, handled
-from lightning_sparse.schedule import Auto, Plan, Schedule
+from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy import whereabouts
-from lightning_sparse.strategy.backend_choice import BackendChoice
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
     Checkpointer,
@@ -32,7 +35,6 @@ from lightning_sparse.strategy.checkpoints import (
     PathLike,
     Save,
     fitted_gradients,
-    on_host,
     restore,
     saved_layouts,
 )
@@ -41,44 +43,116 @@ from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning import (
     CURE,
-    AsyncCheckpointIO,
     CheckpointIO,
     DDPStrategy,
     GradClipAlgorithmType,
+    LightningModule,
     MisconfigurationException,
     ParallelStrategy,
     Trainer,
+    _WrappingCheckpointIO,
 )
-from lightning_sparse.strategy.position import Position, Reader, read, write
+from lightning_sparse.strategy.position import POSITION, Position, Reader
 from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, pace_of, samples_of, skip
 
 
-class SparseStrategy(ParallelStrategy):
-    """What the strategies of the Trainer have in common, which have a loop and a checkpointer."""
+class SparseBase:
+    """What the strategies of the Trainer and of Fabric have in common."""
 
     settings: Settings
+    _checkpoint_io: Optional[CheckpointIO]
+    _checkpointer: Checkpointer
+
+    def __repr__(self) -> str:
+        # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
+        return f"<{type(self).__name__} {CURE}>"
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{type(self).__name__}: {line}")
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it was given none
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        self._checkpoint_io = plugin
+
+
+class SparseStrategy(SparseBase, ParallelStrategy):
+    """What the strategies of the Trainer have in common, which have a loop."""
+
+    holds_shards: ClassVar[bool]  # of the model, no rank all of it
     has_uneven_batches = False  # ranks have, or may have, different numbers of them, and make steps that others do not
     _loop: Loop
-    _checkpointer: Checkpointer
+    _timeout: Optional[timedelta]
+    _position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
     _has_failed = _has_own_position = False
     _termination: Optional[Termination] = None
     _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
-
-    def __repr__(self) -> str:
-        # A Trainer of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}>"
 
     @property
     def engine(self) -> Optional[Engine]:
         """What exchanges gradients; ``None`` outside of ``fit``, and with nobody to exchange with."""
         return self._loop.engine
 
+    def compression_stats(self) -> dict[str, float]:
+        """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
+
+        After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
+
+        Returns:
+            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
+            ``dense_bytes`` (of DDP's all-reduce of fp32 gradients, or HSDP's of this rank's shards),
+            ``compression_ratio`` (the quotient); with two levels ``link_bytes`` (those for other nodes);
+            ``total_wire_bytes``, ``total_dense_bytes``, ``total_compression_ratio`` and ``total_link_bytes`` (of all
+            steps of this ``fit``), ``total_steps`` (of optimizers), ``exposed_share`` (exposed part of the time of all
+            steps but plain DDP's), ``select_seconds`` (residual, selection, encoding), ``exchange_seconds``
+            (collectives), ``exposed_seconds`` (from the end of backward until gradients can be used; seconds are NaN in
+            steps of plain DDP), and where replicas drift apart ``replica_divergence`` (see
+            :class:`~lightning_sparse.compressors.A2SGD`).
+        """
+        return self._loop.stats()
+
+    def exchange_plan(self) -> Optional[Plan]:
+        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
+        return self._loop.plan()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     @property
     def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self._module.trainer
+
+    def _start(self, model: Wrapper, trainer: Trainer) -> None:
+        """Begin the exchange of a wrapped model, unless there is nobody to exchange with."""
+        self._loop.start(
+            model,
+            self.optimizers,
+            self._timeout,
+            getattr(self.precision_plugin, "scaler", None),
+            clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
+            self._checkpointer.node_ranks,
+            # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
+            goes_alone=self._checkpointer.has_loaded_save,
+        )
+        if self.engine is None:
+            return
+        if self.settings.replicas_diverge or self.holds_shards:
+            self._surround(trainer)
+        if self._loop.corrects_adam:
+            self._clip_gradients = self.precision_plugin.clip_gradients
+            self._replace(self.precision_plugin, "clip_gradients", self._clip)
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
@@ -94,7 +168,8 @@ class SparseStrategy(ParallelStrategy):
     @property
     def _ranks_in_step(self) -> int:
         """How many ranks, one after the other, make each step together."""
-        return 1
+        kept = self._checkpointer
+        return kept.node_ranks if kept.are_islands or kept.same_shards is not None else 1
 
     def _surround(self, trainer: Trainer) -> None:
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
@@ -126,15 +201,15 @@ class SparseStrategy(ParallelStrategy):
             if not trainer.sanity_checking and not self._meet("a validation"):
                 return []
             with self._loop.replicas.shared_model():
-                return self._validate(validate)
+                try:
+                    return validate()
+                finally:
+                    reshard(self._module)
 
         self._replace(fit_loop, "run", run_to_one)
         self._replace(fit_loop, "on_run_end", end_as_one)
         self._replace(epoch, "run", run_epoch_together)
         self._replace(validation, "run", validate_as_one)
-
-    def _validate(self, validate: Callable[[], Any]) -> Any:
-        return validate()
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
@@ -150,12 +225,6 @@ class SparseStrategy(ParallelStrategy):
                 f"{place} is left out: some ranks' batches have ended, and they go on to the end of the epoch"
             )
         return have_met
-
-    def _clip_before_selection(self) -> None:
-        """Have clipping come before selection where Adam's updates are made."""
-        if self._loop.corrects_adam:
-            self._clip_gradients = self.precision_plugin.clip_gradients
-            self._replace(self.precision_plugin, "clip_gradients", self._clip)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Have ours stand in a method's place until :meth:`_let_go`."""
@@ -243,12 +312,41 @@ class SparseStrategy(ParallelStrategy):
         return self._loop.view.complete(getattr(optimizer, "_optimizer", optimizer), state)
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        # Lightning leaves the optimizers out where the user wants the weights only.
+        kept = self._kept() if "optimizer_states" in checkpoint else None
+        name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
+        self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
+
+    def _kept(self) -> Optional[dict[str, Any]]:
+        """Return what this rank has to save; ``None`` if nothing is compressed."""
+        kept = self._loop.state()
+        return None if kept is None else {**kept, "layouts": saved_layouts(held_by(self._module))}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **given)
+        self._checkpointer.note(checkpoint, checkpoint_path)
+        position = checkpoint.get(POSITION)
+        self._position = None if position is None else Position(**position)
+        return checkpoint
+
+    @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)
         self._checkpointer.remove(filepath)
 
-    def _say(self, line: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: {line}")
+    @override
+    def teardown(self) -> None:
+        self._answer_signals(has_ended=False)
+        self._let_go()
+        self._loop.end(self._has_failed, keeps_state=True)
+        super().teardown()
+        self._checkpointer.close()
+        self._position = None
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
@@ -303,7 +401,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         {}
     """
 
-    holds_shards: ClassVar[bool] = False  # where every rank holds the whole model
+    holds_shards: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -328,9 +426,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
         self._island: Optional[Collectives] = None  # of ranks of this node that make their local steps together
-        self._choice: Optional[BackendChoice] = None
         self._reader: Optional[Reader] = None
-        self._position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
         self._replaced = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
@@ -339,35 +435,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         return self.model
 
-    def _parameters(self) -> dict[str, Parameter]:
-        assert self.lightning_module is not None
-        return dict(self.lightning_module.named_parameters())
-
     @property
     def is_plain(self) -> bool:
         """Whether the last step was left to plain DDP."""
         return self._loop.is_plain
-
-    def compression_stats(self) -> dict[str, float]:
-        """Return what the last step's exchange, and all of them, did on this rank; empty before the first step.
-
-        After training they stay what they were at its end. On a GPU, asking waits for that step's exchange.
-
-        Returns:
-            ``density`` (fraction of elements that this rank sent), ``wire_bytes`` (all that left this rank),
-            ``dense_bytes`` (of DDP's all-reduce of fp32 gradients), ``compression_ratio`` (the quotient); with two
-            levels ``link_bytes`` (those for other nodes); ``total_wire_bytes``, ``total_dense_bytes``,
-            ``total_compression_ratio`` and ``total_link_bytes`` (of all steps of this ``fit``), ``total_steps`` (of
-            optimizers), ``exposed_share`` (exposed part of the time of all steps but plain DDP's), ``select_seconds``
-            (residual, selection, encoding), ``exchange_seconds`` (collectives), ``exposed_seconds`` (from the end of
-            backward until gradients can be used; seconds are NaN in steps of plain DDP), and where replicas drift apart
-            ``replica_divergence`` (see :class:`~lightning_sparse.compressors.A2SGD`).
-        """
-        return self._loop.stats()
-
-    def exchange_plan(self) -> Optional[Plan]:
-        """Return the plan that this rank follows, or did when training ended; ``None`` if none, or none yet."""
-        return self._loop.plan()
 
     def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
         """Take statistics and plan of a training that other processes have made for those of this one."""
@@ -399,7 +470,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         check_device(type(self), self.root_device)
         super().setup_environment()
-        whereabouts.leave_nothing()
+        leave_word("")
 
     @override
     def _setup_model(self, model: Module, is_plain: bool = False, **changes: Any) -> DistributedDataParallel:
@@ -433,25 +504,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().setup_optimizers(trainer)
         self._let_go()  # of what was there before, where users have optimizers set up anew
         self._has_failed = False
-        value = trainer.gradient_clip_val
-        self._loop.start(
-            self._ddp,
-            self.optimizers,
-            self._timeout,
-            self._scaler,
-            Clipping() if value is None else clipping_of(value, trainer.gradient_clip_algorithm),
-            self._checkpointer.node_ranks,
-            # One process that goes on with what several kept does as they did, so that the model gets what it is owed.
-            goes_alone=self._checkpointer.has_loaded_save,
-        )
         self._begin_at_position(trainer)
-        if self.engine is None:
-            return
-        if self.settings.replicas_diverge:
-            self._surround(trainer)
-        if isinstance(self.settings.schedule, Auto):
-            self._choice = self._loop.choice = BackendChoice(self.engine, self.root_device, self._say)
-        self._clip_before_selection()
+        self._start(self._ddp, trainer)
 
     def _begin_at_position(self, trainer: Trainer) -> None:
         """Have training go on from the position in the data that the checkpoint has."""
@@ -468,11 +522,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             run()
 
         self._replace(fit_loop, "run", run_from_position)
-
-    @property
-    @override
-    def _ranks_in_step(self) -> int:
-        return 1 if self._island is None else self._island.ranks
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
@@ -491,7 +540,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        whereabouts.leave_nothing()  # a search for a learning rate has come to an end of its own
+        leave_word("")  # a search for a learning rate has come to an end of its own
         note_use(self._ddp, self._loop.unfinished.put_back(self.optimizers))
         self._begin_steps()
 
@@ -522,16 +571,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        assert self.lightning_module is not None
-        self._loop.begin(self.lightning_module.automatic_optimization)
+        self._loop.begin(self._module.automatic_optimization)
         if not self._loop.replicas.are_apart or self._loop.is_island:
             tolerant = ("find_unused_parameters", "static_graph")
             self._trained.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
         super().pre_backward(closure_loss)
-
-    @property
-    def _scaler(self) -> Optional[Any]:
-        return getattr(self.precision_plugin, "scaler", None)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -560,54 +604,28 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._loop.attach(self.model, is_plain)
         note_use(self.model, used)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Checkpoint files' writer: Lightning's, but atomic, unless the user gives another one."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, AsyncCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it was given none
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        self._checkpoint_io = plugin
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        # Lightning leaves the optimizers out where the user wants the weights only.
-        kept = self._kept() if "optimizer_states" in checkpoint else None
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
-            self._reader, checkpoint = reader, write(checkpoint, reader.position())
-        name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
+            self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
         with whereabouts.telling(self._trainer):  # callbacks save after an error, too, which goes another way
-            self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def _kept(self) -> Optional[dict[str, Any]]:
-        """Return what this rank has to save; ``None`` if nothing is compressed."""
-        kept = self._loop.state()
+        kept = super()._kept()
         if kept is None:
             return None
-        assert self.lightning_module is not None
-        kept |= self._loop.unfinished.state(self.lightning_module, self.engine)
-        kept["layouts"] = saved_layouts(self._parameters())
+        kept |= self._loop.unfinished.state(self._module, self.engine)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         kept["batches"] = progress.state_dict()
         if self.has_uneven_batches:
             kept["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
-        if self._choice is not None and self._choice.chosen is not None:
-            kept["is_plain"] = self._choice.chosen
+        if self._loop.choice is not None and self._loop.choice.chosen is not None:
+            kept["is_plain"] = self._loop.choice.chosen
         return kept
-
-    @override
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **given)
-        self._checkpointer.note(checkpoint, checkpoint_path)
-        self._position = read(checkpoint)
-        return checkpoint
 
     def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that was read if this rank cannot go on from it."""
@@ -627,7 +645,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert self.engine is not None
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
         self._ddp.require_backward_grad_sync = True
-        parameters = self._parameters()
+        parameters = dict(self._module.named_parameters())
         if self._trainer.gradient_clip_val is not None:  # or users clip, after the backward that it is for
             kept["clipping"] = self._loop.clipping
         unused = restore(self._loop, kept, save, parameters, path)
@@ -649,8 +667,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._has_own_position:  # Lightning's file has that of rank 0
             self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
         is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
-        if self._choice is not None and is_ours:
-            self._choice.restore(bool(kept["is_plain"]))
+        if self._loop.choice is not None and is_ours:
+            self._loop.choice.restore(bool(kept["is_plain"]))
         return unused
 
     @override
@@ -662,17 +680,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self._answer_signals(has_ended=False)
-        self._let_go()
-        self._loop.end(self._has_failed, keep=on_host)  # on a GPU it takes as much memory as the model
+        super().teardown()
         if self._island is not None:
             self._island.close(self._has_failed)
             self._island = None
-        self._choice = None
-        super().teardown()
         self._wrapping.close()
-        self._checkpointer.close()
-        self._position = None
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:
@@ -684,7 +696,7 @@ def total_steps_of(trainer: Trainer) -> Optional[int]:
     return None if total == float("inf") or total < 0 else int(total)  # of batches without a number it is -1
 
 
-def clipping_of(value: float, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
+def clipping_of(value: Any, gradient_clip_algorithm: Union[str, None] = GradClipAlgorithmType.NORM) -> Clipping:
     """Return in our terms how Lightning is asked to clip."""
     if not value:
         return Clipping()

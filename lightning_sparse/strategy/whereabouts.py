@@ -39,11 +39,6 @@ def leave_end_of_training(trainer: Trainer) -> None:
     _leave(math.inf, batches, f"has finished its training, after {batches} batches")
 
 
-def leave_nothing() -> None:
-    """Take back what this rank has left behind."""
-    leave_word("")
-
-
 @contextmanager
 def telling(trainer: Trainer) -> Iterator[None]:
     """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""

@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 import lightning_sparse.engine.planner as planner_module
+import lightning_sparse.loop.backend_choice as choice_module
 import lightning_sparse.schedule.plan as plan_module
-import lightning_sparse.strategy.backend_choice as choice_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine.collectives import Collectives

@@ -5,7 +5,7 @@ from unittest import mock
 
 from torch.utils.data import DataLoader
 
-from lightning_sparse.strategy import backend_choice
+from lightning_sparse.loop import backend_choice
 from tests.helpers.trainers import Rows, Small
 
 SETTLED = 300  # steps, and three epochs, after which the first choice has been made, with room to spare

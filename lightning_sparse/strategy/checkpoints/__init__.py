@@ -9,7 +9,7 @@ from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
 from lightning_sparse.strategy.checkpoints.newest import taking_whole
 from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore, saved_layouts
-from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save, on_host
+from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -18,7 +18,6 @@ __all__ = [
     "PathLike",
     "Save",
     "fitted_gradients",
-    "on_host",
     "restore",
     "saved_layouts",
     "taking_whole",

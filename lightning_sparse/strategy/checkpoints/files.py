@@ -24,10 +24,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        if storage_options is not None or not _is_local(path):
+        target = _local(path)
+        if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = LocalFileSystem._strip_protocol(str(path))
         folder = os.path.dirname(target)
         os.makedirs(folder, exist_ok=True)
         partial = beside(target, ".partial")
@@ -45,8 +45,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Optional[Any] = "cpu", weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
-        if weights_only and _is_local(path):  # for which the oldest Lightning that we know has no argument
-            local = LocalFileSystem._strip_protocol(str(path))
+        local = _local(path)
+        if weights_only and local is not None:  # for which the oldest Lightning that we know has no argument
             content: dict[str, Any] = torch.load(local, map_location=map_location, weights_only=True)
             return content
         given = {} if weights_only is None else {"weights_only": weights_only}
@@ -78,13 +78,7 @@ def state_folder(path: PathLike) -> str:
 
 
 def shard_path(path: PathLike, save: str, rank: int) -> str:
-    """Return where a rank writes its part of a save, whose name torch's cache of downloads needs in that of the file.
-
-    Example::
-
-        >>> shard_path("last.ckpt", "0123abcd", 3)
-        'last.ckpt.sparse/0123abcd/rank_00003.0123abcd.pt'
-    """
+    """Return where a rank writes its part of a save, whose name torch's cache of downloads needs in the file's."""
     return os.path.join(state_folder(path), save, f"rank_{rank:05d}.{save}.pt")
 
 
@@ -98,8 +92,8 @@ def saves_beside(path: PathLike) -> list[str]:
 
 def followed(path: PathLike) -> str:
     """Return what a link to a checkpoint file leads to; the path itself where it is none."""
-    local = LocalFileSystem._strip_protocol(str(path)) if _is_local(path) else ""
-    return os.path.realpath(local) if os.path.islink(local) else str(path)
+    local = _local(path)
+    return os.path.realpath(local) if local is not None and os.path.islink(local) else str(path)
 
 
 def synchronous(checkpoint_io: CheckpointIO) -> CheckpointIO:
@@ -110,11 +104,12 @@ def synchronous(checkpoint_io: CheckpointIO) -> CheckpointIO:
     return checkpoint_io
 
 
-def _is_local(path: PathLike) -> bool:
-    try:
-        return isinstance(get_filesystem(path), LocalFileSystem)
-    except (ValueError, ImportError):  # a protocol that only the user's own plugin knows
-        return False
+def _local(path: PathLike) -> Optional[str]:
+    """Return where a path lies in the local file system; ``None`` if it lies elsewhere."""
+    with suppress(ValueError, ImportError):  # a protocol that only the user's own plugin knows
+        if isinstance(get_filesystem(path), LocalFileSystem):
+            return str(LocalFileSystem._strip_protocol(str(path)))
+    return None
 
 
 def _wait_for_disk(path: str) -> None:

@@ -10,7 +10,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
@@ -269,8 +268,3 @@ def read_state(
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):
             raise AbsentError(str(error)) from error
         raise
-
-
-def on_host(state: Any) -> Any:
-    """Return nested containers with their tensors on the CPU; those that are there already are not copied."""
-    return tree_map_only(Tensor, lambda each: each.detach().cpu(), state)

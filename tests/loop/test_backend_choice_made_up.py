@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_sparse.strategy import backend_choice
-from lightning_sparse.strategy.backend_choice import BackendChoice, compare
+from lightning_sparse.loop import backend_choice
+from lightning_sparse.loop.backend_choice import BackendChoice, compare
 
 _PLANNING_STEPS = 80
 Cost = Callable[[int], float]
