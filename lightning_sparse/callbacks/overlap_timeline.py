@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Union
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, gather_rows, say, sparse_strategy, step_of
+from lightning_sparse.callbacks.base import StepObserver, engine_of, say, sparse_strategy, step_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.observe import Clock, Mark, StepMarks
@@ -119,16 +119,13 @@ class OverlapTimeline(StepObserver):
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:
         recorder = engine_of(strategy).recorder
         recorder.is_watched = False
+        offsets = _clock_offsets()
         slices: list[Slice] = []
         if recorder.last is not None and recorder.last.marks.ready:
             numels = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
-            slices = step_slices(recorder.last.marks, *recorder.clock.reference(), numels)
-        written = gather_together(slices)
-        offsets = _clock_offsets(strategy)
-        ranks = [
-            [each._replace(start=each.start - offset, end=each.end - offset) for each in rank]
-            for rank, (offset, _) in zip(written, offsets)
-        ]
+            reference, seconds = recorder.clock.reference()
+            slices = step_slices(recorder.last.marks, reference, seconds - offsets[trainer.global_rank][0], numels)
+        ranks = gather_together(slices)
         if not all(ranks):
             return  # there are no groups: every gradient was sparse_coo, or plain DDP made the step
         self.recorded.append(RecordedStep(step, ranks, [uncertainty for _, uncertainty in offsets]))
@@ -206,14 +203,14 @@ def clock_offset(
     return (least + most) / 2, abs(most - least) / 2
 
 
-def _clock_offsets(strategy: SparseDDPStrategy) -> list[tuple[float, float]]:
+def _clock_offsets() -> list[tuple[float, float]]:
     """Compare each rank's ``time.perf_counter`` with that of rank 0; all ranks must call."""
     times: list[float] = []
     for _ in range(_CLOCK_ROUNDS):
         times.append(time.perf_counter())
-        gather_rows(strategy, [0.0])
+        gather_together(None)
         times.append(time.perf_counter())
-    rows = gather_rows(strategy, times)
+    rows = gather_together(times)
     return [clock_offset(rows[0][::2], rows[0][1::2], row[::2], row[1::2]) for row in rows]
 
 

@@ -264,24 +264,20 @@ class TrainedParameters:
         present = list(self._module.parameters())
         return len(present) != len(self._parameters) or any(map(is_not, present, self._parameters))
 
-    def frozen(self) -> list[str]:
-        """Return the names of those that were trained and are not any more."""
-        return _without(self._trained, self._present())
-
-    def unfrozen(self) -> list[str]:
-        """Return the names of those that are trained now and were not."""
-        return _without(self._present(), self._trained)
+    def _changed(self) -> dict[str, list[str]]:
+        """Return the names of those that were trained and are not any more, and of those that were not and are now."""
+        present = self._present()
+        return {"frozen": _without(self._trained, present), "unfrozen": _without(present, self._trained)}
 
     def changes(self) -> str:
         """Say what has changed."""
-        changes = {"frozen": self.frozen(), "unfrozen": self.unfrozen()}
-        return "; ".join(f"{change}: {listed(names)}" for change, names in changes.items() if names)
+        return "; ".join(f"{change}: {listed(names)}" for change, names in self._changed().items() if names)
 
     def check(self, optimizers: Sequence[Optimizer], tolerates_unused: bool) -> None:
         """Check that the same parameters require a gradient as when the forward of this step began."""
         if not self.have_changed(optimizers):
             return
-        if self.unfrozen() or not tolerates_unused:
+        if self._changed()["unfrozen"] or not tolerates_unused:
             raise RuntimeError(
                 f"{self.changes()}, inside training_step, when gradients are already waited for. Do it before,"
                 " such as in on_train_batch_start or on_train_epoch_start; for optimizers that take turns"
@@ -290,7 +286,7 @@ class TrainedParameters:
 
     def agree(self, is_step_begun: bool, rank: int, ranks: int, timeout: Optional[timedelta]) -> None:
         """Raise, on every rank, unless all are about to train the same parameters."""
-        names = [name for name in self.frozen() if self._trained[name].grad is not None]
+        names = [name for name in self._changed()["frozen"] if self._trained[name].grad is not None]
         if is_step_begun and names:
             raise RuntimeError(
                 f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"

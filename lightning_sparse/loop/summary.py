@@ -23,13 +23,7 @@ TAKES_MOMENTUM = (
 
 
 def summary(settings: Settings) -> str:
-    """Say what is sent of each gradient, with which warm-up, schedule, exchange, wire and correction.
-
-    Example::
-
-        >>> summary(Settings("lags", 0.01, "single", "float32")).split("; ")[:3]
-        ['LAGS sends 0.01 of each gradient', 'warm-up: none', 'schedule: single']
-    """
+    """Say what is sent of each gradient, with which warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps
     what = "gradient" if local is None else "change of parameters"
     if compressor.default_density is not None:
@@ -68,13 +62,7 @@ def takes_adam(settings: Settings, optimizers: Sequence[Optimizer], total_steps:
 
 
 def tells_warm_up(warm_up: WarmUp, density: float) -> str:
-    """Say that the second moment is known.
-
-    Example::
-
-        >>> tells_warm_up(WarmUp(10, 100), 0.01)
-        'the second moment is known after 10 steps: the density falls to 0.01 by step 110.'
-    """
+    """Say that the second moment is known."""
     dense, fall = warm_up
     return f"the second moment is known after {dense} steps: the density falls to {density:g} by step {dense + fall}."
 

@@ -101,13 +101,7 @@ def systems() -> list[System]:
 
 
 def meant_by(name: str) -> Optional[str]:
-    """Return which of our names a slip of the pen stands for; ``None`` if it is not like one of them.
-
-    Example::
-
-        >>> meant_by("sparse-lags"), meant_by("lags"), meant_by("sparse_lag_spawn"), meant_by("sparse_mine")
-        ('sparse_lags', 'sparse_lags', 'sparse_lags_spawn', None)
-    """
+    """Return which of our names a slip of the pen stands for; ``None`` if it is not like one of them."""
     written = name.lower().replace("-", "_")
     ours = [variant for system in (*systems(), SHARDED) for variant in system.variants()]
     if f"sparse_{written}" in ours:

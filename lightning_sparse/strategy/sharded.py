@@ -21,13 +21,7 @@ from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, listed
 from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.strategy.checkpoints import (
-    Checkpointer,
-    CheckpointError,
-    Save,
-    restore,
-    saved_layouts,
-)
+from lightning_sparse.strategy.checkpoints import Checkpointer, CheckpointError, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CURE
 from lightning_sparse.strategy.fabric import SparseFabric
 from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer

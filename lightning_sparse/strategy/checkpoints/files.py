@@ -62,11 +62,6 @@ def beside(path: PathLike, suffix: str) -> str:
     """Return the path, beside a checkpoint file, of what is there before it.
 
     Lightning takes whatever has ``hpc_ckpt_`` in its name for a checkpoint to resume from.
-
-    Example::
-
-        >>> beside("runs/last.ckpt", ".sparse"), beside("runs/hpc_ckpt_2.ckpt", ".sparse")
-        ('runs/last.ckpt.sparse', 'runs/hpc-ckpt-2.ckpt.sparse')
     """
     folder, name = os.path.split(str(path))
     return os.path.join(folder, name.replace("hpc_ckpt_", "hpc-ckpt-") + suffix)

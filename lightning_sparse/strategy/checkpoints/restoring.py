@@ -151,13 +151,7 @@ def _fitted_tensor(tensor: Tensor, engine: Engine, save: Save, parameter: Tensor
 
 
 def saved_layouts(parameters: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
-    """Return, by name, shape and strides of what is kept of each parameter, which lies in memory as its gradient does.
-
-    Example::
-
-        >>> saved_layouts({"weight": torch.zeros(2, 3).t(), "bias": torch.zeros(3)})
-        {'weight': [[3, 2], [1, 3]], 'bias': [[3], [1]]}
-    """
+    """Return, by name, shape and strides of what is kept of each parameter, which lies as its gradient does."""
     return {name: [list(parameter.shape), _strides(parameter)] for name, parameter in parameters.items()}
 
 
