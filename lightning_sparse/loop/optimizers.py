@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple, Optional
 
@@ -69,15 +68,15 @@ class OptimizerView:
         self.know(parameters)
         if isinstance(memory, AdamMemory):
             self.adam = AdamSteps(list(filter(is_correctable, optimizers)), self._names, target_of, memory)
-        self._taken: dict[tuple[int, int], _Taken] = {}
+        self._taken: dict[tuple[Optimizer, int], _Taken] = {}  # by the number of the group
         self._handles: list[Any] = []
         if feedback.momentum is not None:
             for optimizer in optimizers:
                 _check(optimizer, feedback)
         if self.takes_momentum:
-            for index, optimizer in enumerate(optimizers):
-                before, after = partial(self._before_step, index), partial(self._after_step, index)
-                self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+            for optimizer in optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     @property
     def takes_momentum(self) -> bool:
@@ -118,41 +117,40 @@ class OptimizerView:
             self.adam.close()
         for handle in self._handles:
             handle.remove()
-        for index in range(len(self._optimizers)):
-            self._after_step(index)
+        for optimizer in self._optimizers:
+            self._after_step(optimizer)
 
     def complete(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Write what was taken into an optimizer's state dictionary, so that it can be loaded without us."""
-        index = next((index for index, known in enumerate(self._optimizers) if known is optimizer), None)
         # ZeroRedundancyOptimizer gives its state to rank 0 alone.
         for position, group in enumerate(state.get("param_groups", ())):
-            if index is not None and (index, position) in self._taken:
-                group.update(_meant(group, self._taken[index, position]))
+            if (optimizer, position) in self._taken:
+                group.update(_meant(group, self._taken[optimizer, position]))
         return state
 
-    def _groups(self) -> Iterable[tuple[tuple[int, int], dict[str, Any]]]:
-        for index, optimizer in enumerate(self._optimizers):
+    def _groups(self) -> Iterable[tuple[tuple[Optimizer, int], dict[str, Any]]]:
+        for optimizer in self._optimizers:
             for position, group in enumerate(optimizer.param_groups):
-                yield (index, position), group
+                yield (optimizer, position), group
 
-    def _before_step(self, index: int, *step: Any) -> None:
-        for position, group in enumerate(self._optimizers[index].param_groups):
-            self._take((index, position), group)
+    def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
+        for position, group in enumerate(optimizer.param_groups):
+            self._take((optimizer, position), group)
 
-    def _after_step(self, index: int, *step: Any) -> None:
-        for position, group in enumerate(self._optimizers[index].param_groups):
-            taken = self._taken.pop((index, position), None)
+    def _after_step(self, optimizer: Optimizer, *step: Any) -> None:
+        for position, group in enumerate(optimizer.param_groups):
+            taken = self._taken.pop((optimizer, position), None)
             if taken is not None:
                 group.update(_meant(group, taken))
 
-    def _take(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+    def _take(self, key: tuple[Optimizer, int], group: dict[str, Any]) -> None:
         meant = _meant(group, self._taken.get(key))
         if meant["momentum"]:
             scaled = meant["weight_decay"] / (1 - meant["momentum"])
             self._taken[key] = _Taken(**meant, scaled_decay=scaled)
             group.update(momentum=0.0, nesterov=False, weight_decay=scaled)
 
-    def _settings(self, key: tuple[int, int], group: Mapping[str, Any], learning_rate: float) -> Hyperparameters:
+    def _settings(self, key: tuple[Optimizer, int], group: Mapping[str, Any], learning_rate: float) -> Hyperparameters:
         if not self.takes_momentum:
             return Hyperparameters(learning_rate, float(self._feedback.momentum or 0.0), self._feedback.nesterov)
         meant = _meant(group, self._taken.get(key))
