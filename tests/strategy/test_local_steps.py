@@ -24,6 +24,8 @@ from tests.helpers.trainers import Rows, Small, run_fit, weights
 
 
 class Narrow(Local):
+    """The same in bfloat16, without BatchNorm."""
+
     def __init__(self, save_after=None, path=""):
         super().__init__(save_after, path)
         self.network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
@@ -57,8 +59,7 @@ class TeachingOnOne(Teaching):
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [
-        *((kind, Local, after) for kind in ("diloco", "sparse", "quantized") for after in (3, 6)),
-        *((kind, Local, after) for kind in ("late", "synchronous") for after in (2, 3, 5, 6)),
+        *((kind, Local, after) for kind in ROUNDS for after in (2, 3, 5, 6)),
         *((kind, Narrow, 3) for kind in ROUNDS),
         *((kind, Teaching, after) for kind, after in zip(ROUNDS, (2, 6, 3, 6, 2))),
         *((kind, TeachingOnOne, 2) for kind in ("diloco", "sparse", "late")),
@@ -86,6 +87,8 @@ def test_a_resume_with_nothing_left_to_train_ends_with_the_shared_model(pair, tm
 
 
 class Starting(Local):
+    """A model that notes what it starts with."""
+
     def on_train_start(self):
         self.notes = weights(self)
 
@@ -132,6 +135,8 @@ class Validated(Local):
 
 
 class Swaps(AverageAtValidation):
+    """An average that is validated."""
+
     def on_train_end(self, trainer, pl_module):
         pl_module.notes = self.failures
 
@@ -195,13 +200,33 @@ def test_training_starts_from_what_callbacks_load(pair, kind):
             assert_same(loaded.notes[first:], known.notes[first:])
 
 
+class SavedTwice(Local):
+    """It saves in the midst of a round, and when training has ended."""
+
+    def on_fit_end(self):
+        self.trainer.save_checkpoint(f"{self.path}.end")
+
+
+@pytest.mark.parametrize("kind", list(ROUNDS))
+def test_what_is_saved_and_there_at_the_end_is_the_shared_model(pair, tmp_path, kind):
+    path = str(tmp_path / "middle.ckpt")
+    first, second = fits(pair, partial(SavedTwice, 5, path), ROUNDS[kind])
+    assert_same(first.end, second.end)
+    middle, end = (torch.load(name, weights_only=True)["state_dict"] for name in (path, f"{path}.end"))
+    assert_same({name: tensor.cpu() for name, tensor in end.items()}, first.end)
+    assert differences(middle, end)
+
+
 class Adversaries(Small):
+    """Two networks that are trained in turn by optimizers of their own, by hand."""
+
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.judge = nn.Linear(32, 1)
 
     def training_step(self, batch, batch_index):
+        """Train one, then the other, which steps every second time."""
         rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(self.global_rank)).to(self.device)
         first, second = self.optimizers()
         self.toggle_optimizer(first)
@@ -218,6 +243,59 @@ class Adversaries(Small):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.network.parameters()), torch.optim.SGD(self.judge.parameters(), lr=0.1)
+
+
+class Partial(Local):
+    """A model of which some ranks use a part only, and of which a part is frozen after some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(32, 32)
+        self.late = nn.Linear(32, 32)
+        self.late.requires_grad_(False)
+
+    def training_step(self, batch, batch_index):
+        rows = self.rows(batch_index)
+        out = self.late(self.network(rows))
+        return ((out + self.side(rows) if self.global_rank % 2 else out) - rows).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        """Freeze one part and unfreeze another, in the midst of a round."""
+        if batch_idx == 2:
+            self.network[0].requires_grad_(False)
+            self.late.requires_grad_(True)
+
+
+class Unseen(Small):
+    """A model that steps its optimizer where Lightning does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward((self.network(batch) - batch).square().mean())
+        optimizer.step()
+
+
+LOOPS = {
+    "by hand": (Adversaries, {}, {}),
+    "past Lightning": (Unseen, {}, {}),
+    "accumulated": (Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
+    "frozen": (Partial, {}, {}),
+    "unused": (Partial, {}, {"find_unused_parameters": True}),
+}
+
+
+@pytest.mark.parametrize(("module", "arguments", "more"), LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("kind", ["sparse", "late", "synchronous"])
+def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
+    first, second = fits(pair, module, {**ROUNDS[kind], **more}, limit_train_batches=8, max_epochs=1, **arguments)
+    assert_same({name: first.end[name] for name in first.start}, {name: second.end[name] for name in first.start})
+    assert all(not torch.equal(first.end[name], first.start[name]) for name in first.start if "network.1" not in name)
+    assert first.total["total_wire_bytes"] > 0
 
 
 def test_ranks_may_skip_different_steps(pair, tmp_path):
@@ -282,6 +360,8 @@ def test_rounds_follow_synchronous_steps(pair, synchronous):
 
 
 class Looking(Local):
+    """It notes what would be saved of its buffers."""
+
     def __init__(self):
         super().__init__()
         self.notes = []
@@ -305,6 +385,8 @@ def test_a_search_for_a_rate_goes_back_to_synchronous_steps(pair, tmp_path):
 
 
 class Counting(Numbered):
+    """It notes which steps are plain."""
+
     def on_before_zero_grad(self, *args):
         self.notes = [*getattr(self, "notes", []), self.trainer.strategy.is_plain]
 
@@ -329,6 +411,8 @@ class Averages(AverageAtValidation):
 
 
 class NotedSWA(StochasticWeightAveraging):
+    """Lightning's own."""
+
     def on_fit_start(self, *arguments):
         warnings.filterwarnings("ignore", message=".*SWA is currently only supported every epoch.*")
         super().on_fit_start(*arguments)
@@ -433,6 +517,7 @@ class Plateau(Small):
         self.log("mine", float(self.global_step * (2 * self.global_rank - 1)), sync_dist=False)
 
     def configure_optimizers(self):
+        """Return SGD that slows down where the loss gets worse."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mine"}}
