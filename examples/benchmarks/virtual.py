@@ -7,7 +7,7 @@ What is sent, kept and applied is what the engine sends, keeps and applies, to t
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
@@ -223,8 +223,7 @@ class VirtualRank:
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
-        if self._view.adam is not None:
-            self._view.adam.total_steps = total_steps
+        self._view.adam.total_steps = total_steps
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -280,9 +279,7 @@ class VirtualRank:
             tensor.copy_(mean.view_as(tensor))
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
-        adam = self._view.adam
-        if adam is not None:
-            adam.look(lambda number: number)  # replicas are the same here to the bit
+        self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
         self._pipeline.context = context = self._view.coming_step()
         self._densities.density = settings.density_at(epoch, context.settled)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
@@ -295,7 +292,7 @@ class VirtualRank:
             self._pipeline.measure_norm(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()
-        with nullcontext() if adam is None else adam.hidden():
+        with self._view.adam.hidden():
             self._clip()
 
     def _clip(self) -> None:

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Optional
@@ -135,10 +135,9 @@ class Loop:
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
-        if self.view.adam is not None:
-            self.view.adam.total_steps = total_steps
-            if self.view.adam.is_dense:
-                self._say(takes_adam(self._settings, self.optimizers, total_steps))
+        self.view.adam.total_steps = total_steps
+        if self.view.adam.is_dense:
+            self._say(takes_adam(self._settings, self.optimizers, total_steps))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
@@ -165,7 +164,7 @@ class Loop:
     def clipped_before(self, clipping: Clipping) -> Iterator[None]:
         """Have the gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
         self.expect_clipping(clipping)
-        with nullcontext() if self.view.adam is None else self.view.adam.hidden():
+        with self.view.adam.hidden():
             yield
 
     def wants_plain(self) -> bool:
@@ -175,12 +174,11 @@ class Loop:
             return False
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
-        if self.view.adam is not None:
-            warm_up = self.view.adam.look(self.engine.mean_over_ranks)
-            if warm_up is not None:
-                self._say(tells_warm_up(warm_up, self._settings.density))
-            if self.view.adam.is_dense:
-                return True
+        warm_up = self.view.adam.look(self.engine.mean_over_ranks)
+        if warm_up is not None:
+            self._say(tells_warm_up(warm_up, self._settings.density))
+        if self.view.adam.is_dense:
+            return True
         if self.choice is None:
             return False
         return self.choice.wants_plain if is_at_border else self.is_plain

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import is_not
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection
+from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps, is_correctable
 from lightning_sparse.engine.collectives import gather_apart
@@ -45,13 +45,36 @@ class _Taken(NamedTuple):
     scaled_decay: float
 
 
+class Uncorrected:
+    """What stands in the place of :class:`AdamSteps` where no optimizer is corrected."""
+
+    names: Mapping[Parameter, str] = {}
+    total_steps: Optional[int] = None
+    is_dense = False
+
+    def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
+        """Correct nothing."""
+        return StepContext()
+
+    def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
+        """Warm nothing up."""
+        return None
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Hide nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Have changed nothing."""
+
+
 class OptimizerView:
     """Read hyperparameters by parameter name, and hold the optimizers' momentum where the memory accumulates it.
 
     An optimizer without momentum applies weight decay without it, too, which is weaker by ``1 - momentum``: meanwhile
     weight decay is divided by that. Both are away only while an optimizer steps, so that schedules, checkpoints and
     whoever else looks in between find what the user chose. Optimizers that cannot go with ``feedback`` are refused;
-    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step, if there are any.
+    without a memory nothing else is done. ``adam`` is the corrected optimizers' part of a step.
     """
 
     def __init__(
@@ -64,7 +87,7 @@ class OptimizerView:
     ) -> None:
         self._optimizers = optimizers
         self._feedback = feedback
-        self.adam: Optional[AdamSteps] = None
+        self.adam: Union[AdamSteps, Uncorrected] = Uncorrected()
         self.know(parameters)
         if isinstance(memory, AdamMemory):
             self.adam = AdamSteps(list(filter(is_correctable, optimizers)), self._names, target_of, memory)
@@ -86,12 +109,11 @@ class OptimizerView:
     def know(self, parameters: Mapping[str, Parameter]) -> None:
         """Record the parameters that the model has now, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
-        if self.adam is not None:
-            self.adam.names = self._names
+        self.adam.names = self._names
 
     def coming_step(self, is_plain: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what the exchange has to know of the coming step, in which ``continued`` have had one before."""
-        coming = StepContext() if self.adam is None else self.adam.coming(is_plain, continued)
+        coming = self.adam.coming(is_plain, continued)
         return coming._replace(hyperparameters={**self.hyperparameters(continued), **coming.hyperparameters})
 
     def hyperparameters(self, continued: AbstractSet[Tensor] = frozenset()) -> dict[str, Hyperparameters]:
@@ -113,8 +135,7 @@ class OptimizerView:
 
     def close(self) -> None:
         """Give back what a step that failed has left taken, and take nothing any more."""
-        if self.adam is not None:
-            self.adam.close()
+        self.adam.close()
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
