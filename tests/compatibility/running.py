@@ -142,7 +142,7 @@ class TakingTurns:
 @contextmanager
 def changing_hands():
     """Let ``sparse_auto`` change wrappers now and then, whatever is faster."""
-    with patch("lightning_sparse.strategy.trainer.BackendChoice", TakingTurns):
+    with patch("lightning_sparse.loop.loop.BackendChoice", TakingTurns):
         yield
 
 
