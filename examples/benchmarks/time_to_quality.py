@@ -306,14 +306,14 @@ def draw(options: argparse.Namespace) -> None:
     figure, axes = plt.subplots(1, len(networks), figsize=(4 * len(networks), 4), sharey=True, squeeze=False)
     for panel, network in zip(axes[0], networks):
         seconds = mean_seconds(network, options)
-        for name in options.ways:
+        for number, name in enumerate(options.ways):
             way, found = WAYS[name], budgets_of(name, options)
             if found is not None and name in seconds and (way.quality is not None or name == "ddp + bf16 hook"):
                 points = found[1]
                 panel.plot(
                     [elapsed(name, step, network, seconds, options) / 60 for step, _ in points],
                     [loss for _, loss in points],
-                    "-" if way.is_ours else "--",
+                    f"C{number}-" if way.is_ours else f"C{number}--",
                     label=name,
                 )
         target = budgets_of("ddp", options)
@@ -321,7 +321,7 @@ def draw(options: argparse.Namespace) -> None:
             panel.axhline(target[1][-1][1], color="gray", linewidth=0.8, label="ddp at its end")
         panel.set(title=network, xlabel="minutes", xlim=(0, None))
     axes[0][0].set(ylabel="validation loss")
-    axes[0][0].legend(fontsize="small")
+    axes[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(options.picture, dpi=120)
 
