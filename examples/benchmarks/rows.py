@@ -15,6 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from virtual import POWER_SGD_WORTH, factored_numel
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, SparseModelParallelStrategy
 from lightning_sparse.callbacks import CompressionMonitor, OverlapTimeline
@@ -22,7 +23,6 @@ from lightning_sparse.compressors import LAGS
 from lightning_sparse.schedule import FixedSize
 
 _ONE_BUCKET_MB = 10_000
-_POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
 _TRIAL_STEPS = {"merged": 76, "auto": 150}  # what schedules that measure first need at most
 
 Shapes = Sequence[Sequence[int]]
@@ -77,18 +77,8 @@ def dense_bytes(shapes: Shapes) -> float:
 
 
 def power_sgd_bytes(shapes: Shapes, rank: int) -> float:
-    """Return the bytes that torch's PowerSGD hook hands to its all-reduces, in fp32.
-
-    A tensor of shape ``[n, ...]`` is a matrix of ``n`` rows and ``m`` columns; of it travel ``P``, ``[n, rank]``, and
-    ``Q``, ``[m, rank]``, or the whole where they are not less than half of it.
-    """
-    elements = 0
-    for shape in shapes:
-        rows = shape[0] if shape else 1
-        columns = _numel(shape) // rows
-        factors = (rows + columns) * min(rows, columns, rank)
-        elements += factors if factors * _POWER_SGD_WORTH < rows * columns else rows * columns
-    return 4.0 * elements
+    """Return the bytes that torch's PowerSGD hook hands to its all-reduces, in fp32."""
+    return 4.0 * sum(factored_numel(shape, rank) for shape in shapes)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -98,7 +88,7 @@ def _numel(shape: Sequence[int]) -> int:
 def _power_sgd(rank: int) -> Row:
     def make_state() -> powerSGD_hook.PowerSGDState:
         return powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=_POWER_SGD_WORTH
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=POWER_SGD_WORTH
         )
 
     # With more than one bucket, the hook's second all-reduces race with each other on gloo.

@@ -146,7 +146,7 @@ def search(options: argparse.Namespace) -> None:
 
 
 def budgets_of(name: str, options: argparse.Namespace) -> Optional[tuple[float, list[list[float]]]]:
-    """Return how many times DDP's steps a way needs to end where DDP does, and its loss by step."""
+    """Return how many times DDP's steps a way needs to end where DDP does, and bytes and loss by step."""
     known = known_runs(options.output / "quality.jsonl")
     target = _scores(known, WAYS["ddp"], options.ddp_steps, options)
     if target is None:
@@ -157,7 +157,7 @@ def budgets_of(name: str, options: argparse.Namespace) -> Optional[tuple[float, 
         scores = _scores(known, way, steps, options)
         if scores is not None and fmean(scores) <= fmean(target):
             curves = [known[run_of(options.task, way, steps, seed)]["curve"] for seed in options.seeds]
-            return budget, [[points[0][0], fmean(point[2] for point in points)] for points in zip(*curves)]
+            return budget, [[fmean(numbers) for numbers in zip(*points)] for points in zip(*curves)]
     return None
 
 
@@ -246,24 +246,19 @@ def _synchronous_steps(task: str, name: str, steps: float) -> float:
     return 0.0 if way.quality is None else min(steps, run_of(task, way, round(steps), 1).local_numbers()[-1])
 
 
-def elapsed(name: str, steps: float, network: str, seconds: Mapping[str, float], options: argparse.Namespace) -> float:
-    """Return the seconds of so many steps of a way, some of which may be DDP's, or send more than the median step."""
-    synchronous = _synchronous_steps(options.task, name, steps)
-    more = 0.0 if synchronous else _more_bytes(name, steps, network, options)
-    rate = parse_rate(STUDIES[options.task].networks[network][0])
-    return synchronous * seconds["ddp"] + (steps - synchronous) * seconds[name] + 8 * more / rate
+def elapsed(task: str, name: str, steps: float, seconds: Mapping[str, float]) -> float:
+    """Return the seconds of so many steps of a way, the first of which may be DDP's."""
+    synchronous = _synchronous_steps(task, name, steps)
+    return synchronous * seconds["ddp"] + (steps - synchronous) * seconds[name]
 
 
-def _more_bytes(name: str, steps: float, network: str, options: argparse.Namespace) -> float:
-    """Return what a training has sent in so many steps, beyond as many of those that were timed."""
-    way, found = WAYS[name], budgets_of(name, options)
-    if found is None or way.quality is None or way.row is None:
+def more_seconds(name: str, steps: float, sent: float, network: str, options: argparse.Namespace) -> float:
+    """Return how long the network takes for what was sent in so many steps beyond as many of the median one."""
+    way = WAYS[name]
+    if way.quality is None or way.row is None or _synchronous_steps(options.task, name, steps):
         return 0.0
-    run = run_of(options.task, way, round(found[0] * options.ddp_steps), options.seeds[0])
-    curve = known_runs(options.output / "quality.jsonl")[run]["curve"]
-    sent = min(nbytes for step, nbytes, _ in curve if step >= round(steps))
     timed = 1e6 * float(_lines(network, options)[way.row]["sent_mb"])
-    return max(0.0, float(sent) - steps * timed)
+    return 8 * max(0.0, sent - steps * timed) / parse_rate(STUDIES[options.task].networks[network][0])
 
 
 def table(options: argparse.Namespace) -> Iterator[str]:
@@ -282,8 +277,10 @@ def table(options: argparse.Namespace) -> Iterator[str]:
                 cells.append("")
                 continue
             if found is not None:
-                ours = elapsed(name, found[0] * steps, network, seconds, options)
-                relative = f"{ours / elapsed('ddp', steps, network, seconds, options):.2f}"
+                last, sent, _ = found[1][-1]
+                ours = elapsed(options.task, name, found[0] * steps, seconds)
+                ours += more_seconds(name, last, sent, network, options)
+                relative = f"{ours / elapsed(options.task, 'ddp', steps, seconds):.2f}"
             cells.append(f"{1e3 * seconds[name]:.0f} ms, {relative}{_confirmation(network, name, options)}")
         assumed = " (assumed)" if WAYS[name].quality is None else ""
         budget = "not reached" if found is None else f"{found[0]:g}{assumed}"
@@ -309,16 +306,22 @@ def draw(options: argparse.Namespace) -> None:
         for number, name in enumerate(options.ways):
             way, found = WAYS[name], budgets_of(name, options)
             if found is not None and name in seconds and (way.quality is not None or name == "ddp + bf16 hook"):
-                points = found[1]
+                steps, sent, losses = zip(*found[1])
+                ends = [elapsed(options.task, name, step, seconds) for step in steps]
+                if not _whole_path(network, name, options).exists():  # whose mean has all of its steps
+                    ends = [
+                        end + more_seconds(name, step, nbytes, network, options)
+                        for end, step, nbytes in zip(ends, steps, sent)
+                    ]
                 panel.plot(
-                    [elapsed(name, step, network, seconds, options) / 60 for step, _ in points],
-                    [loss for _, loss in points],
+                    [end / 60 for end in ends],
+                    losses,
                     f"C{number}-" if way.is_ours else f"C{number}--",
                     label=name,
                 )
         target = budgets_of("ddp", options)
         if target is not None:
-            panel.axhline(target[1][-1][1], color="gray", linewidth=0.8, label="ddp at its end")
+            panel.axhline(target[1][-1][2], color="gray", linewidth=0.8, label="ddp at its end")
         panel.set(title=network, xlabel="minutes", xlim=(0, None))
     axes[0][0].set(ylabel="validation loss")
     axes[0][-1].legend(fontsize="small")

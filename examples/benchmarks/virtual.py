@@ -28,6 +28,7 @@ from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.schedule.base import Single
 
 _DEVICE = torch.device("cpu")
+POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by this factor
 POST_LOCAL_START = 100  # start_localSGD_iter in the examples of torch's documentation; it has no default
 
 
@@ -105,6 +106,18 @@ class InlineWorker(ExchangeWorker):
         return
 
 
+def factored_numel(shape: Sequence[int], rank: int) -> int:
+    """Return the elements of a tensor that PowerSGD exchanges, as torch's hook has it.
+
+    A tensor of shape ``[n, ...]`` is a matrix of ``n`` rows and ``m`` columns; of it travel ``P``, ``[n, rank]``, and
+    ``Q``, ``[m, rank]``, or the whole where they are not less than half of it.
+    """
+    rows = shape[0] if shape else 1
+    columns = torch.Size(shape).numel() // rows
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if factors * POWER_SGD_WORTH < rows * columns else rows * columns
+
+
 class PowerSGD:
     """Mean gradients by torch's PowerSGD hook: factors of low rank, with error feedback (Vogels et al., 2019).
 
@@ -113,7 +126,7 @@ class PowerSGD:
         mean: averages tensors over ranks, in place, in one exchange.
     """
 
-    _START, _WORTH = 10, 2  # whole gradients before it starts; the factor by which it has to shrink a matrix
+    _START = 10  # whole gradients before it starts
 
     def __init__(self, rank: int, mean: Callable[[Sequence[Tensor]], None]) -> None:
         self._rank = rank
@@ -125,9 +138,10 @@ class PowerSGD:
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Replace the gradients of this rank by what the hook makes of those of all."""
         self._steps += 1
-        matrices = {place: each.flatten(1) for place, each in enumerate(gradients) if self._shrinks(each)}
-        if self._steps <= self._START:
-            matrices = {}
+        matrices: dict[int, Tensor] = {}
+        if self._steps > self._START:
+            shrinks = [factored_numel(each.shape, self._rank) < each.numel() for each in gradients]
+            matrices = {place: gradients[place].flatten(1) for place, does in enumerate(shrinks) if does}
         others = [each for place, each in enumerate(gradients) if place not in matrices]
         rows = {place: self._rows_of(place, matrix) for place, matrix in matrices.items()}
         self._mean([*others, *rows.values()])
@@ -140,12 +154,6 @@ class PowerSGD:
             seen = rows[place] @ self._factors[place].T
             torch.sub(matrix, seen, out=self._errors[place])
             matrix.copy_(seen)
-
-    def _shrinks(self, gradient: Tensor) -> bool:
-        if gradient.dim() < 2:
-            return False
-        rows, columns = gradient.flatten(1).shape
-        return (rows + columns) * min(rows, columns, self._rank) * self._WORTH < rows * columns
 
     def _rows_of(self, place: int, matrix: Tensor) -> Tensor:
         """Add what was not seen before to a matrix, and return its product with the last factor of columns."""
