@@ -67,6 +67,7 @@ class Engine(Uncopied):
         wires = self._wires_of(across, say)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
         self._numels: dict[str, int] = {}
+        self._names: dict[nn.Parameter, str] = {each: name for name, each in ddp.module.named_parameters()}
         self._begin_compressor()
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
@@ -163,19 +164,24 @@ class Engine(Uncopied):
     def attach(self, ddp: Wrapper) -> None:
         """Exchange the gradients of a new wrapper of the same model, whichever are trained now."""
         layout = layout_of(ddp.module, *self._layout[2:5])
+        names: dict[nn.Parameter, str] = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
+        self._names = names
         if layout != self._layout:
-            self.worker.run(lambda: self._train_others(layout))
+            self.worker.run(lambda: self._train_others(layout, renamed))
         self.planner.expect_other_order()
         self.stream = self._stream_from(ddp)
         self.replicas.follow(ddp.module, layout.names)
 
-    def _train_others(self, layout: ModelLayout) -> None:
+    def _train_others(self, layout: ModelLayout, renamed: Mapping[str, str]) -> None:
         compressor = self.compressor
         # What was read from a checkpoint may be of the parameters that are trained from now on.
         learned = compressor.state_dict() if self._learned is None else dict(self._learned)
         self._layout = layout
         self._begin_compressor()
-        compressor.load_state_dict(learned)
+        compressor.load_state_dict(_with_names(learned, renamed))
+        if renamed:
+            self.memory.load_state_dict(_with_names(self.memory.state_dict(), renamed))
 
     def leave_optimizers(self) -> None:
         """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
@@ -281,3 +287,10 @@ class Engine(Uncopied):
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None
+
+
+def _with_names(state: Any, renamed: Mapping[str, str]) -> Any:
+    """Return nested dictionaries in which some names are others."""
+    if not isinstance(state, dict):
+        return state
+    return {renamed.get(key, key): _with_names(each, renamed) for key, each in state.items()}

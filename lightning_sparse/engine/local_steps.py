@@ -27,7 +27,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.replicas import ReplicaAverager, floats
+from lightning_sparse.engine.replicas import ReplicaAverager, averaged
 from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
@@ -40,7 +40,7 @@ from lightning_sparse.schedule import Schedule
 COMMUNICATION_SHARE = 0.05  # of the time, that rounds of a length of their own choice are to take for exchanges
 _FIRST_STEPS = 8  # of a round, until times are known
 _TIMED_ROUNDS = 3
-_SAVED = ("names", "due", "corrections", "has_news")  # of an exchange that is on its way
+_SAVED = ("names", "due", "corrections")  # of an exchange that is on its way
 PLACES = ("a step", "a validation", "the end of an epoch")  # where ranks are when they begin an exchange
 _MOST_STEPS = 500  # DiLoCo's; longer rounds have not been shown to train as well
 
@@ -62,7 +62,6 @@ class _PendingSync:
     due: int
     corrections: Optional[list[Tensor]]  # added to each tensor; ``None``: the shared model replaces them
     noted: int = 0  # what ranks have noted, as bits
-    has_news: bool = False  # whether a rank has written something that is not shared yet
     changes: list[Tensor] = field(default_factory=list)  # held for as long as a device may read them
     done: Event = field(default_factory=Event)
 
@@ -75,16 +74,17 @@ class _Told(NamedTuple):
     batches: float
     step: float
     missed_steps: float  # of others, since all ranks last met
-    is_stale: float  # whether it has made a step since the last exchange
+    is_stale: float  # whether its model is not the shared one
     noted: float
 
 
 class Rounds(Replicas):
     """Exchange what parameters have changed by since the last round, and keep the shared model.
 
-    Buffers are exchanged with them, and frozen parameters once ranks have written them differently. The model is asked
-    for its tensors when they are used: it may have others by then. ``begin`` is called for each exchange that begins,
-    and what it returns on the worker before that exchange.
+    Buffers of floating point are exchanged with them. What else ranks write (frozen parameters, integers, new buffers)
+    they have alike when a round ends early, as before a validation and at the end. The model is asked for its tensors
+    when they are used: it may have others by then, or other names for them. ``begin`` is called for each exchange that
+    begins, and what it returns on the worker before that exchange.
     """
 
     are_apart = True
@@ -104,7 +104,7 @@ class Rounds(Replicas):
         self._begin = begin
         self._say = say
         self._every = local.every if isinstance(local.every, int) else _FIRST_STEPS
-        self._origin = 0  # step at which rounds of this length began
+        self._origin = 0  # step at which a round of this length began after one that was ended early
         self._times: Optional[list[tuple[int, float, float]]] = None if isinstance(local.every, int) else []
         self._applied_at = perf_counter()
         self._pipeline = pipeline
@@ -127,6 +127,7 @@ class Rounds(Replicas):
         self._averager = ReplicaAverager(module, self._holders.collectives, self._recorder)
         self._is_resumed = False
         self._names: frozenset[str] = frozenset()
+        self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
         self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
         self._seen: dict[str, Tensor] = {}  # fingerprints of what is not shared, when all ranks last had the same of it
         self._momenta: dict[str, Tensor] = {}
@@ -141,23 +142,30 @@ class Rounds(Replicas):
         if self._is_resumed and self._names == frozenset(names):
             return
         self._module = module
-        present = {name: held_of(tensor) for name, tensor in self._named()}
-        beside = [*floats(module.named_buffers()), *(name for name in self._beside if name in present)]
+        renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
+        shared, momenta = (
+            {renamed.get(name, name): each for name, each in kept.items()} for kept in (self._shared, self._momenta)
+        )
+        self._known = {parameter: name for name, parameter in module.named_parameters()}
+        self._momenta = momenta
+        tensors = averaged(self._named())
+        buffers = {name for name, _ in module.named_buffers()}
+        beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
         self._names = frozenset(names)
         self._shared = {
             name: known
-            if (known := self._shared.get(name)) is not None and known.shape == present[name].shape
-            else _wide(present[name])
-            for name in dict.fromkeys((*names, *beside))
+            if (known := shared.get(name)) is not None and known.shape == tensors[name].shape
+            else _wide(tensors[name])
+            for name in (*names, *beside)
         }
-        has_buffers = any(each._buffers for each in module.modules())
-        self._may_have_news = has_buffers or any(not each.requires_grad for each in module.parameters())
         self._begun = self._step  # when the last exchange did
         self._is_stale = False  # whether a step has been made since
         self._seen = self._fingerprints()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        return chain(self._module.named_parameters(), self._module.named_buffers())
+        """Yield the model's tensors, parameters under the names that they had when they were followed."""
+        named = chain(self._module.named_parameters(), self._module.named_buffers())
+        return ((self._known.get(tensor, name), tensor) for name, tensor in named)
 
     @property
     def _beside(self) -> list[str]:
@@ -167,12 +175,42 @@ class Rounds(Replicas):
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
         held = {name: held_of(tensor) for name, tensor in self._named() if name in self._shared}
+        held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
         return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
 
     def _unshared(self) -> dict[str, Tensor]:
-        """Return what ranks may write without an optimizer: frozen parameters, and buffers that are new or reshaped."""
+        """Return what ranks may write without an optimizer: frozen parameters, integers, buffers that have changed."""
         known = self._names | self._tensors().keys()
-        return {name: tensor for name, tensor in floats(self._named()).items() if name not in known}
+        return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
+
+    def _check_followed(self) -> None:
+        """Refuse to end a round without what is trained by now, or with what the model no longer has."""
+        present = {name: each.requires_grad and held_of(each).numel() > 0 for name, each in self._named()}
+        changes = {
+            "new": [name for name, is_trained in present.items() if is_trained and name not in self._names],
+            "gone": sorted(self._names - present.keys()),
+        }
+        if any(changes.values()):
+            told = "; ".join(f"{change}: {', '.join(map(repr, names))}" for change, names in changes.items() if names)
+            raise RuntimeError(
+                f"other parameters are trained than when this round of local steps began ({told}), and ranks would"
+                " train them apart. Change what is trained before a training_step, or, in a loop of your own, close()"
+                " and sparsify the model anew"
+            )
+
+    def _has_moved(self) -> bool:
+        """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
+
+        An exchange of nothing would move the shared model, too, by its momentum.
+        """
+        trained = [(name, tensor) for name, tensor in self._tensors().items() if name in self._names]
+        moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
+        return bool(moved) and bool(torch.stack(moved).any())
+
+    @property
+    def steps_since_ended(self) -> int:
+        """Steps since rounds began, or since one was ended early."""
+        return self._step - self._origin
 
     @property
     def is_synchronous(self) -> bool:
@@ -226,6 +264,7 @@ class Rounds(Replicas):
             self._step += 1
             self._apply_until(self._step)
             if (self._step - self._origin) % self._every == 0:
+                self._check_followed()
                 self._submit(self._local.overlap_steps, agreed)
             self._apply_until(self._step)
             self._choose_length()
@@ -268,11 +307,21 @@ class Rounds(Replicas):
         """End the round early, and go on from the shared model; all ranks must call."""
         if not self._has_begun:
             return
-        is_late = self._pending is not None  # applied as a correction, it leaves ranks apart by what that rounds
+        # What is pending, applied as a correction, leaves ranks apart by what that rounds.
+        numbers = self._numbers(is_stale=self._is_stale or self._pending is not None or self._has_moved())
         self._apply_until(self._step + self._every)
-        if self._is_stale or is_late:
-            self._submit(0)
+        everywhere = self._worker.run(lambda: self._tell(numbers))
+        if any(told.is_stale for told in everywhere):
+            self._submit(0, everywhere=everywhere)
         self._apply_until(self._step)
+        tensors = averaged(self._named())
+        rest = {name: tensor for name, tensor in tensors.items() if name not in self._names}
+        self._worker.run(lambda: self._averager.average_differing(rest))
+        for name in self._beside:
+            if name in rest and rest[name].shape == self._shared[name].shape:
+                self._shared[name].copy_(rest[name])
+        self._seen = self._fingerprints()
+        self._origin = self._step
 
     @override
     def detach(self) -> None:
@@ -289,11 +338,11 @@ class Rounds(Replicas):
         if self._pending is not None:
             self._worker.wait(self._pending.done)
             self._note(self._pending)
-            if self._pending.has_news:  # others have taken them up before they come here, or to the next exchange
-                self._apply_until(self._pending.due)
         if self._noted:
             return None
-        numbers = self._numbers(agreed, PLACES.index(place))
+        # What is late on a rank that trains has been applied by those that wait: all have to end that round.
+        is_stale = self._is_stale or self._pending is not None or self._has_moved()
+        numbers = self._numbers(agreed, PLACES.index(place), is_stale)
         everywhere = self._worker.run(lambda: self._tell(numbers))
         are_uneven = len({told.step for told in everywhere}) > 1 or any(told.missed_steps for told in everywhere)
         missed = int(max(told.step for told in everywhere)) - self._step
@@ -331,12 +380,11 @@ class Rounds(Replicas):
     def _note(self, pending: _PendingSync) -> None:
         self._noted, pending.noted = self._noted | pending.noted, 0
 
-    def _numbers(self, agreed: Sequence[float], place: int = 0) -> tuple[float, ...]:
+    def _numbers(self, agreed: Sequence[float] = (), place: int = 0, is_stale: bool = True) -> tuple[float, ...]:
         """Return what this rank tells before an exchange that begins now."""
         noted = sum(asked() << bit for bit, asked in enumerate(self.notes.values()))
         counts = (self._samples, self._batches, self._step, self._missed_steps)
-        # What is late on a rank that trains has been applied by those that wait: all have to end that round.
-        return (*_Told(place, *counts, self._is_stale or self._pending is not None, noted), *agreed)
+        return (*_Told(place, *counts, is_stale, noted), *agreed)
 
     def _tell(self, numbers: Sequence[float]) -> list[_Told]:
         """Tell all ranks and return what each tells, where those that train agree on learning rates; on the worker."""
@@ -355,9 +403,6 @@ class Rounds(Replicas):
         starts = [tensor.clone() for tensor in tensors.values()] if overlap else None
         pending = self._pending = _PendingSync(list(tensors), self._step + overlap, starts)
         pending.changes = [self._change(name, tensor) for name, tensor in tensors.items()]
-        if self._may_have_news:
-            nothing = torch.zeros((), dtype=torch.bool, device=self._averager.device)
-            pending.changes.append(torch.stack([nothing, *self._have_changed().values()]).any().float().view(1))
         prepare = self._begin()  # here, and not when the worker gets to it: what ranks have asked for is the same
         self._samples = self._batches = 0.0
 
@@ -382,20 +427,13 @@ class Rounds(Replicas):
     def _to_save(self, written: Sequence[str], together: bool) -> dict[str, Tensor]:
         """Return what this rank has of what is not shared and ranks hold differently, or of what it has written."""
         unshared = self._unshared()
-        if not (together and self._has_begun and self._may_have_news):
+        if not (together and self._has_begun):
             return {name: unshared[name] for name in written}
         # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
         return {name: unshared[name] for name in self._worker.run(lambda: self._averager.differing(unshared))}
 
     def _fingerprints(self) -> dict[str, Tensor]:
         return {name: fingerprint(tensor) for name, tensor in self._unshared().items()}
-
-    def _take_up(self) -> None:
-        """Share from now on what ranks hold differently of what is not shared; all ranks must call."""
-        unshared = self._unshared()
-        found = self._worker.run(lambda: self._averager.average_differing(unshared))
-        self._shared |= {name: _wide(unshared[name]) for name in found}
-        self._seen = self._fingerprints()
 
     def _exchange(
         self, pending: _PendingSync, prepare: Callable[[], StepContext], steps: int, everywhere: Sequence[_Told]
@@ -409,14 +447,13 @@ class Rounds(Replicas):
         in_step = self._levels.node_ranks if self._levels.are_in_step else 1
         weight = _weight(counts, self._everybody.collectives.rank, in_step)
         if weight == 0:  # a product with an infinity, as in a mask, would be no number
-            torch._foreach_zero_(changes[: len(names)])
+            torch._foreach_zero_(changes)
         elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
-            torch._foreach_mul_(changes[: len(names)], weight)
+            torch._foreach_mul_(changes, weight)
         self._pipeline.context = prepare()
         gradients = [LocalGradient(name, change, None) for name, change in zip(names[:trained], changes)]
         self._pipeline.commit(self._pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
-        self._average(names[trained:] or names, changes[trained:])
-        pending.has_news = len(changes) > len(names) and bool(changes[-1])
+        self._average(names[trained:], changes[trained:])
         self._move(names, changes, trained)
         if pending.corrections is not None:
             for name, start in zip(names, pending.corrections):
@@ -464,8 +501,6 @@ class Rounds(Replicas):
                 tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
             else:
                 tensors[name].add_(pending.corrections[position])
-        if pending.has_news:
-            self._take_up()
 
     def _wait(self, pending: _PendingSync) -> None:
         start = self._now()
@@ -552,22 +587,23 @@ class Rounds(Replicas):
         present = (name for name, _ in self._module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
             self.follow(self._module, names)  # others may be frozen here until training goes on
-        unshared = self._unshared()
-        self._shared |= {name: _wide(unshared[name]) for name in state["beside"] if name in unshared}
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
         device = self._averager.device
         self._has_begun = state["has_begun"]
         self._step, self._steps_of = int(state["step"]), dict(state["steps_of"])
+        self._origin = int(state["origin"])
         if not isinstance(self._local.every, int) and state["every"] is not None:
-            self._every, self._origin, self._times = int(state["every"]), int(state["origin"]), None
+            self._every, self._times = int(state["every"]), None
         self._begun, self._is_stale = int(state["begun"]), bool(state["is_stale"])
         self._samples, self._batches = state.get("seen", (0.0, 0.0))
         self._epoch = state.get("epoch", (self._step, 0))
         self._missed_steps = self._skipped = 0
-        for name, tensor in state["unshared"].items():
-            if name in unshared and name not in self._shared and unshared[name].shape == tensor.shape:
+        unshared = self._unshared()
+        earlier = {name: state["local"][name] for name in state["beside"] if name in state["local"]}
+        for name, tensor in {**earlier, **state["unshared"]}.items():  # versions before shared what is written, too
+            if name in unshared and unshared[name].shape == tensor.shape:
                 unshared[name].copy_(tensor)
         self._seen = {name: each for name, each in self._fingerprints().items() if name not in state["written"]}
         for name, tensor in self._tensors().items():

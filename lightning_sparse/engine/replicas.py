@@ -70,17 +70,23 @@ class ReplicaAverager:
 
     def average(self, are_apart: bool = False) -> None:
         """Average the model over ranks, in place, unless all are the same; afterwards they are identical to the bit."""
-        self.average_differing(floats(chain(self._module.named_parameters(), self._module.named_buffers())), are_apart)
+        tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
+        self.average_differing(tensors, are_apart)
 
-    def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> list[str]:
-        """Average over ranks, in place, tensors that they hold differently, or all; return their names."""
+    def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> None:
+        """Average over ranks, in place, what they hold differently, or all; of what is no float take the first's."""
         self._sent_bytes = 0.0
-        names = list(tensors) if are_apart else self.differing(tensors)
-        if names:
-            with self._collectives.telling_of("the average of the replicas", "all_reduce"):
-                self._average({name: tensors[name] for name in names})
+        floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
+        asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}
+        differing = set(self.differing(asked)) if asked or not are_apart else set[str]()
+        means = {name: each for name, each in tensors.items() if name in floats and (are_apart or name in differing)}
+        firsts = [each for name, each in tensors.items() if name in differing and name not in floats]
+        with self._collectives.telling_of("the average of the replicas", "all_reduce"):
+            if means:
+                self._average(means)
+            if firsts:
+                self._copy_first(firsts)
         self._recorder.add_to_last(self._sent_bytes)
-        return names
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that ranks hold differently, on all ranks; none where they have other tensors."""
@@ -113,6 +119,16 @@ class ReplicaAverager:
         distances = self._gathered(distance)
         self.divergence = (distances.mean() / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt().squeeze()
 
+    def _copy_first(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors by those of the first rank: the sum of its bytes and the others' zeros."""
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        if self._collectives.rank:
+            flat.zero_()
+        self._sent_bytes += self._collectives.sent_bytes("all_reduce", flat)
+        first = self._collectives.all_reduce(flat)
+        for tensor, piece in zip(tensors, first.split([tensor.nbytes for tensor in tensors])):
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned, as a view has to be
+
     def _mean(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         flat = _flatten_dense_tensors(tensors)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -121,15 +137,49 @@ class ReplicaAverager:
         return mean, flat
 
 
-def floats(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return what this rank holds of those of floating point; no frozen ones of a kind of their own (quantized)."""
-    return {
-        name: held
-        for name, tensor, held in ((name, tensor, held_of(tensor)) for name, tensor in named)
-        if held.is_floating_point()
-        and held.numel()
-        and (tensor.requires_grad or (type(held) is Tensor and held.layout is torch.strided))
-    }
+def averaged(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return what this rank holds of tensors of which replicas have one value; complex ones as pairs of numbers.
+
+    No frozen ones of a kind of their own (quantized), and nothing that lies in the memory of a trained one.
+
+    Raises:
+        ValueError: if a tensor has a part of its memory in common with a trained one.
+    """
+    held = {name: (tensor.requires_grad, held_of(tensor)) for name, tensor in named}
+    trained: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, (is_trained, each) in held.items():
+        if is_trained and (place := _place(each)) is not None:
+            trained[place[0]].append((*place[1:], name))
+    found: dict[str, Tensor] = {}
+    for name, (is_trained, each) in held.items():
+        is_plain = type(each) is Tensor and each.layout is torch.strided
+        if each.numel() and (is_trained or (is_plain and not _is_trained_with(each, name, trained))):
+            found[name] = torch.view_as_real(each) if each.is_complex() else each
+    return found
+
+
+def _place(tensor: Tensor) -> Optional[tuple[int, int, int]]:
+    """Return a tensor's storage, and where in its bytes it begins and ends; ``None`` where it has no such place."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), int(start), int(start + reach * tensor.element_size())
+
+
+def _is_trained_with(tensor: Tensor, name: str, trained: Mapping[int, Sequence[tuple[int, int, str]]]) -> bool:
+    """Tell whether a tensor lies in the memory of one that is trained; refuse one that lies there in part."""
+    place = _place(tensor)
+    if place is None or place[0] not in trained:
+        return False
+    storage, start, stop = place
+    there = [(first, last, other) for first, last, other in trained[storage] if start < last and first < stop]
+    if there and there[0][:2] != (start, stop):
+        raise ValueError(
+            f"{name!r} has a part of its memory in common with {there[0][2]!r}, which is trained, so that replicas"
+            " cannot be averaged: make it a copy, or the whole of it"
+        )
+    return bool(there)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, Optional
 
@@ -32,6 +33,7 @@ from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_
 from lightning_sparse.loop.summary import (
     FEW_ROUNDS,
     SAFE_STEPS,
+    SHORTEST_PART,
     TAKES_MOMENTUM,
     closing,
     summary,
@@ -39,6 +41,7 @@ from lightning_sparse.loop.summary import (
     tells_warm_up,
     warning_for,
     warning_of_rounds,
+    warning_of_validations,
 )
 from lightning_sparse.schedule import Auto, Plan
 
@@ -47,6 +50,13 @@ CLOSED = (
     " sparsify that"
 )
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
+
+_UNCOUNTED = 8  # batches in a row, more than hooks change weights in while a step accumulates
+UNCOUNTED = (
+    f"{_UNCOUNTED} batches in a row have changed the weights, and no optimizer that is known has made a step. Steps are"
+    " counted, to exchange after so many of them: let the step() of an optimizer that configure_optimizers returns, or"
+    " that sparsify was given, make the updates; or end each round yourself, in a plain loop by handle.synchronize()"
+)
 
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
@@ -75,7 +85,10 @@ class Loop:
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
         self._is_at_border = True  # no batch has begun since the last optimizer step
-        self._is_begun = self._is_stepping = False
+        self._is_begun = False
+        self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
+        self._has_warned_of_validations = False
+        self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
 
     def start(
         self,
@@ -113,9 +126,12 @@ class Loop:
         self.clipping = settings.clipping if self.corrects_adam else NOT_CLIPPED
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._say)
-        # Torch's all have hooks; wrappers of other packages may not.
-        hooked = (each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks"))
-        self._handles = [each.register_step_post_hook(self._after_step) for each in hooked]
+        for optimizer in optimizers:
+            for each in (optimizer, *inside(optimizer)):
+                # Torch's all have hooks; wrappers of other packages may not.
+                if hasattr(each, "_optimizer_step_post_hooks"):
+                    self._handles.append(each.register_step_pre_hook(self._before_step))
+                    self._handles.append(each.register_step_post_hook(partial(self._after_step, optimizer)))
         if self.view.takes_momentum:
             self._say(TAKES_MOMENTUM)
         self._warn()
@@ -225,6 +241,17 @@ class Loop:
         if adopts:
             self.replicas.adopt()
         self._keep_silent()
+        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
+            self._watch_weights()
+
+    def _watch_weights(self) -> None:
+        """Warn where batch after batch changes the weights, and no step that is counted has."""
+        trained = (each for each in self._ddp.module.parameters() if each.requires_grad)
+        versions = sum(each._version for each in trained)
+        self._uncounted += versions != self._versions
+        self._versions = versions
+        if self._uncounted == _UNCOUNTED:
+            warn_user(UNCOUNTED)
 
     def _keep_silent(self) -> None:
         if self.engine is None or not self.is_silent():
@@ -234,6 +261,18 @@ class Loop:
             self._ddp.require_forward_param_sync = True
         else:
             self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+
+    def end_round(self, is_trial: bool = False) -> None:
+        """End a round for a validation, so that what is validated has moved; warn where rounds are far shorter so."""
+        rounds, local = None if self.engine is None else self.engine.rounds, self._settings.local_steps
+        if rounds is None or local is None:
+            return
+        steps = rounds.steps_since_ended
+        rounds.synchronize()
+        is_short = isinstance(local.every, int) and 0 < steps * SHORTEST_PART < local.every
+        if is_short and not (is_trial or self._has_warned_of_validations):
+            self._has_warned_of_validations = True
+            warn_user(warning_of_validations(local.every, steps))
 
     def begin(self, is_automatic: bool = False) -> None:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
@@ -263,6 +302,11 @@ class Loop:
         # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
         _LATER(lambda: _LATER(self.end_backward))
 
+    def is_any(self, flag: bool) -> bool:
+        """Tell whether a flag is set on any rank, which all must ask."""
+        assert self.engine is not None
+        return self.engine.mean_over_ranks(float(flag)) > 0
+
     def check_epoch(self) -> None:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         assert self.engine is not None
@@ -283,22 +327,29 @@ class Loop:
     @contextmanager
     def step_of(self, optimizer: Optimizer, counts: bool = True) -> Iterator[None]:
         """Make an optimizer's step inside, which a scaler may skip, and end it if it ``counts``."""
-        self._is_stepping = True
+        self._stepping = self
         try:
             yield
         finally:
-            self._is_stepping = False
+            self._stepping = None
         if counts:
             self._end_step(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """End a step that is made outside of :meth:`step_of`."""
-        if not (self._is_stepping or is_torchs_own(optimizer, kwargs)):
-            self._end_step(optimizer)
+    def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
+        self._stepping = self._stepping or optimizer
+
+    def _after_step(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End a step, made outside of :meth:`step_of`, of an optimizer of ours, or of one inside it."""
+        if self._stepping is not stepped:
+            return
+        self._stepping = None
+        if not is_torchs_own(stepped, kwargs):
+            self._end_step(own)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
         self._is_at_border = True
+        self._uncounted = 0
         if self.choice is not None:
             self.choice.end_step()
         if self.engine is not None:
@@ -391,6 +442,14 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
+
+
+def inside(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that an optimizer has made, or was given, to make part of its steps."""
+    for each in vars(optimizer).values():
+        if isinstance(each, Optimizer):
+            yield each
+            yield from inside(each)
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from lightning_sparse.engine.wire import EXCHANGES
 from lightning_sparse.schedule import FixedSize
 
 FEW_ROUNDS = 100
+SHORTEST_PART = 5  # of the rounds asked for, that those may be which validations end
 SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
 
 TAKES_MOMENTUM = (
@@ -112,6 +113,15 @@ def warning_of_rounds(every: int, count: int, steps: int) -> str:
         " after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30 steps, and 4 % with 160"
         f" rounds of 5. In short trainings take local_steps={SAFE_STEPS}, or 'lags' without local steps, which"
         " exchanges in every step."
+    )
+
+
+def warning_of_validations(every: object, steps: int) -> str:
+    """Compose the warning for validations that come many times a round."""
+    return (
+        f"a validation ends a round, and validations come every {steps} optimizer steps: rounds are no longer than"
+        f" that, not local_steps={every}. Validate less often (val_check_interval=..., check_val_every_n_epoch=...), or"
+        " give fewer local steps."
     )
 
 

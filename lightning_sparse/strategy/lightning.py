@@ -24,7 +24,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from lightning_fabric.utilities.cloud_io import get_filesystem
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import ModelCheckpoint, Timer
+    from pytorch_lightning.callbacks import ModelCheckpoint, ModelPruning, Timer
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -43,7 +43,7 @@ else:
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+    from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, Timer
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO

@@ -178,6 +178,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""
+        self._is_before_validation = bool(kept.get("is_before_validation"))
         whole = _as_whole(save, self._module, self._ranks_in_step, path)
         return restore(self._loop, kept, whole, held_by(self._module), path)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -54,7 +55,15 @@ from lightning_sparse.strategy.lightning import (
 )
 from lightning_sparse.strategy.position import POSITION, Position, Reader
 from lightning_sparse.strategy.signals import Termination
-from lightning_sparse.strategy.uneven import catch_up, check_batches, check_logged, pace_of, samples_of, skip
+from lightning_sparse.strategy.uneven import (
+    catch_up,
+    check_batches,
+    check_logged,
+    check_ranks_apart,
+    pace_of,
+    samples_of,
+    skip,
+)
 
 
 class SparseBase:
@@ -94,6 +103,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _timeout: Optional[timedelta]
     _position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
     _has_failed = _has_own_position = False
+    _is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; a validation ends a round
     _termination: Optional[Termination] = None
     _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
@@ -175,7 +185,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Make ranks one model around validation and the end, where Lightning asks callbacks first and us last."""
         fit_loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         validation = epoch.val_loop
-        run, end, run_epoch, validate = fit_loop.run, fit_loop.on_run_end, epoch.run, validation.run
+        if self.settings.replicas_diverge:
+            check_ranks_apart(trainer)
+        run, end, validate = fit_loop.run, fit_loop.on_run_end, validation.run
 
         def run_to_one() -> None:
             if self.settings.local_steps is not None:
@@ -193,13 +205,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
             self._loop.replicas.synchronize()
             end()
 
-        def run_epoch_together(data_fetcher: Any) -> None:
-            run_epoch(data_fetcher)
-            self._meet("the end of an epoch")
-
         def validate_as_one() -> Any:
-            if not trainer.sanity_checking and not self._meet("a validation"):
-                return []
+            if not trainer.sanity_checking:
+                if not self._meet("a validation"):
+                    return []
+                self._loop.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
             with self._loop.replicas.shared_model():
                 try:
                     return validate()
@@ -208,8 +218,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
         self._replace(fit_loop, "run", run_to_one)
         self._replace(fit_loop, "on_run_end", end_as_one)
-        self._replace(epoch, "run", run_epoch_together)
+        self._replace(fit_loop, "on_advance_end", partial(self._end_epoch, trainer, fit_loop.on_advance_end))
         self._replace(validation, "run", validate_as_one)
+
+    def _end_epoch(self, trainer: Trainer, end: Callable[[], None]) -> None:
+        """End an epoch as Lightning does, on all ranks together, and training on all where one wants to stop."""
+        self._meet("the end of an epoch")
+        end()
+        if self.rounds is not None:
+            trainer.should_stop = self._loop.is_any(trainer.should_stop)
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
@@ -249,6 +266,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self._loop.corrects_adam:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
+        was_before, self._is_before_validation = self._is_before_validation, None
+        if self.rounds is not None and was_before is not None and self._loop.is_any(was_before):
+            self.rounds.synchronize()  # Lightning may leave that validation out
         self._loop.resume()
         if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
             self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
@@ -322,8 +342,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""
-        kept = self._loop.state()
-        return None if kept is None else {**kept, "layouts": saved_layouts(held_by(self._module))}
+        kept, rounds, fit_loop = self._loop.state(), self.rounds, self._trainer.fit_loop
+        if kept is None:
+            return None
+        if rounds is not None and rounds.steps_since_ended and fit_loop._data_fetcher is not None:
+            kept["is_before_validation"] = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        return {**kept, "layouts": saved_layouts(held_by(self._module))}
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -649,6 +673,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._trainer.gradient_clip_val is not None:  # or users clip, after the backward that it is for
             kept["clipping"] = self._loop.clipping
         unused = restore(self._loop, kept, save, parameters, path)
+        self._is_before_validation = bool(kept.get("is_before_validation"))
         is_begun = bool(kept.get("is_accumulating"))
         gradients, arrived = (
             fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.settings import LocalSteps
-from lightning_sparse.strategy.lightning import ModelCheckpoint, Timer, Trainer, _extract_batch_size
+from lightning_sparse.engine.settings import LocalSteps, refuse
+from lightning_sparse.strategy.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
 from lightning_sparse.strategy.position import advance
 
 
@@ -17,6 +17,7 @@ class _Epoch(NamedTuple):
 
     batches: float
     validations: float  # in its midst and at its end; NaN where that is not known
+    every: Optional[float]  # batches, a validation; ``None`` for none
     begun: int  # batches, before the checkpoint that training goes on from
     has_ended: bool
 
@@ -48,6 +49,24 @@ def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in
     return batches
 
 
+def check_ranks_apart(trainer: Trainer) -> None:
+    """Refuse what each rank would decide by its own clock, or by its own model, where ranks step apart."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    refuse(
+        (
+            seconds is not None,
+            f"val_check_interval is a time ({seconds} s), which each rank has from its own clock, and ranks that step"
+            " apart would validate after different steps: give a number of batches or a fraction of an epoch, such as"
+            " val_check_interval=0.5",
+        ),
+        (
+            any(isinstance(each, ModelPruning) for each in trainer.callbacks),  # type: ignore[attr-defined]
+            "ModelPruning removes what is small in each rank's own model, and ranks that step apart have different"
+            " ones: exchange in every step, such as with strategy='sparse_lags', or prune when training has ended",
+        ),
+    )
+
+
 def pace_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]:
     """Return the optimizer steps of an epoch of this rank, and of the rank with the most; 1 where none has more."""
     if float("inf") in batches or len(set(batches)) == 1:
@@ -62,7 +81,7 @@ def _epoch_of(trainer: Trainer) -> _Epoch:
         every = trainer.val_check_batch
     validations = 0 if every is None or batches in (0, float("inf")) else batches // every
     has_begun = trainer.fit_loop.restarting
-    return _Epoch(batches, validations, has_begun * progress.current.ready, has_begun and progress.is_last_batch)
+    return _Epoch(batches, validations, every, has_begun * progress.current.ready, has_begun and progress.is_last_batch)
 
 
 def _refusals(
@@ -77,12 +96,7 @@ def _refusals(
     fewest = min(epoch.batches for epoch in epochs)
     if fewest == 0:
         yield "Lightning trains nothing on a rank that has none: give each at least one"
-    synchronous = local.synchronous_steps * trainer.accumulate_grad_batches
-    if fewest <= synchronous:
-        yield (
-            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together: give fewer"
-            " than the shortest epoch has steps"
-        )
+    yield from _refusals_of_synchronous_steps(local, local.synchronous_steps * trainer.accumulate_grad_batches, epochs)
     if trainer.enable_validation:
         yield from _refusals_of_validation(trainer, epochs)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -102,6 +116,20 @@ def _refusals(
         yield (
             "the checkpoint was saved in the midst of an epoch, by other ranks: take one that was saved at the end of"
             " an epoch"
+        )
+
+
+def _refusals_of_synchronous_steps(local: LocalSteps, synchronous: int, epochs: Sequence[_Epoch]) -> Iterator[str]:
+    if min(epoch.batches for epoch in epochs) <= synchronous:
+        yield (
+            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together: give fewer"
+            " than the shortest epoch has steps"
+        )
+    firsts = {math.inf if epoch.every is None else epoch.every for epoch in epochs}
+    if len(firsts) > 1 and min(firsts) <= synchronous:
+        yield (
+            f"synchronous_steps={local.synchronous_steps} exchange gradients, on all ranks together, and some validate"
+            " before the others: give fewer than there are steps before any validates, or val_check_interval=1.0"
         )
 
 

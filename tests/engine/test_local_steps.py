@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.settings import LocalSteps
 from tests.helpers.devices import DEVICE
+from tests.helpers.fits import refuse
 from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp
 
 OUTER = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
@@ -222,6 +223,10 @@ class Written(Edges):
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("grown", torch.zeros(2))
         self.register_buffer("late", None)
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("trained", self.matrix.detach())  # the same memory
         for name in ("teacher", "seldom", "scheduled", "backbone"):
             self.register_parameter(name, nn.Parameter(torch.full((2, 3), 0.1), requires_grad=False))
 
@@ -245,6 +250,9 @@ def write_a_step(model, rank, step, is_assigned):
         model.mean.copy_(mean)
     model.teacher.data.add_(rank + 1)  # which no version counts
     model.scheduled.fill_(step)
+    model.counts[rank] += 1
+    model.seen.fill_(rank == 0)
+    model.phase.add_((rank + 1) * 1j)
     if step == 4 and rank == 0:
         model.seldom.data.fill_(1.0)
     if step == 5:
@@ -271,12 +279,11 @@ def write_everything(rank, local, is_assigned):
 @pytest.mark.parametrize("local", [LocalSteps(every=3), LATE], ids=["at once", "late"])
 def test_whatever_training_writes_is_one_model(pair, local, is_assigned):
     (first, beside), (second, other) = pair.run(write_everything, local, is_assigned)
-    assert beside == other == ["mask", "lowest", "mean", "grown", "teacher", "seldom", "late"]
+    assert beside == other == ["mask", "lowest", "mean", "grown", "phase"]
     torch.manual_seed(0)
     start = Written().state_dict()
     for step, (one, two) in enumerate(zip(first, second)):
-        first_round = local.every + local.overlap_steps - 1
-        not_yet = {"teacher": first_round, "seldom": 7, "grown": 8, "late": 8}
+        not_yet = dict.fromkeys(("teacher", "seldom", "grown", "late", "counts", "seen"), 8)
         assert all(torch.equal(one[name], two[name]) for name in one if step >= not_yet.get(name, 0)), step
         assert torch.equal(one["mask"].cpu(), start["mask"])
     end = {name: each.cpu() for name, each in first[-1].items()}
@@ -290,6 +297,42 @@ def test_whatever_training_writes_is_one_model(pair, local, is_assigned):
     assert torch.equal(end["backbone"], start["backbone"])
     assert torch.equal(end["grown"], torch.full((5,), 0.5))
     assert torch.equal(end["late"], torch.full((2,), 0.5))
+    assert end["counts"].tolist() == [8, 0, 0]  # the first rank's, as behind DDP
+    assert end["seen"]
+    torch.testing.assert_close(end["phase"], torch.full((2,), 12j))
+    if DEVICE.type == "cpu" and not is_assigned:  # which gives what is trained other memory
+        assert torch.equal(end["trained"], end["matrix"])
+
+
+def overlap(rank):
+    module = Edges().to(DEVICE)
+    module.register_buffer("part", module.matrix.detach()[:1])
+    with sparse_ddp(module, "dense", local_steps=LocalSteps(2)):
+        pass
+
+
+def test_a_buffer_in_a_part_of_what_is_trained_is_refused(pair):
+    for told in pair.run(refuse, overlap):
+        assert "'part' has a part of its memory in common with 'matrix'" in told
+
+
+def step_unseen(rank):
+    """Step where nobody counts, and on one rank alone; return the model once the round has ended."""
+    torch.manual_seed(0)
+    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(2)) as (ddp, engine):
+        with torch.no_grad():
+            ddp.module.matrix.sub_(0.5 * rank)
+        engine.replicas.synchronize()
+        return flat(ddp.parameters())
+
+
+def test_what_nobody_has_counted_is_exchanged(pair):
+    torch.manual_seed(0)
+    start = Edges()
+    with torch.no_grad():
+        start.matrix.sub_(0.25)
+    for end in pair.run(step_unseen):
+        torch.testing.assert_close(end, flat(start.parameters()))
 
 
 def average_a_buffer(rank):

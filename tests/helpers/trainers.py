@@ -28,6 +28,7 @@ EXPECTED_WARNINGS = (
     ".*AccumulateGrad node's stream does not match.*",
     ".*GPU available but not used.*",  # by tests that are about the CPU
     ".*and so few do not get to DDP's loss.*",  # with rounds of local steps; see tests/strategy/test_local_steps.py
+    ".*a validation ends a round, and validations come.*",
     # Of Adam and of Muon; see tests/strategy/test_optimizers.py.
     ".*(learns how large gradients are|takes directions) from what arrives.*",
     ".*`srun` command is available.*",  # where SLURM is installed, for the tests that are about it

@@ -73,6 +73,7 @@ def through_fabric(rank, settings, folder, resumes):
         for step in range(state["step"], STEPS):
             if step % 4 == 0 and step:
                 model.eval()
+                strategy.synchronize()  # as a validation of the Trainer does
                 with strategy.shared_model(), torch.no_grad():
                     model(rows_of(0, 0).to(DEVICE))
                 model.train()
@@ -104,6 +105,7 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True):
         for step in range(SAVED if resumes else 0, STEPS):
             if step % 4 == 0:
                 ddp.eval()
+                handle.synchronize()
                 with handle.shared_model(), torch.no_grad():
                     ddp(rows_of(0, 0).to(DEVICE))
                 ddp.train()

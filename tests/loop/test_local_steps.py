@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -158,6 +159,76 @@ def test_ranks_may_skip_different_steps(pair):
     (scales, ends), (others, other_ends) = pair.run(skip)
     assert scales != others
     assert_same(ends, other_ends)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization in two halves, between which its user goes backward again."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    @torch.no_grad()
+    def perturb(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["place"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def step_from_there(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["place"])
+        self.base_optimizer.step()
+
+
+@torch.no_grad()
+def step_by_hand(parameters):
+    for parameter in parameters:
+        parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def train_oddly(rank, in_halves):
+    """Train 10 steps that no optimizer's own ``step`` makes; return the model, statistics and what is warned of."""
+    ddp = DistributedDataParallel(Net().to(DEVICE))
+    optimizer = SAM(ddp.parameters())
+    with warnings.catch_warnings(record=True) as caught, sparsify(ddp, optimizer, **SPARSE) as handle:
+        warnings.simplefilter("always")
+        for step in range(10):
+            ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
+            if in_halves:
+                optimizer.perturb()
+                optimizer.zero_grad()
+                ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
+                optimizer.step_from_there()
+            else:
+                step_by_hand(ddp.parameters())
+            optimizer.zero_grad()
+    return tensors_of(ddp.module), handle.stats(), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("in_halves", "steps"), [(True, 10), (False, 0)], ids=["in halves", "by hand"])
+def test_steps_that_are_not_seen_leave_ranks_one_model(pair, in_halves, steps):
+    (one, stats, warned), (other, _, unwarned) = pair.run(train_oddly, in_halves)
+    assert_same(one, other)
+    assert stats.get("total_steps", 0) == steps
+    assert stats["total_wire_bytes"] > 0
+    assert [("no optimizer that is known" in each) for each in warned] == [True] * (not in_halves)
+    assert not unwarned
+
+
+def thaw(rank):
+    """Unfreeze a layer in the midst of a round."""
+    ddp, optimizer = wrapped()
+    ddp.module.network[0].requires_grad_(False)
+    with sparsify(ddp, optimizer, **SPARSE):
+        train(rank, ddp, optimizer, range(2), lambda step: ddp.module.network[0].requires_grad_(True))
+        train(rank, ddp, optimizer, range(2, EVERY))
+
+
+def test_what_is_unfrozen_in_a_round_is_not_trained_apart(pair):
+    for said in pair.run(refuse, thaw):
+        assert "other parameters are trained" in said
+        assert "network.0.weight" in said
 
 
 def fail(rank):

@@ -2,13 +2,15 @@
 
 import warnings
 from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import LearningRateFinder, StochasticWeightAveraging
+from pytorch_lightning.callbacks import LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps, SparseDDPStrategy
@@ -142,20 +144,25 @@ class Swaps(AverageAtValidation):
 
 
 @pytest.mark.parametrize("kind", [*ROUNDS, "a2sgd"])
-def test_a_validation_changes_no_bit_whatever_is_validated(pair, kind):
-    settings, often = ROUNDS.get(kind, {"compressor": kind}), {"val_check_interval": 1, "limit_val_batches": 1}
-    never = fits(pair, Validated, settings, **({} if kind in ROUNDS else often))  # A2SGD averages for each of them
+def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
+    settings, often = ROUNDS.get(kind, {"compressor": kind}), {"val_check_interval": 3, "limit_val_batches": 1}
     validated = fits(pair, Validated, settings, **often)
     swapped = fits(pair, Local, settings, callbacks=[Swaps()], **often)
-    for one, of_model, of_average in zip(never, validated, swapped):
-        assert_same(of_model.batches, one.batches)
-        assert_same(of_average.batches, one.batches)
+    for of_model, of_average in zip(validated, swapped):
+        assert_same(of_average.batches, of_model.batches)
         assert of_average.notes == 0
-        assert of_model.total["total_wire_bytes"] == one.total["total_wire_bytes"]
-    if kind in ROUNDS:  # of which the shared model is validated
-        assert len(validated[0].notes) == 13  # once before training
-        assert_same(validated[0].notes, validated[1].notes)
-        assert not torch.equal(validated[0].notes[6]["network.0.weight"], never[0].batches[5]["network.0.weight"])
+        assert of_average.total["total_wire_bytes"] == of_model.total["total_wire_bytes"]
+    ours, theirs = (each.notes for each in validated)
+    assert_same(ours, theirs)
+    assert len(ours) == 5  # once before training
+    assert all(differences(one, other) for one, other in pairwise(ours))  # what is watched has moved
+
+
+def test_a_round_after_a_validation_is_a_whole_one(pair):
+    more = {"limit_train_batches": 12, "max_epochs": 1, "val_check_interval": 6, "limit_val_batches": 1}
+    answers = fits(pair, Numbered, {"compressor": "dense", "local_steps": 4}, **more)
+    ends = [seen + 1 for seen, is_one in enumerate(are_alike(answers)) if is_one]
+    assert ends == [4, 10]  # those of validations, after 6 and 12, come after what was noted
 
 
 class Loads(Callback):
@@ -441,6 +448,26 @@ def test_weights_that_callbacks_average_are_there_at_the_end(pair, kind, average
         torch.testing.assert_close(one.end[name], (one.notes[name] + other.notes[name]) / 2, rtol=1e-5, atol=1e-6)
 
 
+class Renaming(Numbered):
+    """A model whose parameters get other names in its second epoch, and one of whose layers is frozen then."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            prune.identity(self.network[0], "weight")
+            self.network[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparse", "late", "gradients"])
+def test_what_is_kept_follows_a_parameter_that_is_renamed(pair, kind):
+    settings = ROUNDS.get(kind, {"density": 0.1})
+    one, other = fits(pair, Renaming, settings)
+    assert_same(one.end, other.end)
+    assert not torch.equal(one.end["network.0.weight_orig"], one.batches[5]["network.0.weight"])
+    residuals = one.kept["memory"].get("residual", {})
+    assert "network.0.weight" not in residuals
+    assert not residuals or residuals["network.0.weight_orig"].any()
+
+
 def told(rank, local_steps, module, arguments):
     """Fit; return the lines and the warning about rounds."""
     lines = []
@@ -458,9 +485,11 @@ def told(rank, local_steps, module, arguments):
         (8, Small, {"accumulate_grad_batches": 2}, ["that is 1 rounds of 8", "ended 8 to 48 % above"]),
         (8, Small, {"fast_dev_run": True}, ["up to 1 optimizer steps, that is 1 rounds"]),
         ("auto", Small, {"max_steps": 3}, []),
+        (11, Small, {"val_check_interval": 2}, ["2 rounds of 11", "ended 8 to 48 % above", "come every 2 optimizer"]),
+        (5, Small, {"val_check_interval": 2}, ["4 rounds of 5"]),
         (8, Adversaries, {}, []),
     ],
-    ids=["known", "few", "a try", "auto", "by hand"],
+    ids=["known", "few", "a try", "auto", "cut short", "short", "by hand"],
 )
 def test_the_number_of_rounds_is_told_at_the_start(pair, local_steps, module, arguments, expected):
     for lines in pair.run(told, local_steps, module, arguments):
@@ -527,10 +556,12 @@ class Plateau(Small):
     ("module", "arguments", "named"),
     [
         (Local, {"sync_batchnorm": True}, "SyncBatchNorm"),
+        (Local, {"val_check_interval": "00:00:00:01"}, "val_check_interval"),
         (Plateau, {"max_epochs": 4, "limit_train_batches": 4, "limit_val_batches": 2}, "sync_dist=True"),
         (Small, {"callbacks": [ReplicaSentinel()]}, "drift"),
+        (Small, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning"),
     ],
-    ids=["SyncBatchNorm", "plateau", "compared"],
+    ids=["SyncBatchNorm", "clock", "plateau", "compared", "pruned"],
 )
 def test_what_would_drive_ranks_apart_is_refused(pair, module, arguments, named):
     for answer in refusals(pair, module, ROUNDS["diloco"], **arguments):

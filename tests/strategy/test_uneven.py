@@ -288,6 +288,27 @@ def test_nothing_goes_on_from_where_only_some_have_ended(pools, tmp_path):
             assert "had ended their epoch" in told
 
 
+class StopAlone(Callback):
+    """Stop one rank alone, in the midst of an epoch or at its end."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer, *rest):
+        if trainer.global_rank == 1 and trainer.current_epoch == 1 and trainer.global_step >= 13:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("hook", "batches"), [("on_train_batch_end", 4), ("on_validation_end", 6), ("on_train_epoch_end", 9)]
+)
+def test_what_stops_one_rank_stops_all_at_the_end_of_the_epoch(pair, hook, batches):
+    ends = pair.run(fit, (9, 9), 4, {}, {"max_epochs": 8, "val_check_interval": 3, "callbacks": [StopAlone(hook)]})
+    assert_one_model(ends)
+    assert [end.trained.count(1) for end in ends] == [9, batches]
+    assert not any(end.trained.count(2) for end in ends)
+
+
 def test_early_stopping_stops_all_ranks(pair):
     stopping = EarlyStopping("val_loss", mode="max", patience=1)
     ends = pair.run(fit, (9, 5), 4, {}, {"max_epochs": 8, "callbacks": [stopping]})
@@ -374,6 +395,12 @@ class Allowing(Uneven):
         (Uneven, 2, {"val_check_interval": 2}, "val_check_interval=2"),
         (Uneven, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, "fractions"),
         (Uneven, LocalSteps(2, synchronous_steps=3), {}, "synchronous_steps=3"),
+        (
+            partial(Uneven, (9, 5)),
+            LocalSteps(4, synchronous_steps=3),
+            {"val_check_interval": 0.5},
+            "val_check_interval",
+        ),
         (Uneven, 2, {"callbacks": [Timer("00:01:00:00")]}, "interval='epoch'"),
         (
             Uneven,
@@ -390,6 +417,7 @@ class Allowing(Uneven):
         "validations",
         "across epochs",
         "synchronous",
+        "validations in synchronous steps",
         "timer",
         "saves",
         "logs",
