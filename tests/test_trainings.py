@@ -37,10 +37,18 @@ _ISLANDS = tuple(islice((seed for seed in count(100) if drawn(seed).are_islands)
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
 _PATIENCE = 10.0  # after the first of them has an answer
 _CUTTING_SECONDS = 90.0
-_AVERAGED = ("mean", "mask", "running_mean", "running_var")  # buffers of which replicas that drift have one value
-_OWN = ("count", "num_batches_tracked")  # those that are each rank's own, as with DDP between two forwards
+_AVERAGED = (
+    "mean",
+    "mask",
+    "running_mean",
+    "running_var",
+    "phase",
+    "alias",
+)  # buffers of which replicas that drift have one value
+_OWN = ("count", "num_batches_tracked", "flag")  # those that are each rank's own, as with DDP between two forwards
 # Two sums of a few numbers in another order, through some 18 steps.
-_TOLERANCES = {"sgd": 1e-5, "momentum": 1e-5, "adamw": 1e-4, "amsgrad": 1e-4}
+_TOLERANCES = {"adamw": 1e-4, "amsgrad": 1e-4, "rmsprop": 1e-4}
+_TOLERANCE = 1e-5
 _NARROW_TOLERANCE = 0.1  # roundings of bfloat16, and what comes of them
 
 
@@ -49,6 +57,8 @@ def unlike(training, outcomes):
     for name, values in outcomes[0].end.items():
         if name != "mask" and not all(map(math.isfinite, values)):
             yield f"{name} is not finite"
+        if name == "dead" and any(values[4:]):
+            yield "what has a gradient of zero for good has moved"
     # Synchronous steps are DDP's, and may be all that are made.
     has_one = training.drifts and not (training.local is not None and training.local.synchronous_steps)
     left_out = _OWN if has_one else _OWN + _AVERAGED
@@ -95,7 +105,7 @@ def other_bits(one, other):
 
 def far(training, one, other):
     """Yield the first batch after which two trainings, of which the second may have begun later, are far apart."""
-    tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES[training.optimizer]
+    tolerance = _NARROW_TOLERANCE if "bf16" in training.precision else _TOLERANCES.get(training.optimizer, _TOLERANCE)
     skipped = len(one.batches) - len(other.batches)
     for number, (ours, theirs) in enumerate(zip(one.batches[skipped:], other.batches, strict=True), skipped + 1):
         distances = {name: _distance(values, theirs[name]) for name, values in ours.items()}

@@ -16,7 +16,8 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, LambdaCallback, Stoc
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.nn.utils import prune
+from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.data import DataLoader
 
 import lightning_sparse.engine.engine as engine_module
@@ -50,6 +51,9 @@ _EXPECTED_WARNINGS = (
     ".*exists and is not empty.*",
     ".*the selection left more over than a random one.*",  # AssumptionMonitor, of layers of a few elements
     ".*OverlapTimeline has recorded nothing.*",  # of trainings that accumulate longer than they last
+    ".*no optimizer that is known has made a step.*",  # of those that update weights by hand
+    ".*is left out: some ranks.*",  # which stop by themselves
+    ".*Detected call of `lr_scheduler.step.*",  # of optimizers that others have wrapped, whose own step is never called
 )
 
 State = dict[str, list[Any]]  # what a tensor of that name held
@@ -75,13 +79,16 @@ class Training:
     optimizer: str = "sgd"  # in OPTIMIZERS
     optimizers: int = 1  # several are stepped by hand
     by_hand: str = ""  # how the user steps; "" is Lightning's own way
+    steps_unseen: bool = False  # weights are updated by hand, too, in no optimizer's step
+    renews: Optional[int] = None  # batch of the training at which there are other optimizers
     shares: bool = False  # all optimizers have one parameter in common
     backwards: int = 1  # for a step by hand
     accumulates: int = 1  # batches for a step
     syncs: bool = True  # gradients are exchanged in each of those, by hand
     steps_bare: bool = False  # without Lightning's wrapper, by hand
     clips: Optional[float] = None  # norm
-    falls: bool = False  # the learning rate does with every step
+    clips_how: str = ""  # in CLIPS; "" is Lightning's own way, alike for all optimizers and to the end
+    falls: str = ""  # how the learning rate does with every step, in SCHEDULES
     precision: str = "32-true"
     parts: tuple[str, ...] = ()  # of the model, in PARTS
     averages: str = ""  # in AVERAGES
@@ -90,6 +97,8 @@ class Training:
     fewer: int = 0  # each rank has so many batches less than the one before it
     validates: Optional[int] = None  # batches between two validations
     saves: Optional[tuple[str, int]] = None  # "batch", "validation" or "epoch", and the number of the one
+    renames: bool = False  # a parameter has another name from the second epoch on
+    stops: Optional[tuple[int, int]] = None  # rank and batch of the first epoch after which it wants to stop
     silent: Optional[tuple[int, int]] = None  # rank and batch of an epoch of which the loss is zero
     skips: Optional[int] = None  # batch of an epoch that is not trained on, by hand
     may_not_matter: tuple[str, ...] = ()  # in MAY_NOT_MATTER
@@ -124,6 +133,14 @@ class Training:
         return self.optimizer in ("adamw", "amsgrad")
 
     @property
+    def has_sgd(self):
+        return self.optimizer in ("sgd", "momentum")
+
+    def batches_of(self, rank):
+        """Return how many batches an epoch of a rank has; those of an island have equally many."""
+        return self.batches - self.fewer * (rank // (self.ranks // self.nodes) if self.are_islands else rank)
+
+    @property
     def has_momentum(self):
         """Whether SGD's momentum is accumulated before selection."""
         return self.subject.feedback.momentum is not None or "MomentumCorrection" in self.callbacks
@@ -139,19 +156,34 @@ class Training:
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
         is_refused = drops or self._freezes or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
+        is_refused = is_refused or any(self._needs_other_things)
         return (self.finds_unused or not needs_search) and is_alone and not is_refused
+
+    @property
+    def _needs_other_things(self):
+        """Whether one thing cannot go with another one, in torch and Lightning themselves."""
+        yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
+        yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
+        yield self.renews is not None and (self.falls or self.averages)
+        yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
+        yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
+        # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
+        leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
+        yield self.stops is not None and (leaves_others or "AssumptionMonitor" in self.may_not_matter or self.fewer)
 
     @property
     def can_be_uneven(self):
         """Whether ranks may have different numbers of batches: nothing but rounds, validations and epochs is common."""
-        if self.local is None or self.are_islands or (self.by_hand and self.local.synchronous_steps):
+        if self.local is None or (self.by_hand and self.local.synchronous_steps):
             return False
-        numbers = [self.batches - self.fewer * rank for rank in range(self.ranks)]
+        numbers = [self.batches_of(rank) for rank in range(self.ranks)]
         validations = {number // self.validates if self.validates else 0 for number in numbers}
         saves_together = self.saves is None or self.saves[0] != "batch"
         is_long = min(numbers) > self.local.synchronous_steps * self.accumulates
         is_measured = "AssumptionMonitor" in self.may_not_matter
-        return is_long and len(validations) == 1 and saves_together and not is_measured
+        # Within synchronous steps all validate after the same batch, or none does.
+        is_validated_late = not self.validates or self.validates > self.local.synchronous_steps * self.accumulates
+        return is_long and len(validations) == 1 and saves_together and not is_measured and is_validated_late
 
     @property
     def _freezes(self):
@@ -183,7 +215,8 @@ class Training:
         averages_own = self.averages == "SWA" or bool(
             self.averages and self.drifts
         )  # DDP does not go on from SWA, either
-        return self.is_reproducible and not (has_own or averages_own or self._drops)
+        is_other = self.renames or self.stops is not None
+        return self.is_reproducible and not (has_own or averages_own or self._drops or is_other)
 
     @property
     def _drops(self):
@@ -218,7 +251,7 @@ class Training:
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
         is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
-        return not (self.has_momentum and is_other and self.optimizer != "sgd")
+        return not (self.has_momentum and (is_other or self.renews is not None) and self.optimizer != "sgd")
 
     def variants(self):
         """Return what must end alike, by name: without what may not matter, with it, and that gone on from its file.
@@ -232,7 +265,9 @@ class Training:
             found["resumed"] = self
         if self.has_twin:
             of_model = tuple(name for name in self.may_not_matter if name in _OF_MODEL)
-            found["whole"] = self.but(density=1.0, wire="float32", local=None, saves=None, callbacks=(), fewer=0)
+            found["whole"] = self.but(
+                density=1.0, wire="float32", local=None, saves=None, callbacks=(), fewer=0, stops=None
+            )
             found["ddp"] = found["whole"].but(may_not_matter=of_model)
         return found
 
@@ -259,7 +294,64 @@ OPTIMIZERS = {
     # The second moment learns within the few steps that there are; eps keeps roundings from becoming steps.
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3),
     "amsgrad": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
+    "rmsprop": lambda parameters: RMSprop(parameters, lr=0.01, eps=1e-2),
+    "lookahead": lambda parameters: Lookahead(parameters),
+    "sam": lambda parameters: SAM(parameters),
 }
+SCHEDULES = {
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "stairs": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+    # Momentum, or the first beta, goes the other way where there is one.
+    "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.05, total_steps=100, cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
+    ),
+}
+CLIPS = ("", "each its own", "stops", "torch's")
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that has another one inside, whose groups are its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = SGD(self.param_groups, lr=0.1, weight_decay=1e-2)
+        self.param_groups = self.inner.param_groups
+
+    def trained(self):
+        return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+
+
+class Lookahead(Around):
+    """Every second step goes back half of the way."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        for parameter in self.trained():
+            state = self.state[parameter]
+            state.setdefault("slow", parameter.clone())
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] % 2 == 0:
+                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+        return loss
+
+
+class SAM(Around):
+    """Each step asks for the gradient a second time, at another place."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        places = {parameter: parameter.clone() for parameter in self.trained()}
+        for parameter in places:
+            parameter.add_(parameter.grad, alpha=0.05)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, place in places.items():
+            parameter.copy_(place)
+        self.inner.step()
+        return loss
 
 
 # What changes no bit ----------------------------------------------------------------------------------------------
@@ -346,7 +438,8 @@ def move_memory(trainer, pl_module, *rest):
 # The model --------------------------------------------------------------------------------------------------------
 
 _PARAMETERS = ("frozen", "thawing", "tied", "never used", "used by a rank", "used by turns")
-PARTS = (*_PARAMETERS, "running mean", "mask", "normalized", "counter", "teacher", "written by hand")
+_BUFFERS = ("running mean", "mask", "normalized", "counter", "flag", "phase", "alias")
+PARTS = (*_PARAMETERS, *_BUFFERS, "teacher", "written by hand", "dead")
 
 
 class Drawn(LightningModule):
@@ -381,12 +474,23 @@ class Drawn(LightningModule):
             self.teacher = deepcopy(self.first).requires_grad_(False)
         if "frozen" in parts or "thawing" in parts:
             self.middle.requires_grad_(False)
+        if "dead" in parts:  # whose second half has a gradient of zero for good
+            self.dead = nn.Parameter(torch.zeros(8))
+        self._build_buffers(parts)
+
+    def _build_buffers(self, parts):
         if "mask" in parts:
             self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
         if "running mean" in parts:
             self.register_buffer("mean", torch.zeros(8))
         if "counter" in parts:
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        if "flag" in parts:
+            self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
+        if "phase" in parts:
+            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        if "alias" in parts:
+            self.register_buffer("alias", self.head.weight.detach())
 
     @property
     def _seldom(self):
@@ -421,9 +525,20 @@ class Drawn(LightningModule):
             if self.training:
                 self._follow("mean", hidden.detach().mean(dim=0))
             hidden = hidden - self.mean
-        if "counter" in parts and self.training:
-            self.count += 1
+        if self.training:
+            self._count()
+        if "dead" in parts:
+            hidden = hidden + self.dead * (torch.arange(8, device=rows.device) < 4)
         return (self.head(hidden) * self.scale - rows).square() + 0.1 * error
+
+    def _count(self):
+        parts, rank = self.drawn.parts, self.global_rank
+        if "counter" in parts:
+            self.count += 1
+        if "flag" in parts:
+            self.flag[rank % 3] = True
+        if "phase" in parts:
+            self.phase += (rank + 1) * 0.01j
 
     def _follow(self, name, new):
         buffer = getattr(self, name)
@@ -467,11 +582,29 @@ class Drawn(LightningModule):
 
     def _step(self, optimizer, number):
         drawn = self.drawn
-        if drawn.clips is not None:
-            self.clip_gradients(optimizer, drawn.clips, "norm")
+        if drawn.steps_unseen:
+            step_unseen(optimizer)
+            return
+        if (norm := self._norm(number)) is not None and drawn.clips_how == "torch's":
+            clip_as_torch_does(optimizer, norm)
+        elif norm is not None:
+            self.clip_gradients(optimizer, norm, "norm")
         (optimizer.optimizer if drawn.steps_bare else optimizer).step()
         if drawn.falls:
             _listed(self.lr_schedulers())[number].step()
+
+    def _norm(self, number):
+        """Return what the gradients of an optimizer are clipped to now; ``None`` for nothing."""
+        drawn = self.drawn
+        if drawn.clips is None or (drawn.clips_how == "stops" and self.current_epoch > 0):
+            return None
+        return drawn.clips * (1 + number) if drawn.clips_how == "each its own" else drawn.clips
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if (norm := self._norm(0)) is not None and self.drawn.clips_how == "torch's":
+            clip_as_torch_does(optimizer, norm)
+        elif norm is not None:
+            self.clip_gradients(optimizer, norm, "norm")
 
     def _loss(self, batch_index, piece, pieces):
         drawn = self.drawn
@@ -494,13 +627,14 @@ class Drawn(LightningModule):
         for number, child in enumerate(children):
             owned = set(chain.from_iterable(layers))  # of layers that are tied
             layers[number % drawn.optimizers] += [each for each in child.parameters() if each not in owned]
+        layers[0] += [self.dead] if "dead" in drawn.parts else []
         for number, mine in enumerate(layers):
             if number == 0 or drawn.shares:
                 mine.append(self.scale)
         optimizers = [OPTIMIZERS[drawn.optimizer](mine) for mine in layers]
         if not drawn.falls:
             return optimizers
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+        schedules = [SCHEDULES[drawn.falls](each) for each in optimizers]
         return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
 
     # What happens beside it.
@@ -516,9 +650,15 @@ class Drawn(LightningModule):
     def on_train_start(self):
         self._write_once("train")
 
+    def on_train_epoch_start(self):
+        if self.drawn.renames and self.current_epoch == 1:
+            prune.identity(self.middle, "weight")
+
     def on_train_batch_start(self, batch, batch_idx):
         if "thawing" in self.drawn.parts:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
+        if self.drawn.renews == self.current_epoch * self.drawn.batches + batch_idx:
+            self.trainer.optimizers = self.configure_optimizers()
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -528,6 +668,8 @@ class Drawn(LightningModule):
                 teacher.lerp_(student, 0.1)
         if "written by hand" in drawn.parts:
             self.head.weight.clamp_(-0.4, 0.4)
+        if drawn.stops == (self.global_rank, batch_idx):
+            self.trainer.should_stop = True
         self.batches_seen.append(self.state())
         self.saver.count(self.trainer, "batch")  # callbacks come before this hook
 
@@ -540,7 +682,21 @@ def _listed(one_or_more):
 
 
 def state(tensors):
-    return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
+    real = ((name, torch.view_as_real(each) if each.is_complex() else each) for name, each in tensors)
+    return {name: tensor.detach().flatten().tolist() for name, tensor in real}
+
+
+@torch.no_grad()
+def step_unseen(optimizer):
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            parameter.sub_(parameter.grad, alpha=0.05)
+
+
+def clip_as_torch_does(optimizer, norm):
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if trained:
+        nn.utils.clip_grad_norm_(trained, norm)
 
 
 # Running ----------------------------------------------------------------------------------------------------------
@@ -625,7 +781,7 @@ def fit(rank, training, folder, goes_on_from=None, is_ddp=False):
     )
     expect(*_EXPECTED_WARNINGS)
     loaders = [
-        DataLoader(range(batches), batch_size=None) for batches in (training.batches - training.fewer * rank, 1)
+        DataLoader(range(batches), batch_size=None) for batches in (training.batches_of(rank), 1)
     ]  # rows follow from them
     dawdles = "exchanges dawdle" in training.may_not_matter
     with changing_hands(), mock.patch.object(engine_module, "ExchangeWorker", Sluggish) if dawdles else nullcontext():
@@ -688,7 +844,12 @@ REFUSALS = {
         )
     ),
     "choose torch.optim.SGD": (
-        lambda it: it.has_adam and it.correction is None and it.subject.feedback.momentum is not None
+        lambda it: (
+            it.subject.feedback.momentum is not None
+            and not it.has_sgd
+            and not (it.has_adam and it.correction is not None)
+            and it.local is None
+        )
     ),
 }
 _SHARED = ("topk", "lags", "lags by updates", "omgs", "dgc", "dgc masked", "dense", "auto")  # on two levels
@@ -705,8 +866,10 @@ def drawn(seed):
     for name in ("exchange", "wire", "levels", "correction", "callbacks", "local"):
         if refusals(training):
             training = training.but(**{name: Training.__dataclass_fields__[name].default})
+    if refusals(training):
+        training = training.but(optimizer="momentum", strategy="topk")
     if not training.is_possible:
-        training = training.but(fewer=0)
+        training = training.but(fewer=0, stops=None)
     assert training.is_possible
     assert not refusals(training)
     return training
@@ -761,7 +924,7 @@ def drawn_freely(seed):
 
     strategy = pick([*STRATEGIES, "topk", "topk", "lags", "dense"])
     is_local = seldom(0.35)
-    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad"])
+    optimizer = pick(["sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad", "rmsprop", "lookahead", "sam"])
     local = _local(chance, strategy) if is_local else None
     optimizers = pick([1, 1, 2, 2, 3])
     by_hand = pick(["together", "by turns", "toggled", "toggled by turns"]) if optimizers > 1 or seldom(0.2) else ""
@@ -769,6 +932,7 @@ def drawn_freely(seed):
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
     accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
+    optimizer = "lookahead" if optimizer == "sam" and (by_hand or accumulates > 1) else optimizer
     epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
     validates = None if by_hand and accumulates > 1 else pick([None, *range(1, batches + 1)])
     points = ["batch", "batch", "epoch", *(["validation"] if validates else [])]
@@ -777,7 +941,7 @@ def drawn_freely(seed):
     if optimizer in ("adamw", "amsgrad"):
         corrected = AdamCorrection(2, pick([0, 2]), pick([1, 2, 3]))
         correction = pick(["auto", None] if is_local and seldom(0.8) else ["auto", None, *[corrected] * 4])
-    falls = seldom(0.3)
+    falls = pick(list(SCHEDULES)) if seldom(0.3) else ""
     averages = pick(["EMA", "SWA"]) if seldom(0.15) else ""
     training = Training(
         seed=seed,
@@ -817,6 +981,7 @@ def drawn_freely(seed):
         training = training.but(parts=tuple(part for part in parts if part != "thawing"))
     training = training.but(shares=training.shares or training._has_idle)
     training = training if training.is_possible else training.but(finds_unused=True)
+    training = _with_more(training, chance)
     free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
     training = training.but(may_not_matter=free)
     if local is None or seldom(0.5):
@@ -826,6 +991,22 @@ def drawn_freely(seed):
         fewer=1, may_not_matter=free, saves=training.saves and ("epoch", training.saves[1] % epochs + 1)
     )
     return uneven if uneven.can_be_uneven else uneven.but(validates=None)
+
+
+def _with_more(training, chance):
+    """Add, one after the other, what is seldom and goes with the rest."""
+    drawn = {
+        "clips_how": chance.choice(CLIPS),
+        "renews": chance.randrange(training.epochs * training.batches),
+        "renames": True,
+        "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
+        "steps_unseen": True,
+    }
+    for name, value in drawn.items():
+        if chance.random() < (0.5 if name == "clips_how" else 0.12):
+            more = training.but(**{name: value})
+            training = more if more.is_possible else training
+    return training
 
 
 def _local(chance, strategy):
@@ -861,6 +1042,10 @@ def _can(training, name):
         return not training.drifts
     if name == "AssumptionMonitor":
         return training.subject.default_density is not None
+    if name == "average at validation" and training.renames:
+        return False
+    if name == "AssumptionMonitor" and training.stops is not None:
+        return False
     if name == "average at validation":
         return training.validates is not None and agrees(training.subject) and not training.averages
     if "weights at" in name:
