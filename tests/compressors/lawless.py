@@ -14,6 +14,14 @@ class HidesNaN(TopK):
         return super().select(names, finite, counts)
 
 
+class HidesLastNaN(TopK):
+    """Sends a last element that is not finite as if it were zero."""
+
+    def select(self, names, accumulated, counts):
+        finite = [torch.cat([tensor[:-1], tensor[-1:].nan_to_num(0.0, 0.0, 0.0)]) for tensor in accumulated]
+        return super().select(names, finite, counts)
+
+
 class LosesMass(TopK):
     """Sends a little less than was there, and keeps nothing of the difference."""
 

@@ -34,7 +34,13 @@ LAWS_BY_NAME = {
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
-    ("compressor", "broken"), [("HidesNaN", "finiteness"), ("LosesMass", "mass"), ("LooksAround", "grouping")]
+    ("compressor", "broken"),
+    [
+        ("HidesNaN", "finiteness"),
+        ("HidesLastNaN", "finiteness"),
+        ("LosesMass", "mass"),
+        ("LooksAround", "grouping"),
+    ],
 )
 def test_a_broken_compressor_fails_the_law_that_it_breaks_and_no_other(pools, compressor, broken, law):
     subject = f"tests.compressors.lawless:{compressor}"
