@@ -5,23 +5,26 @@ READY := .venv/.ready
 # Three on two processors: ranks wait for each other, and SLURM for its clock, for a third of the time.
 WORKERS ?= 3
 
-.PHONY: demo test quick faults soak lint docs bench wheel clean
+.PHONY: demo test test-all quick faults soak lint docs bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # What listens to a clock comes last and alone. A worker starts its processes once; one that is done helps the other.
+TOGETHER := --numprocesses $(WORKERS) --dist worksteal
 test: $(READY)
-	$(BIN)/python -m pytest -m "not clock" --numprocesses $(WORKERS) --dist worksteal
-	$(BIN)/python -m pytest -m clock
+	$(BIN)/python -m pytest -m "not clock and not exhaustive" $(TOGETHER)
+	$(BIN)/python -m pytest -m "clock and not exhaustive"
 
-# The loop of a change: functions, doctests, and the laws once for every compressor, on two ranks.
-SLOW_LAWS := layerwise or single or float16 or float64 or 3] or two_of or (accumulation and not no)
+# Everything: after `make test`, every other case of what it samples, and what takes long.
+test-all: test
+	$(BIN)/python -m pytest -m "exhaustive and not clock" $(TOGETHER)
+	$(BIN)/python -m pytest -m "exhaustive and clock"
+
+# The loop of a change: functions, doctests, and the laws for every compressor.
 quick: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal lightning_sparse tests/functional tests/schedule \
-		tests/compressors/density tests/compressors/test_group_selection.py tests/test_architecture.py \
-		tests/testing/test_laws.py \
-		-k "not test_planner and not 1000003 and not (test_laws and ($(SLOW_LAWS)))"
+	$(BIN)/python -m pytest -m "not clock and not exhaustive" $(TOGETHER) lightning_sparse tests/functional \
+		tests/schedule tests/compressors tests/test_architecture.py tests/testing/test_laws.py
 
 # The long forms: every rank as victim, three ranks, ranks far out of step, other random inputs, a thousand random
 # trainings; as root, links are cut.

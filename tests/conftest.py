@@ -1,6 +1,7 @@
 """Fixtures beside those of ``lightning_sparse.testing.plugin``, which users of the kit have as well."""
 
 import os
+from collections import defaultdict
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_sparse.testing.pool import Pool
 from tests.helpers.commands import Interpreter
 from tests.helpers.devices import DEVICE
 from tests.helpers.faults import GROUP_TIMEOUT
+from tests.helpers.tiers import sample
 
 # Threads that wait for each other on a machine with other tests take for ever. Those of pools have one, too.
 torch.set_num_threads(1)
@@ -27,6 +29,17 @@ class FirstApart(Pool):
             alone._preload = []
             Pool._start(alone)
         super()._start()
+
+
+def pytest_collection_modifyitems(items):
+    """Leave to ``make test-all`` what a sample of a test's cases does without."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        for item in set(cases) - set(sample(cases, *cases[0].get_closest_marker("sampled").args)):
+            item.add_marker("exhaustive")
 
 
 @pytest.fixture(autouse=True)

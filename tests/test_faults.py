@@ -46,6 +46,7 @@ def assert_goes_on(forked, ranks, point, path):
         assert found == []
 
 
+@pytest.mark.sampled(3)
 @each_world
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_the_checkpoint(
@@ -127,6 +128,7 @@ Trainer(strategy="sparse_topk", accelerator="cpu", devices=2, max_epochs=1, **qu
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1] if IS_LONG else [1])
 def test_a_job_that_lightning_launched_leaves_no_process_behind(tmp_path, victim):
     (tmp_path / "job.py").write_text(SCRIPT)

@@ -112,6 +112,7 @@ def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run):
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "imports",
     [
@@ -126,6 +127,7 @@ def test_whichever_lightning_is_imported_first_is_served_and_the_other_is_told(r
     run(imports + SERVED.format(name=name, other=other, fabric=FABRICS[name]))
 
 
+@pytest.mark.exhaustive
 def test_class_paths_and_the_command_serve_the_other_name(run):
     assert "SparseDDPStrategy: TopK sends 0.1" in run(COMMAND, "fit", "--config=fit.yaml", ranks=2)
     network = ("--bandwidth=1gbit", "--latency=100us", "--workers=4", "--densities", "0.01")

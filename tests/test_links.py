@@ -101,6 +101,7 @@ def test_a_link_that_is_gone_for_good_ends_both_sides_with_a_cure(tmp_path):
         assert "start the job again from its last checkpoint" in each["error"]
 
 
+@pytest.mark.exhaustive
 def test_the_page_on_two_machines_does_what_it_says(tmp_path):
     page = (ROOT / "docs" / "two-machines.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

@@ -89,6 +89,7 @@ def soak(rank, folder):
     return watching.seen, watching.plans, weights(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(60 + STEPS)
 def test_a_long_training_leaves_nothing_behind(pair, tmp_path):
     answers = pair.run(soak, str(tmp_path), timeout=60.0 + STEPS, patience=60.0)

@@ -2,12 +2,14 @@
 
 A failure prints the :class:`~tests.helpers.random_trainings.Training` that was drawn, and what is left of it when all
 is taken away that it needs not to fail: ``python -m tests.test_trainings "Training(...)"`` runs one.
-``LIGHTNING_SPARSE_FAULTS=1`` draws other ones, and more; ``LIGHTNING_SPARSE_DRAWS=200:300`` those of these numbers.
+``make test`` draws a few that are other ones with each commit, ``make test-all`` a hundred as well that stay the same,
+``LIGHTNING_SPARSE_FAULTS=1`` a thousand, and ``LIGHTNING_SPARSE_DRAWS=200:300`` those of these numbers.
 """
 
 import math
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -31,9 +33,10 @@ from tests.helpers.random_trainings import (
     minimal,
     train,
 )
+from tests.helpers.tiers import exhaustive
 
-_DRAWS = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "0:100")
 _ISLANDS = tuple(islice((seed for seed in count(100) if drawn(seed).are_islands), 3))  # which are seldom drawn
+_OF_A_COMMIT = 25
 _SECONDS = 60.0  # that ranks are waited for: of a few trainings that take a second together
 _PATIENCE = 10.0  # after the first of them has an answer
 _CUTTING_SECONDS = 90.0
@@ -50,6 +53,23 @@ _OWN = ("count", "num_batches_tracked", "flag")  # those that are each rank's ow
 _TOLERANCES = {"adamw": 1e-4, "amsgrad": 1e-4, "rmsprop": 1e-4}
 _TOLERANCE = 1e-5
 _NARROW_TOLERANCE = 0.1  # roundings of bfloat16, and what comes of them
+
+
+def first_of_the_commit():
+    """Return the first number of a commit's draws, which are among those that ``LIGHTNING_SPARSE_FAULTS`` makes."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    commit = int(asked.stdout, 16) if asked.returncode == 0 else 0
+    return 100 + _OF_A_COMMIT * (commit % (1000 // _OF_A_COMMIT))
+
+
+def draws():
+    """Return the numbers of the trainings to draw; of more than a few, the others are left to ``make test-all``."""
+    asked = os.environ.get("LIGHTNING_SPARSE_DRAWS", "100:1100" if os.environ.get("LIGHTNING_SPARSE_FAULTS") else "")
+    if asked:
+        return range(*map(int, asked.split(":")))
+    first = first_of_the_commit()
+    few = [*range(first, first + _OF_A_COMMIT), _ISLANDS[0]]
+    return [*dict.fromkeys(few), *exhaustive(seed for seed in (*range(100), *_ISLANDS) if seed not in few)]
 
 
 def unlike(training, outcomes):
@@ -150,7 +170,7 @@ def kind_of(failures):
     return re.sub(r"\d+|'.*", "", errors[0])[:60] if errors else failures[0].split(":")[0]
 
 
-@pytest.mark.parametrize("seed", [*range(*map(int, _DRAWS.split(":"))), *_ISLANDS])
+@pytest.mark.parametrize("seed", draws())
 def test_whatever_is_drawn(pools, tmp_path, seed):
     training = drawn(seed)
     failures = failures_of(pools, training, tmp_path)
@@ -162,7 +182,8 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
         return bool(found) and kind_of(found) == kind_of(failures)
 
     least = minimal(training, fails_alike, _CUTTING_SECONDS)
-    pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}"]))
+    again = f"LIGHTNING_SPARSE_DRAWS={seed}:{seed + 1} draws it again"
+    pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}", again]))
 
 
 @pytest.mark.parametrize("message", REFUSALS)

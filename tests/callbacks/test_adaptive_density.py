@@ -70,6 +70,7 @@ def fit(rank, rules, every_n_steps=10, max_density=1.0, module=Small, watch=Dens
     return seen, weights(model), strategy.compression_stats()["total_wire_bytes"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_warm_up_counts_steps_of_the_optimizer(pair, batches):
     expected = [0.02**0.25, 0.02**0.5, 0.02**0.75, 0.02, 0.02]
@@ -120,6 +121,7 @@ class UpdateErrors(Callback):
                 self.errors[name] = float(kept.norm() / added)
 
 
+@pytest.mark.exhaustive
 def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
     slow = "network.0.bias"
     settings = {"schedule": "single", "optimizer_correction": SOON}
@@ -138,6 +140,7 @@ def test_with_adam_an_error_counts_updates_and_raises_what_waits_too_long(pair):
     assert raised < 1.05 * without
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("module", "settings"), [(Small, {}), (WithAdam, {"optimizer_correction": SOON})])
 def test_a_gradient_that_settles_is_no_longer_critical(pair, module, settings):
     rules = [CriticalRegime(density=0.3, threshold=0.5)]
@@ -156,6 +159,7 @@ class Planned(Densities):
         self.planned = max(trainer.strategy.exchange_plan().densities, default=0.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_density", [1.0, 0.3])
 def test_a_plan_that_sends_more_where_that_hides_keeps_to_the_bounds(pair, max_density):
     settings = {"compressor": LAGS(adapts_density=True)}

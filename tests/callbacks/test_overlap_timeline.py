@@ -169,6 +169,7 @@ def test_exchange_is_seen_to_overlap_backward_where_it_does(pair, tmp_path):
         assert max(event["ts"] for event in exchanges) <= min(ends) + allowed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_one_message_after_backward_is_seen_not_to_overlap(pair, tmp_path):
     pair.run(fit_recorded, str(tmp_path / "overlap.json"), {"steps": [5]}, Slow, "single")

@@ -107,6 +107,7 @@ def laplace(rank, step, numel):
     return uniform.sign() * -torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("method", "gradient", "factor"),
     [
@@ -229,6 +230,7 @@ def states_of(simulation):
     return [{key: getattr(value, "tolist", lambda v=value: v)() for key, value in state.items()} for state in states]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("numels", [(1,), (2, 1), (1, 1, 1, 1, 1), (7, 30, 3), (997, 64), (33_000, 3)], ids=str)
 @each_method
@@ -333,6 +335,7 @@ def test_cuts_leave_a_block_for_everyone_wherever_the_load_is():
         assert (cuts[0], cuts[-1]) == (0, 5)
 
 
+@pytest.mark.sampled(1)
 @each_method
 def test_what_is_sent_does_not_swing_where_gradients_hardly_change(method):
     simulation = Simulation(METHODS[method], {"weight": 20_000}, ranks=2, density=0.005)

@@ -56,6 +56,7 @@ class VirtualOMGS:
         return means
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "groups"),
     [

@@ -53,6 +53,7 @@ class VirtualSDAGC:
         return row
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sdagc_equals_its_reference(pools, ranks, schedule):

@@ -48,6 +48,7 @@ class VirtualLAGS:
         return means
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["layerwise", "single"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_lags_equals_its_reference(pools, ranks, schedule):
@@ -97,6 +98,7 @@ class VirtualDGC:
         return rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("nesterov", "masks", "clip_norm"),
     [(False, True, 1e9), (False, False, 0.05), (True, True, 0.05), (True, False, 1e9)],

@@ -138,6 +138,7 @@ def test_rounds_of_one_step_of_sgd_are_ddp(pair):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("samples", "weights"), [((), (1.0, 1.0)), COUNTED[0]])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def test_what_is_not_sent_waits_and_decays(pair, settings, decay, samples, weigh
         owed = kept
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("local", [LocalSteps(every=3), LATE, replace(OUTER, overlap_steps=2)])
 def test_the_shared_model_is_one_to_the_bit(pools, local, wire):
@@ -487,6 +489,7 @@ def slow_link(rank, seconds):
     return sent, lines
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_rounds_are_as_long_as_exchanges_are_slow(pair):
     lengths = []

@@ -109,6 +109,7 @@ def test_the_plan_suits_the_network(pair, network, is_single):
         assert (len(groups[-1]) == 1) == is_single
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_a_network_that_changes_gets_a_new_plan(pair):
     answers = pair.run(train, "merged", message_gets_costly, STEPS + 160)
@@ -131,6 +132,7 @@ def train_adaptively(rank, network, steps):
         return parameters_of(ddp), engine.planner.plan, engine.compression_stats()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair):
     for _ in range(3):  # on a busy machine, what costs nothing may be seen to cost something
@@ -145,6 +147,7 @@ def test_lags_sends_more_of_what_hides_and_no_less_of_what_does_not(pair):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_where_nothing_hides_lags_keeps_to_its_floor(pair):
     for _, _, stats in pair.run(train_adaptively, costly_message, STEPS + 20):
@@ -161,6 +164,7 @@ def train_edges(rank, compressor, schedule, steps):
         return parameters_of(ddp), engine.planner.plan is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_no_compressor_notices_the_trials(pair, compressor):
     planned = pair.run(train_edges, compressor, "merged", STEPS)

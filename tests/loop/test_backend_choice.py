@@ -51,6 +51,7 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair):
         assert stats["density"] == stats["compression_ratio"] == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_slow_network_is_not_left_to_ddp(pair):
     answers = pair.run(fit_priced, (much, nothing), SETTLED)
     assert_one_model(answers)
@@ -60,6 +61,7 @@ def test_a_slow_network_is_not_left_to_ddp(pair):
         assert waiting[-1] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_network_that_gets_slow_is_noticed_within_a_hundred_steps(pair):
     answers = pair.run(fit_priced, (much_later, a_little), SETTLED + 130)
     assert_one_model(answers)
@@ -88,6 +90,7 @@ class FrozenLater(Priced):
         assert not torch.equal(self.before[21], self.before[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("costs", [(nothing, much), (much, nothing)], ids=["left to DDP", "compressed"])
 def test_what_is_frozen_stands_still_whoever_exchanges(pair, costs):
     assert_one_model(pair.run(fit_priced, costs, SETTLED, FrozenLater))

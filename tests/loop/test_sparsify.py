@@ -398,6 +398,7 @@ def test_it_imports_no_lightning(interpreter, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     train_as_on_page(interpreter, "plain-loop.md", tmp_path)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"model.pt", "kept-0.pt", "kept-1.pt"}

@@ -60,12 +60,14 @@ OPTIMA = {  # of the published problem, by selection and workers
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [4, 8, 16])
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_finds_the_optimum_of_the_published_problem(selection, workers):
     assert planned_total(published(workers), selection) == pytest.approx(OPTIMA[selection][workers], abs=5e-7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_is_never_worse_than_what_anybody_would_try(selection):
     for seed in range(300):

@@ -137,6 +137,7 @@ CASES = {
 ON_LEVELS = ("AdamW", "decay in the gradient", "maximized", "amsgrad")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "node_ranks"), [*((name, 1) for name in CASES), *((name, 2) for name in ON_LEVELS)], ids=str
 )
@@ -252,6 +253,7 @@ def first_planned_step(rank, dense_steps):
     return planned[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 def test_a_plan_is_not_made_of_steps_that_send_everything(pair):
     # How many steps are tried first depends on what they take; always fewer than the hundred that are whole here.
@@ -293,6 +295,7 @@ def poison(rank, compressor, poisoned):
     return states[poisoned], states[poisoned + 1], finite == [step != poisoned + 1 for step in range(len(finite))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("poisoned", [DENSE + 1, DENSE + 2, DENSE + 3])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
 def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisoned):
@@ -352,6 +355,7 @@ class ByHand(NumberedAdam):
         self.clip_gradients(self.optimizers(), 0.01, "norm")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("module", "settings", "arguments", "save_after"),
     [
@@ -455,6 +459,7 @@ class Moving(NumberedAdam):
         self.move("step")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "when"),
     [("32-true", "forward"), ("32-true", "step"), ("bf16-mixed", "forward"), ("bf16-true", "forward")],

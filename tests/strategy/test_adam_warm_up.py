@@ -87,6 +87,7 @@ def test_a_resume_with_more_epochs_does_not_go_back(pair, tmp_path):
         assert max(densities(pair, partial(Watched, stop_after=6), SPARSE, path, max_epochs=epochs)) < 1.2 * DENSITY
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_after", [3, 7, 10, 11, 14])
 def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair, tmp_path, save_after):
     assert_goes_on(pair, tmp_path, SPARSE, Watched, save_after, max_epochs=4)

@@ -123,6 +123,7 @@ def fit_auto(rank, steps):
     return lines, model.were_plain, strategy.compression_stats()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 @pytest.mark.parametrize(("steps", "verdict"), [(SETTLED, "chosen: plain DDP, as"), (40, "training ended before")])
 def test_the_choice_of_auto_is_told_and_its_steps_of_ddp_are_counted(pair, steps, verdict):

@@ -298,6 +298,7 @@ def test_the_strategy_of_the_trainer_is_another():
         Fabric(strategy=SparseDDPStrategy(), accelerator="cpu")
 
 
+@pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(interpreter, tmp_path):
     result = train_as_on_page(interpreter, "fabric.md", tmp_path)
     assert "SparseFabricStrategy: LAGS sends 0.01 of each gradient" in result.stderr

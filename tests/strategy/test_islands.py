@@ -29,6 +29,7 @@ def are_alike(one, other):
     return [not differences(*both) for both in zip(one.batches, other.batches)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ISLANDS)
 def test_ranks_of_a_node_are_one_after_each_step_and_all_are_after_a_round(nodes, kind):
     answers = fits(nodes, Local, ISLANDS[kind], val_check_interval=5, limit_val_batches=1, **NODES)
@@ -108,6 +109,7 @@ def test_what_islands_have_learned_arrives_or_waits(nodes, settings):
         assert answers[0].batches[-1][name].isfinite().all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [*((kind, Local, 6) for kind in ISLANDS), ("diloco", Local, 3), ("sparse", Local, 9), ("late", Local, 5)],
@@ -143,6 +145,7 @@ def whole(answers, is_shared, place):
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [

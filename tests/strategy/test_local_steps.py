@@ -58,6 +58,7 @@ class TeachingOnOne(Teaching):
             super().on_before_zero_grad(*args)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [
@@ -99,6 +100,7 @@ class StartingTeaching(Teaching, Starting):
     """The same with a teacher."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [("diloco", Starting, 6), ("late", Starting, 6), ("diloco", StartingTeaching, 2), ("late", StartingTeaching, 6)],
@@ -143,6 +145,7 @@ class Swaps(AverageAtValidation):
         pl_module.notes = self.failures
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*ROUNDS, "a2sgd"])
 def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
     settings, often = ROUNDS.get(kind, {"compressor": kind}), {"val_check_interval": 3, "limit_val_batches": 1}
@@ -192,6 +195,7 @@ class Scaled(Validated):
         scale_weights(self, 1.0 + by_rank / 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", list(ROUNDS))
 def test_training_starts_from_what_callbacks_load(pair, kind):
     by_rank = 0.5 if kind != "synchronous" else 0.0  # DDP's first steps leave ranks as they are
@@ -296,6 +300,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("module", "arguments", "more"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["sparse", "late", "synchronous"])
 def test_any_loop_trains_one_model(pair, kind, module, arguments, more):
@@ -316,6 +321,7 @@ def test_ranks_may_skip_different_steps(pair, tmp_path):
         assert_same(resumed.batches, expected.batches[6:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "module", "arguments", "unused"),
     [
@@ -429,6 +435,7 @@ class NotedSWA(StochasticWeightAveraging):
         pl_module.notes = weights(self._average_model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "averages", "batches"),
     [

@@ -23,6 +23,7 @@ def test_sent_whole_momentum_in_the_memory_is_momentum_in_the_optimizer(pair, ar
         torch.testing.assert_close(one.batches, other.batches, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_weight_decay_stays_as_strong_while_the_momentum_is_away(pair):
     # In 192 steps the decay takes away more than half of a weight; a tenth of it would be seen at once.
     module, long = partial(WithSGD, weight_decay=0.01, lr=0.05), {"max_epochs": 12, "limit_train_batches": 16}
@@ -61,6 +62,7 @@ def in_pieces(pair, compressor, density, strategy, **arguments):
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "strategy"),
     [({"weight_decay": 0.01}, {}), *((each, {"gradient_as_bucket_view": False}) for each in ({}, {"nesterov": True}))],
@@ -72,6 +74,7 @@ def test_several_backwards_in_one_step_are_one_step_of_momentum(pair, arguments,
         torch.testing.assert_close(several.batches, one.batches, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("compressor", "momentum"),
     [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)],

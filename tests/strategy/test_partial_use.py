@@ -84,6 +84,7 @@ def assert_close(ours, expected):
     torch.testing.assert_close(ours.batches, expected.batches, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("settings", "arguments"),
     [
@@ -314,6 +315,7 @@ class Thawing(Parts):
         self.backbone.requires_grad_(self.batches_before >= self.thaws_at)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(  # before the save and after it, in turn
     ("compressor", "thaws_at"), [*zip(DIFFERENT_NAMES, cycle([4, 10]))]
 )

@@ -86,6 +86,7 @@ def see_in_turn(pools, folder, turns, settings=None, trainer=None, loader=None):
 ALL = Counter(range(SAMPLES))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("epoch", "settings", "trainer", "loader"),
     [

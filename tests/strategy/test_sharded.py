@@ -157,6 +157,7 @@ def assert_replicas_are_one(answers):
 
 
 # At torch's own rate: what is rounded otherwise moves a parameter of AdamW by up to the rate in a step.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "trainer"),
     [("sgd", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}), ("adamw, torch's rate", {})],
@@ -210,6 +211,7 @@ SPARSE = {"compressor": "topk", "density": 0.05}
 ADAMW = {"sgd": {}, "adamw": {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=2, refresh_steps=2)}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", ["topk", "lags", "omgs", "dgc"])
 def test_mass_is_conserved_and_replicas_are_one(pools, compressor):
     momentum = {"compressor": compressor, "warmup_epochs": 0}
@@ -297,6 +299,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "settings", "is_distributed"), RESUMED.values(), ids=RESUMED)
 def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
     path = str(tmp_path / "mid.ckpt")
@@ -316,6 +319,7 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
 WAITING = {"update": {**SPARSE, **ADAMW["adamw"]}, "residual": ROUNDS["sparse"], "parameters": ROUNDS["diloco"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("waits", "settings"), WAITING.items(), ids=WAITING)
 def test_replicas_may_become_more_and_fewer_again(pools, tmp_path, waits, settings):
     path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_three.ckpt")
@@ -350,6 +354,7 @@ def put_together(answers, when, kind, shards):
     return {name: torch.stack([each[name] for each in wholes]).mean(dim=0) for name in names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_another_number_of_shards_is_cut_anew(pools, tmp_path, ranks):
     path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_one.ckpt")
@@ -401,6 +406,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("settings", "trainer"), CASES.values(), ids=CASES)
 def test_adamw_is_corrected_on_shards(pools, settings, trainer):
     answers = fits(pools[4], partial(Scored, "adamw"), {**SPARSE, **ADAMW["adamw"], **settings}, **trainer)
@@ -527,6 +533,7 @@ class Sampled(Sharded):
         return self(batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [{}, {"replicas": 4}], ids=str)
 def test_data_are_divided_between_all_ranks(pools, sizes):
     answers = fits(pools[4], Sampled, {**SPARSE, **sizes}, limit_train_batches=5)
@@ -560,6 +567,7 @@ class Idle(Sharded):
         return loss if self.global_rank > 1 and len(self.history) % 2 else loss + self.last(out).square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
 def test_what_a_replica_does_not_use_is_exchanged_all_the_same(pools, trainer):
     answers = fits(pools[4], Idle, SPARSE, limit_train_batches=6, **trainer)
@@ -596,6 +604,7 @@ class Rooted(Sharded):
         return super().forward(rows * self.scale[1:])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [SPARSE, ROUNDS["sparse"]], ids=["every step", "rounds"])
 def test_a_validation_sees_one_model_and_changes_no_bit_of_steps(pools, settings):
     module = partial(Rooted, "adamw")
@@ -651,6 +660,7 @@ def reference(kind, local, steps, accumulated, clip):
     return history
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulated", [1, 2], ids=["plain", "accumulated, clipped"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_rounds_at_density_1_are_those_of_a_slow_reference(pools, kind, accumulated):
@@ -800,6 +810,7 @@ def in_rounds(rank, settings):
     return histories[0], histories[1], shared, held(models[0])
 
 
+@pytest.mark.exhaustive
 def test_rounds_go_on_to_the_bit_and_are_the_trainers(pools):
     answers = pools[4].run(in_rounds, ROUNDS["sparse"])
     expected = fits(pools[4], partial(Sharded, "adamw"), ROUNDS["sparse"], limit_train_batches=9)
@@ -875,6 +886,7 @@ FABRIC = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("settings", "accumulated", "clip"), FABRIC.values(), ids=FABRIC)
 def test_fabric_makes_the_trainers_steps_to_the_bit(pools, settings, accumulated, clip):
     way = {"accumulate_grad_batches": accumulated, "gradient_clip_val": next(iter(clip.values()))}
@@ -912,6 +924,7 @@ SAVED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "settings", "is_distributed"), SAVED.values(), ids=SAVED)
 def test_fabric_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
     way = ({"kind": kind, **settings, "save_distributed_checkpoint": is_distributed}, str(tmp_path / "mid.ckpt"), 2)

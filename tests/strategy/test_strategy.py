@@ -84,6 +84,7 @@ class Scale(Callback):
         pl_module.notes = trainer.precision_plugin.scaler.get_scale()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
 def test_a_changing_loss_scale_changes_nothing(pair, compressor):
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
@@ -341,6 +342,7 @@ def resident_megabytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+@pytest.mark.exhaustive
 def test_many_fits_leak_nothing(pair):
     for threads, new_threads, new_files, new_megabytes in pair.run(fit_again_and_again, 60, timeout=200):
         assert threads == []
@@ -452,6 +454,7 @@ print(trainer.strategy.compression_stats()["density"], len(trainer.strategy.exch
 """
 
 
+@pytest.mark.exhaustive
 def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter, tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     done = interpreter.run(tmp_path / "notebook.py")

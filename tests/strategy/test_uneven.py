@@ -114,6 +114,7 @@ def assert_one_model(ends):
         assert (end.step, end.rate, end.validated) == (ends[0].step, ends[0].rate, ends[0].validated)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("batches", "local", "how", "arguments", "steps"),
     [
@@ -357,6 +358,7 @@ def fit_requeued(rank, batches, how, folder, batch):
     return None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("is_known", "batch", "begun"),
     [(True, 1, 4), (True, 13, 14), (False, 1, 14), (False, 9, 14)],

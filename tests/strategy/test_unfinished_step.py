@@ -144,6 +144,7 @@ def with_ddp(pools):
     return fitted
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "kind", "more"), CELLS, ids=str)
 def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, kind, more):
     module, settings = MODELS[name]
@@ -156,6 +157,7 @@ def test_replicas_are_identical_and_sent_whole_it_is_ddp(pair, with_ddp, name, k
 SPARSE = {"density": 0.05, "schedule": "layerwise"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "settings"), [*zip(WITH, (UNUSED, OWN_BUCKETS, UNUSED)), ("AdamW", OWN_BUCKETS)])
 @pytest.mark.parametrize(("every", "save_after"), [((2, 6), 9), ((1, 3), 8)], ids=str)
 def test_resumed_within_the_steps_it_goes_on_to_the_bit(pair, tmp_path, every, kind, settings, save_after):
@@ -191,6 +193,7 @@ LATE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LATE)
 def test_what_was_stepped_with_stays_where_it_is_added_to(pair, tmp_path, kind):
     optimizer = "momentum" if "frozen" in kind else "SGD" if kind == "SGD" else "AdamW"
@@ -211,6 +214,7 @@ class Cadence(Adversaries):
         yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "save_after"), [("SGD", 7), ("momentum", 7), *(("AdamW", after) for after in (7, 8, 9))]
 )
@@ -249,6 +253,7 @@ CHANGES = pytest.mark.parametrize("change", [set_to_none, set_to_zero, double])
 WATCHED = {"SGD": {**WITH["SGD"], **UNUSED}, "momentum": WITH["momentum"], "AdamW": WITH["AdamW"]}
 
 
+@pytest.mark.sampled
 @CHANGES
 @pytest.mark.parametrize("kind", WATCHED)
 def test_gradients_that_one_rank_changes_in_a_step_are_noticed_on_all(pair, kind, change):
@@ -264,6 +269,7 @@ def test_a_gradient_that_is_all_a_ranks_own_is_averaged_as_it_is(pair, change):
     one_model(fits(pair, module, {**WITH["SGD"], "density": 0.5}))
 
 
+@pytest.mark.sampled
 @CHANGES
 @pytest.mark.parametrize("kind", WATCHED)
 def test_gradients_may_be_changed_in_a_step_on_all_ranks(pair, kind, change):

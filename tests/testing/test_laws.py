@@ -12,6 +12,8 @@ from lightning_sparse.testing.laws.replicas import *
 from lightning_sparse.testing.subjects import each_schedule
 from tests.helpers.devices import DEVICE, moved
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @each_schedule

@@ -28,6 +28,7 @@ def profiled(monkeypatch):
     monkeypatch.setattr("lightning_sparse.cli.plan.command.profile_model", lambda args: PROFILE)
 
 
+@pytest.mark.exhaustive
 def test_from_a_model_to_a_table_and_numbers(interpreter, tmp_path):
     words = ["plan", *MODEL, *NETWORK, "--densities", "0.1", "0.01", f"--json={tmp_path / 'plan.json'}"]
     done = interpreter.run(Path(COMMAND), *words)

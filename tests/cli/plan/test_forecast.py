@@ -133,6 +133,7 @@ def test_of_rows_within_noise_the_first_is_marked():
         assert best_of(made_up) is (made_up[marked] if marked else None)
 
 
+@pytest.mark.exhaustive
 def test_all_systems_are_measured():
     profile = BackwardProfile(("one", "two"), (70_000, 3), (0.1, 0.1))
     candidates = measure_candidates(profile, densities=(0.5,))

@@ -43,6 +43,7 @@ class WaveringDGC(Wavering, DGC):
         super().__init__(momentum=0.9)
 
 
+@pytest.mark.sampled
 @each_way
 @pytest.mark.parametrize("compressor", [WaveringTopK, WaveringOMGS])
 def test_mass_is_conserved_while_densities_come_and_go(pools, compressor, schedule, wire):
@@ -59,6 +60,7 @@ def test_mass_is_conserved_while_densities_come_and_go(pools, compressor, schedu
     assert min(sum(are_whole), len(are_whole) - sum(are_whole)) > 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("compressor", "wire"), [*((WaveringTopK, wire) for wire in WIRES), (WaveringDGC, "bfloat16")])
 def test_no_schedule_changes_a_bit_while_densities_come_and_go(pools, compressor, wire):
     outcomes = []

@@ -49,6 +49,7 @@ def counted(system, tensors, ranks):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("system", GROWTH)
 def test_launches_grow_as_is_said_with_tensors_and_with_ranks(system):
     growth = GROWTH[system]

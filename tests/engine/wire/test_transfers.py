@@ -61,6 +61,7 @@ def announced(compressor, density, wire, groups, ranks):
     return sum(sent_bytes(*transfer, ranks) for transfer in announced)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "schedule"), [("edges", "single"), ("edges", "layerwise"), ("block", "single")])
 @pytest.mark.parametrize(
     ("compressor", "wire"),
@@ -73,6 +74,7 @@ def test_two_ranks_send_what_is_announced(pair, compressor, wire, model, schedul
         assert sent == announced(compressor, DENSITY[compressor], wire, groups, ranks=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["single", "layerwise"])
 @pytest.mark.parametrize("compressor", ["topk", "omgs", "dense"])
 def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
@@ -84,6 +86,7 @@ def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
         assert sent == sum(sent_bytes(*transfer, 2) for group in groups for transfer in sent_by(choices, group, nodes))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("compressor", FIXED)
 def test_a_rehearsal_sends_what_is_announced(compressor, ranks):

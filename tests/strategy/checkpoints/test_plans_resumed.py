@@ -99,6 +99,7 @@ def choose_twice(rank, path, costs):
     return before, fit_priced(rank, f"{path}2", costs, SETTLED + 16, path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.clock
 @pytest.mark.parametrize(("costs", "is_plain"), [((nothing, much), True), ((much, nothing), False)])
 def test_a_choice_is_not_made_again(pair, tmp_path, costs, is_plain):

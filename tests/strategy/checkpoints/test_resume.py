@@ -24,6 +24,7 @@ REPRODUCIBLE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("compressor", "schedule"), REPRODUCIBLE)
 def test_resumed_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(pair, tmp_path, compressor, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule}
@@ -148,6 +149,7 @@ SAVED_AFTER = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_that_is_kept_is_left_out(pair, tmp_path, name):
     module, settings, arguments = EXACT[name]
@@ -265,6 +267,7 @@ def means(states):
     return found | {str(place): torch.stack(rows).double().mean(dim=0) for place, rows in enumerate(buffers)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", "a2sgd"])
 def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(pools, tmp_path, compressor):
     source, before, settings = None, [], {"compressor": compressor, "density": DENSITY[compressor]}

@@ -34,6 +34,7 @@ EXACT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
 def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
     assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 7, node_ranks=2, **arguments)
@@ -68,6 +69,7 @@ def owed(states, shared_by):
 MOVES = [Stage(4, 2), Stage(4, 2, levels=1), Stage(4, 2, levels=2), Stage(2, 2), Stage(4, 2), Stage(1, 1), Stage(4, 2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", [TOPK, {"compressor": "dgc", "density": 0.05}, CORRECTED], ids=["topk", "dgc", "AdamW"]
 )
