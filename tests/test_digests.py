@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.digests import broken_promises, cases, compare, digest, train
@@ -18,6 +19,7 @@ def train_chosen(rank, folder):
         return {case.name: train(rank, case, Path(folder) / str(place)) for place, case in enumerate(CHOSEN)}
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_is_repeated_resumed_or_grouped_otherwise_has_the_same_digests(pair, tmp_path):
     first, _ = pair.run(train_chosen, str(tmp_path / "first"))
     second, _ = pair.run(train_chosen, str(tmp_path / "second"))

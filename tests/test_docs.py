@@ -142,6 +142,7 @@ def test_what_is_said_to_be_refused_is_refused(row):
         eval(code, {**CLASSES, **given})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("line", "instead", "law"),
     [

@@ -34,6 +34,7 @@ def test_image_example_sends_less_than_ddp(pair, tmp_path):
     assert sparse["bytes_per_step"] < dense["bytes_per_step"] / 50
 
 
+@pytest.mark.exhaustive
 def test_gpt_example_sends_less_than_ddp(pair, text_file):
     small = ("--length", "16", "--width", "32", "--blocks", "1", "--epochs", "2", "--epoch-steps", "20")
     dense, sparse = (

@@ -112,7 +112,7 @@ def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run):
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "imports",
     [

@@ -62,6 +62,7 @@ def test_threads_do_what_processes_do(pair, compressor, is_adam):
         assert ranks.wire_bytes == sent
 
 
+@pytest.mark.exhaustive
 def test_local_steps_follow_synchronous_ones(monkeypatch):
     monkeypatch.setattr(quality, "_CURVE_POINTS", 1)
 

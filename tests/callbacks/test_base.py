@@ -123,6 +123,7 @@ def fit_watched(rank, compressor, directory, watched):
     return weights(model), trainer.global_step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compressor", ["topk", "sdagc", "a2sgd"])
 def test_all_live_together_through_a_second_fit_and_change_no_bit(pair, tmp_path, compressor):
     runs = [pair.run(fit_watched, compressor, str(tmp_path), watched) for watched in (True, False)]

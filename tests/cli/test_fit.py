@@ -122,6 +122,7 @@ RULES = "init_args: {rules: [{class_path: lightning_sparse.compressors.density.E
 CALLBACK = f"trainer: {{callbacks: [{{class_path: lightning_sparse.%s, {RULES}}}, {OTHER}]}}"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("slip", "said"),
     [

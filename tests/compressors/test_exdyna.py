@@ -82,6 +82,7 @@ def train(rank, method, density, steps):
     return compressor.history, parameters
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("method", "ranks"), [("exdyna", 2), ("exdyna", 4), ("micro", 3)])
 def test_training_equals_the_reference(pools, method, ranks):
     steps, density = 35, 0.01
@@ -165,6 +166,7 @@ def applied_densities(rank, compressor, steps):
     return unions
 
 
+@pytest.mark.exhaustive
 def test_what_travels_does_not_grow_with_the_number_of_ranks(forked):
     means = {}
     for compressor in ("exdyna", "micro", "topk"):

@@ -180,7 +180,7 @@ def best_of_hugging_face(rank, folder):
 DOORS = {"Fabric": through_fabric, "a plain loop": through_a_plain_loop, "Hugging Face": through_hugging_face}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_training_is_the_same_to_the_bit_behind_each_door(pair, tmp_path, kind):
     settings = SETTINGS[kind]

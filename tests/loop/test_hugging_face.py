@@ -33,6 +33,7 @@ def train(rank, example, folder, density, resumes):
     return loss, parameters
 
 
+@pytest.mark.sampled(1)
 @each_example
 def test_density_one_ends_where_ddp_does(pair, tmp_path, example):
     ddp = pair.run(train, example, tmp_path / "ddp", None, False)
@@ -42,6 +43,7 @@ def test_density_one_ends_where_ddp_does(pair, tmp_path, example):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @each_example
 def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
     (_, whole), (_, other) = pair.run(train, example, tmp_path, 0.05, False)

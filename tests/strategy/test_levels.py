@@ -91,7 +91,7 @@ SPARSE = {"compressor": "topk", "density": 0.05}
 NODES = {"node_ranks": 2, "max_epochs": 4, "limit_train_batches": 8}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("settings", "kind", "trainer"), FITS.values(), ids=FITS)
 def test_a_fit_on_two_nodes(pools, settings, kind, trainer):
     answers = fits(pools[4], partial(Trained, kind), {**SPARSE, **settings}, **{**NODES, **trainer})

@@ -292,6 +292,7 @@ class Words(Parts):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", ["topk", "dgc", "exdyna", "a2sgd"])
 def test_an_embedding_with_sparse_gradients_trains_as_with_ddp(pair, with_ddp, compressor):
     answers = fits(pair, Words, settings_of(compressor))

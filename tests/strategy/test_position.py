@@ -108,6 +108,7 @@ def test_each_epoch_is_the_data_set_when_the_number_of_ranks_changes(pools, tmp_
     assert epochs[0] == epochs[1] == ALL
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("loader", "turns", "twice", "left_out"),
     [

@@ -299,7 +299,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "settings", "is_distributed"), RESUMED.values(), ids=RESUMED)
 def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
     path = str(tmp_path / "mid.ckpt")
@@ -354,7 +354,7 @@ def put_together(answers, when, kind, shards):
     return {name: torch.stack([each[name] for each in wholes]).mean(dim=0) for name in names}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_another_number_of_shards_is_cut_anew(pools, tmp_path, ranks):
     path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_one.ckpt")
@@ -371,6 +371,7 @@ def test_another_number_of_shards_is_cut_anew(pools, tmp_path, ranks):
     assert_replicas_are_one(again)
 
 
+@pytest.mark.exhaustive
 def test_shards_in_the_midst_of_a_round_are_not_cut_anew(pools, tmp_path):
     path = str(tmp_path / "mid.ckpt")
     fits(pools[4], partial(Saving, path, "adamw"), ROUNDS["sparse"], max_steps=5)
@@ -406,7 +407,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("settings", "trainer"), CASES.values(), ids=CASES)
 def test_adamw_is_corrected_on_shards(pools, settings, trainer):
     answers = fits(pools[4], partial(Scored, "adamw"), {**SPARSE, **ADAMW["adamw"], **settings}, **trainer)
@@ -604,7 +605,7 @@ class Rooted(Sharded):
         return super().forward(rows * self.scale[1:])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("settings", [SPARSE, ROUNDS["sparse"]], ids=["every step", "rounds"])
 def test_a_validation_sees_one_model_and_changes_no_bit_of_steps(pools, settings):
     module = partial(Rooted, "adamw")
@@ -751,6 +752,7 @@ class Uneven(Sharded):
         return DataLoader(Rows(4 * self.batches[self.global_rank]), batch_size=4)
 
 
+@pytest.mark.exhaustive
 def test_replicas_may_have_different_numbers_of_batches(pools):
     own = {"use_distributed_sampler": False, "max_epochs": 2, "limit_train_batches": 1.0}
     answers = fits(pools[4], partial(Uneven, {0: 7, 1: 7, 2: 5, 3: 5}), ROUNDS["sparse"], **own)
@@ -924,7 +926,7 @@ SAVED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "settings", "is_distributed"), SAVED.values(), ids=SAVED)
 def test_fabric_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distributed):
     way = ({"kind": kind, **settings, "save_distributed_checkpoint": is_distributed}, str(tmp_path / "mid.ckpt"), 2)

@@ -214,7 +214,7 @@ class Cadence(Adversaries):
         yield
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "save_after"), [("SGD", 7), ("momentum", 7), *(("AdamW", after) for after in (7, 8, 9))]
 )

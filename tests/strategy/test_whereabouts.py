@@ -76,6 +76,7 @@ def fit_struck(rank, owner, name, victim, how, arguments, batch=3, model=Busy, f
         return end_of(trainer, model())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("owner", "name", "victim", "more", "where"),
     [

@@ -67,6 +67,7 @@ def test_the_compressor_of_the_page_keeps_the_laws(forked, tmp_path, capsys):
     assert {law for law in LAWS_BY_NAME if f"::test_{law}[" in output} == LAWS_BY_NAME, output
 
 
+@pytest.mark.exhaustive
 def test_the_command_of_the_page_collects_laws_alone(tmp_path):
     options = ("-p", "lightning_sparse.testing.plugin", "--compressor", as_on_the_page(tmp_path))
     code, output = run_pytest(tmp_path, *options, "--collect-only")
@@ -75,6 +76,7 @@ def test_the_command_of_the_page_collects_laws_alone(tmp_path):
     assert "test_mine" not in output
 
 
+@pytest.mark.exhaustive
 def test_the_plugin_leaves_other_runs_alone(tmp_path):
     as_on_the_page(tmp_path)
     (tmp_path / "test_mine.py").write_text(

@@ -72,6 +72,7 @@ def test_parameters_and_seconds_are_enough(capsys, tmp_path):
     assert ratio["r"] == pytest.approx((1.5 * 124e6 * 32 / 1e10 + 6e-4) / 0.1)
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_pages_draw_a_picture(profiled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in shown_commands("plan"):

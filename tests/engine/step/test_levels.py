@@ -240,6 +240,7 @@ def follow_a_plan(rank, settings, steps):
         return None if engine.planner.plan is None else engine.planner.plan.groups, history[-3:]
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_of_all_nodes_follow_one_plan_and_it_changes_no_bit(nodes):
     (groups, applied), *others = nodes.run(follow_a_plan, settings_of("topk", schedule="merged"), 72)
     assert groups is not None

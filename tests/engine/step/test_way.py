@@ -60,7 +60,7 @@ def files_of_a_step(rank, model):
     return sorted(following.files)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "most"), [(LongSGD, 20), (LongAdam, 23)])
 def test_a_gradient_goes_through_few_files(pair, model, most):
     files, _ = pair.run(files_of_a_step, model)

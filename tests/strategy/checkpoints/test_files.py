@@ -84,6 +84,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("settings", "name", "expected"), CALLBACKS.values(), ids=CALLBACKS)
 def test_what_the_ranks_kept_is_kept_and_deleted_with_its_checkpoint(pair, tmp_path, settings, name, expected):
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, **settings)
@@ -170,6 +171,7 @@ def dies(rank, path, point):
     act(rank, {4: partial(save, path), 8: die})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("point", "first"), [("rank_00001", 5), ("crash.ckpt.partial", 5), ("cleaning", 9)])
 def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(forked, tmp_path, point, first):
     path = str(tmp_path / "crash.ckpt")

@@ -149,7 +149,7 @@ SAVED_AFTER = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_that_is_kept_is_left_out(pair, tmp_path, name):
     module, settings, arguments = EXACT[name]
