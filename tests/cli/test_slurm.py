@@ -73,6 +73,7 @@ def test_the_example_of_several_nodes_trains_as_it_is_written(cluster, work):
     assert list(root.glob("checkpoints/epoch=9-*.ckpt"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, work):
     with socket.socket() as free:
@@ -96,6 +97,7 @@ def test_the_example_of_two_sites_trains_one_model_as_it_is_written(cluster, wor
     assert 0 < sent.value < sent.step * whole.value / 9  # in one step of ten
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_left(cluster, work):
     options = ["--nodes=2:3", "--tasks-per-node=1", "--cpus-per-task=1", "--time=10", "--interface=lo"]
@@ -140,6 +142,7 @@ def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_l
     assert end["loss"] < 0.9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_python_without_srun_is_refused_at_once(cluster, work):
     fit = "lightning-sparse fit --model=tests.cli.slow.Slow --trainer.strategy=sparse_topk"

@@ -61,7 +61,6 @@ def announced(compressor, density, wire, groups, ranks):
     return sum(sent_bytes(*transfer, ranks) for transfer in announced)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "schedule"), [("edges", "single"), ("edges", "layerwise"), ("block", "single")])
 @pytest.mark.parametrize(
     ("compressor", "wire"),
