@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, Densities, layout_of
+from lightning_sparse.compressors.base import Clipping, Densities, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
@@ -210,8 +210,7 @@ class VirtualRank:
 
     def _build(self, settings: Settings, total_steps: int) -> None:
         if settings.can_correct_adam and is_correctable(self.optimizer):
-            clip = NOT_CLIPPED if self._clip_norm is None else Clipping(norm=self._clip_norm)
-            settings.correct_adam(clip)
+            settings.correct_adam()
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wires = settings.wires_for(rank, ranks)
@@ -232,6 +231,7 @@ class VirtualRank:
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory)
         self._view.adam.total_steps = total_steps
+        self._view.adam.clip(Clipping(norm=self._clip_norm), parameters.values())  # from which no step takes it
 
     def step(self, loss: Tensor, epoch: int = 0) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""
@@ -288,7 +288,8 @@ class VirtualRank:
 
     def _exchange(self, settings: Settings, epoch: int) -> None:
         self._view.adam.look(lambda number: number)  # replicas are the same here to the bit
-        self._pipeline.context = context = self._view.coming_step()
+        context = self._view.coming_step()
+        self._pipeline.begin(context)
         self._densities.density = settings.density_at(epoch, context.settled)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
@@ -297,7 +298,7 @@ class VirtualRank:
         self.recorder.add_ready([local.name for local in step])
         self.recorder.end_backward()
         if self._pipeline.memory.clips_gradients:
-            self._pipeline.measure_norm(step[::-1])
+            self._pipeline.measure_norms(step[::-1])
         self._pipeline.commit(self._pipeline.exchange(step))
         self.recorder.end_step()
         with self._view.adam.hidden():

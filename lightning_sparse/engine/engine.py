@@ -208,7 +208,10 @@ class Engine(Uncopied):
         if settings.local_steps is not None or not isinstance(settings.schedule, Merged):
             return Planner()
         parts = (settings.schedule, self._collectives, self.recorder, self._numels, self.densities)
-        holds_groups = self.memory.clips_gradients or not settings.overlaps_backward
+
+        def holds_groups() -> bool:
+            return self.memory.clips_gradients or not settings.overlaps_backward
+
         return StepPlanner(*parts, settings.adapts_density, holds_groups, say)
 
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
@@ -216,7 +219,7 @@ class Engine(Uncopied):
         self._learned = None
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = context.settled >= 1
-        self.pipeline.context = context._replace(samples_deltas=self.recorder.samples_deltas)
+        self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
         self.densities.density = self._density_at(epoch, context.settled)
 
     def begin_plain_backward(self) -> None:

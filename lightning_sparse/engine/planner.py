@@ -71,7 +71,7 @@ class StepPlanner(Planner):
         numels: Mapping[str, int],
         densities: Densities,
         adapts_density: bool,
-        holds_groups: bool,
+        holds_groups: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
@@ -80,7 +80,7 @@ class StepPlanner(Planner):
         self._numels = numels
         self._densities = densities
         self._adapts_density = adapts_density
-        self._holds_groups = holds_groups  # all exchanges follow backward
+        self._holds_groups = holds_groups  # whether all exchanges follow backward now
         self._say = say if collectives.rank == 0 else lambda line: None
         self._order: tuple[str, ...] = ()
         self._foreign_steps = 0
@@ -161,7 +161,7 @@ class StepPlanner(Planner):
                 steps.append((yield))
         self._recorder.watches_gradients = False
         marks = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._collectives, marks, self._holds_groups))
+        samples = iter(averaged(self._collectives, marks, self._holds_groups()))
         return {grouping: [next(samples) for _ in steps] for grouping, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], seen: Samples) -> list[Grouping]:
@@ -217,7 +217,7 @@ class StepPlanner(Planner):
             for _ in range(patience * _CHECK_EVERY):
                 window.append((yield))
             # Callbacks of single ranks may have gradients marked: what all are to know is told without those marks.
-            samples = averaged(self._collectives, list(window), self._holds_groups, has_ready=False)
+            samples = averaged(self._collectives, list(window), self._holds_groups(), has_ready=False)
             exposed = median(sample.exposed_seconds for sample in samples)
             change = abs(exposed - self.plan.exposed_seconds)
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.compressors.base import (
-    FROM_OPTIMIZER,
-    NOT_CLIPPED,
-    Clipping,
-    ErrorFeedback,
-    checked_density,
-    same_everywhere,
-)
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, same_everywhere
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
@@ -115,8 +108,7 @@ def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
 class Settings:
     """The user's choices, checked and with names turned into objects; arguments as of ``SparseDDPStrategy``.
 
-    ``feedback`` is what is asked of the memory, ``adam`` how its updates are made before selection, if they are, and
-    ``clipping`` what the mean gradient is then clipped to.
+    ``feedback`` is what is asked of the memory, and ``adam`` how its updates are made before selection, if they are.
     """
 
     def __init__(
@@ -149,7 +141,6 @@ class Settings:
         self.density = own.default_density or 1.0 if density is None else checked_density("density", density)
         self.warmup_epochs = own.default_warmup_epochs if warmup_epochs is None else warmup_epochs
         self.adam: Optional[AdamCorrection] = None
-        self.clipping = NOT_CLIPPED
         decay = 1.0
         if local_steps is not None:
             is_exact = own.is_lossless and self.wire is torch.float32
@@ -183,12 +174,11 @@ class Settings:
         """Whether the optimizers are given part of each gradient late."""
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
-    def correct_adam(self, clip: Clipping = NOT_CLIPPED) -> None:
-        """Have Adam's updates made before selection in the next fit, in place of momentum, of gradients clipped so."""
+    def correct_adam(self) -> None:
+        """Have Adam's updates made before selection in the next fit, in place of momentum."""
         asked, own = self._asked_feedback, self.optimizer_correction
         self.adam = own if isinstance(own, AdamCorrection) else AdamCorrection()
-        self.clipping = Clipping(asked.clip_norm if clip.norm is None else clip.norm, clip.value)
-        self.feedback = ErrorFeedback(follows_learning_rate=asked.follows_learning_rate)
+        self.feedback = ErrorFeedback(follows_learning_rate=asked.follows_learning_rate, clip_norm=asked.clip_norm)
 
     def leave_optimizers(self) -> None:
         """Have gradients accumulated, or the momentum that was asked for, in the next fit."""
@@ -269,7 +259,7 @@ class Settings:
         if not feedback.keeps_residual:
             return Memory()
         if self.adam is not None:
-            return AdamMemory(ranks, self.adam, self.clipping, feedback.follows_learning_rate, share_of, total_of)
+            return AdamMemory(ranks, self.adam, feedback.follows_learning_rate, share_of, total_of)
         if self.compressor.is_lossless and wire_is_exact and feedback == ErrorFeedback():
             return Memory()
         local_clip_norm = None if feedback.clip_norm is None else feedback.clip_norm / math.sqrt(ranks)

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
@@ -79,7 +79,6 @@ class Loop:
         self.is_plain = False  # the model is wrapped for plain DDP
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
-        self.clipping = NOT_CLIPPED  # of the gradients that the next updates are made of
         self.is_island = False  # DDP exchanges gradients between the ranks of a node, in each local step
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
@@ -89,6 +88,7 @@ class Loop:
         self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
         self._has_warned_of_validations = False
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
+        self._is_told_clip = False  # how the Trainer clips all gradients, also those that a checkpoint tells of
 
     def start(
         self,
@@ -105,7 +105,7 @@ class Loop:
         self.remember({}, None)
         settings = self._settings
         if can_correct(settings, optimizers):
-            settings.correct_adam(clipping)
+            settings.correct_adam()
         else:
             settings.leave_optimizers()
         parameters = dict(ddp.module.named_parameters())
@@ -123,7 +123,8 @@ class Loop:
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self.view = OptimizerView(parameters, optimizers, settings.feedback, engine.target_density, engine.memory)
-        self.clipping = settings.clipping if self.corrects_adam else NOT_CLIPPED
+        self.view.adam.clip(clipping, parameters.values())
+        self._is_told_clip = clipping != NOT_CLIPPED
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._say)
         for optimizer in optimizers:
@@ -170,16 +171,10 @@ class Loop:
         """Whether the updates of Adam or AdamW are made before selection."""
         return self.engine is not None and self.engine.memory.corrects_adam
 
-    def expect_clipping(self, clipping: Clipping) -> None:
-        """Have the gradients clipped that the next updates are made of."""
-        self.clipping = clipping
-        if self.engine is not None:
-            self.engine.memory.clip_to(clipping)
-
     @contextmanager
-    def clipped_before(self, clipping: Clipping) -> Iterator[None]:
-        """Have the gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
-        self.expect_clipping(clipping)
+    def clipped_before(self, clipping: Clipping, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Have the next gradients clipped that updates are made of, and keep those updates out of sight meanwhile."""
+        self.view.adam.clip(clipping, parameters)
         with self.view.adam.hidden():
             yield
 
@@ -348,6 +343,7 @@ class Loop:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         self.unfinished.end(optimizer)
+        self.view.adam.end_step(optimizer)
         self._is_at_border = True
         self._uncounted = 0
         if self.choice is not None:
@@ -392,7 +388,7 @@ class Loop:
             state = self.engine.state_dict(together=True)
         if state is None:
             return None
-        kept = {"engine": state, "clipping": list(self.clipping)}
+        kept = {"engine": state, "clips": self.view.adam.clips()}
         if self._settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
             states = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
@@ -406,8 +402,11 @@ class Loop:
         assert self.engine is not None
         kept = state["engine"]
         self.engine.load_state_dict(kept)
-        if self.clipping == NOT_CLIPPED:  # users clip by hand, after the backward that it is for
-            self.expect_clipping(Clipping(*state.get("clipping", ())))
+        if not self._is_told_clip:  # users clip by hand, after the backward that it is for
+            self.view.adam.restore_clips(state.get("clips", ()))
+            # Earlier versions had one clip, of all that is trained.
+            trained = (parameter for optimizer in self.optimizers for parameter in handled(optimizer))
+            self.view.adam.clip(Clipping(*state.get("clipping", ())), trained)
         if self._settings.replicas_diverge:
             for optimizer, own in zip(self.optimizers, state.get("optimizers", ())):
                 present = optimizer.state_dict()

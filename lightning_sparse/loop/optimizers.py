@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback
+from lightning_sparse.compressors.base import FROM_OPTIMIZER, Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory
@@ -60,6 +60,19 @@ class Uncorrected:
         """Warm nothing up."""
         return None
 
+    def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
+        """Leave clipping to those who clip what has arrived."""
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Have nothing to end."""
+
+    def clips(self) -> list[list[Any]]:
+        """Clip nothing."""
+        return []
+
+    def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Have no use for them."""
+
     def hidden(self) -> AbstractContextManager[None]:
         """Hide nothing."""
         return nullcontext()
@@ -90,7 +103,8 @@ class OptimizerView:
         self.adam: Union[AdamSteps, Uncorrected] = Uncorrected()
         self.know(parameters)
         if isinstance(memory, AdamMemory):
-            self.adam = AdamSteps(list(filter(is_correctable, optimizers)), self._names, target_of, memory)
+            corrected = list(filter(is_correctable, optimizers))
+            self.adam = AdamSteps(corrected, self._names, target_of, memory, feedback.clip_norm)
         self._taken: dict[tuple[Optimizer, int], _Taken] = {}  # by the number of the group
         self._handles: list[Any] = []
         if feedback.momentum is not None:

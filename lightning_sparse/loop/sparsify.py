@@ -120,7 +120,6 @@ class Sparsifier(Loop):
     Attributes:
         engine: what exchanges gradients; ``None`` on one process, and once closed.
         optimizers: that train the model.
-        clipping: what the gradients are clipped to that the next updates are made of.
     """
 
     def __init__(
@@ -186,20 +185,24 @@ class Sparsifier(Loop):
             raise ValueError(f"epoch={epoch} must be the number of an epoch, at least 0")
         self.epoch = epoch
 
-    def clip(self, norm: Optional[float] = None, value: Optional[float] = None) -> None:
+    def clip(
+        self, norm: Optional[float] = None, value: Optional[float] = None, optimizer: Optional[Optimizer] = None
+    ) -> None:
         """Clip gradients between backward and the optimizer's step, as ``torch.nn.utils.clip_grad_norm_`` would.
 
         Where Adam is corrected, what has arrived are updates, which are not to be clipped: the gradients that they are
-        made of are clipped before that instead, from the next step on. With a gradient scaler call its ``unscale_``
+        made of are clipped before that instead, in the next step. With a gradient scaler call its ``unscale_``
         first, as ever.
 
         Args:
-            norm: largest norm of the gradient of the whole model; ``None`` for no limit.
+            norm: largest norm of the gradient, of the whole model or of one optimizer; ``None`` for no limit.
             value: largest magnitude of an element; ``None`` for no limit.
+            optimizer: whose gradients are clipped, together; ``None`` for all of the model together.
         """
         self.exchange_shards()
-        with self.clipped_before(Clipping(norm=norm, value=value)):
-            trained = [each for each in self._model.module.parameters() if each.grad is not None]
+        parameters = [*self._model.module.parameters()] if optimizer is None else handled(optimizer)
+        with self.clipped_before(Clipping(norm=norm, value=value), parameters):
+            trained = [each for each in parameters if each.grad is not None]
             if value is not None and trained:
                 torch.nn.utils.clip_grad_value_(trained, value)
             if norm is not None and trained:

@@ -215,7 +215,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             )
         gradients = [each.grad for each in handled(optimizer) if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        with handle.clipped_before(Clipping(norm=float(max_norm))):
+        with handle.clipped_before(Clipping(norm=float(max_norm)), handled(optimizer)):
             clip()
         return norm
 
@@ -224,8 +224,9 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         handle = self._handles.get(module)
         if handle is not None:
             handle.exchange_shards()
-        with nullcontext() if handle is None else handle.clipped_before(Clipping(value=float(clip_val))):
-            if any(each.grad is not None for each in handled(optimizer)):  # torch clips no list without a member
+        clipping, trained = Clipping(value=float(clip_val)), handled(optimizer)
+        with nullcontext() if handle is None else handle.clipped_before(clipping, trained):
+            if any(each.grad is not None for each in trained):  # torch clips no list without a member
                 super().clip_gradients_value(module, optimizer, clip_val)
 
     @override

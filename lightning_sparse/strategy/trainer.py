@@ -166,7 +166,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _clip(self, optimizer: Optimizer, clip_val: Any = 0.0, *algorithm: Any, **named_algorithm: Any) -> None:
         """Clip as Lightning does what is not corrected, and have the rest clipped before its compression."""
-        with self._loop.clipped_before(clipping_of(clip_val, *algorithm, **named_algorithm)):
+        clipping = clipping_of(clip_val, *algorithm, **named_algorithm)
+        with self._loop.clipped_before(clipping, handled(optimizer)):
             if any(parameter.grad is not None for parameter in handled(optimizer)):  # torch clips no empty list
                 self._clip_gradients(optimizer, clip_val, *algorithm, **named_algorithm)
 
@@ -671,7 +672,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._ddp.require_backward_grad_sync = True
         parameters = dict(self._module.named_parameters())
         if self._trainer.gradient_clip_val is not None:  # or users clip, after the backward that it is for
-            kept["clipping"] = self._loop.clipping
+            kept = {kind: each for kind, each in kept.items() if kind not in ("clips", "clipping")}
         unused = restore(self._loop, kept, save, parameters, path)
         self._is_before_validation = bool(kept.get("is_before_validation"))
         is_begun = bool(kept.get("is_accumulating"))

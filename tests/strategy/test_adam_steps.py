@@ -12,8 +12,9 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, sparsify
 from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.compressors import DGC
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
 from lightning_sparse.engine.memory.residual import Hyperparameters
 from lightning_sparse.loop.optimizers import OptimizerView
@@ -66,10 +67,11 @@ def train(rank, *settings):
     return history, seen, start
 
 
-def reference(start, gradients, density, arguments, shares=1):
+def reference(start, gradients, density, arguments, shares=1, clips=lambda name, step: None):
     """Make the same steps, slowly and plainly, for all ranks at once: gradients by rank and step.
 
-    Elements are selected from each of so many shares of a parameter by itself.
+    Elements are selected from each of so many shares of a parameter by itself. ``clips`` tells the largest magnitude of
+    an element that was asked for in a step.
     """
     (beta1, beta2), decay = arguments.get("betas", (0.9, 0.999)), arguments.get("weight_decay", 0.0)
     is_decoupled = arguments.get("decoupled_weight_decay", False)
@@ -83,9 +85,12 @@ def reference(start, gradients, density, arguments, shares=1):
         is_dense, is_refreshed = step <= DENSE, step > DENSE and step - known >= REFRESH
         for name, weight in weights.items():
             mine = [sign * gradients[rank][step - 1][name].cpu().double() for rank in range(ranks)]
+            clip = clips(name, step if is_dense else step - 1)
+            mine = [each if clip is None or is_dense else each.clamp(-clip, clip) for each in mine]
             if not is_decoupled:
                 mine = [each + decay * weight for each in mine]
             mean = torch.stack(mine).mean(dim=0)
+            mean = mean if clip is None or not is_dense else mean.clamp(-clip, clip)
             weight.mul_(1 - RATE * decay * is_decoupled)
             if is_dense:
                 first[name].mul_(beta1).add_((1 - beta1) * mean)
@@ -570,12 +575,15 @@ def test_halves_of_a_step_are_owed_and_teach_as_much_as_the_whole(pair, kind, ar
 
 
 class Turns(NumberedAdam):
-    """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not."""
+    """Two networks whose optimizers take turns within a batch, freezing each other's parameters or not.
 
-    def __init__(self, toggles):
-        super().__init__()
+    Each clips to a norm of its own, or to none, before the batch ``clips_until``.
+    """
+
+    def __init__(self, *save, toggles=False, clips=(None, None), clips_until=12):
+        super().__init__(*save)
         self.automatic_optimization = False
-        self.toggles = toggles
+        self.toggles, self.clips, self.clips_until = toggles, clips, clips_until
         self.network = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
 
     def configure_optimizers(self):
@@ -583,19 +591,109 @@ class Turns(NumberedAdam):
 
     def training_step(self, batch, batch_index):
         rows = self.rows(batch_index)
-        for optimizer, network in zip(self.optimizers(), self.network):
+        for optimizer, network, clip in zip(self.optimizers(), self.network, self.clips):
             with optimizer.toggle_model() if self.toggles else nullcontext():
                 optimizer.zero_grad()
                 # Gradients grow, so that a second moment that is not learned any more is far too small.
                 self.manual_backward((network(rows) - rows).square().mean() * (1 + batch_index) ** 2)
+                if clip is not None and self.global_step // 2 < self.clips_until:
+                    self.clip_gradients(optimizer, clip, "norm")
                 optimizer.step()
 
 
 def test_optimizers_that_toggle_learn_their_second_moments(pair):
     settings = {**SOON, "find_unused_parameters": True}
-    toggled, untoggled = (one_model(fits(pair, partial(Turns, toggles), settings)) for toggles in (True, False))
+    toggled, untoggled = (one_model(fits(pair, partial(Turns, toggles=toggles), settings)) for toggles in (True, False))
     assert_same(toggled.batches, untoggled.batches)
     assert_same(toggled.optimizers, untoggled.optimizers)
+
+
+@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "untoggled"])
+def test_each_of_several_optimizers_is_clipped_as_if_it_were_alone(pair, toggles):
+    settings = {**SOON, "schedule": "layerwise", "find_unused_parameters": True}
+    clips = [(0.05, None), (0.05, 0.3), (None, 0.3)]
+    one, both, other = (
+        one_model(fits(pair, partial(Turns, toggles=toggles, clips=each), settings)).end for each in clips
+    )
+    assert not torch.equal(both["network.0.weight"], other["network.0.weight"])
+    for name in both:
+        assert torch.equal(both[name], (one if name.startswith("network.0") else other)[name]), name
+
+
+def test_clips_of_several_optimizers_are_resumed(pair, tmp_path):
+    clips = partial(Turns, clips=(0.05, 0.3), clips_until=7)  # the gradients of the batch after it are still clipped
+    assert_goes_on(pair, tmp_path, {**SOON, "find_unused_parameters": True}, clips, save_after=7)
+
+
+LARGEST = 2e-3
+# By the optimizer of the matrix, which is clipped in some steps, and by that of all others, which is in one.
+ASKED = {True: {DENSE, 4, 5, 8}, False: {6}}
+
+
+def train_clipped(rank):
+    """Train with two optimizers that clip by value in different steps; see :func:`train`."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Edges().to(DEVICE))
+    named = dict(ddp.module.named_parameters())
+    start = {name: parameter.detach().clone() for name, parameter in named.items()}
+    optimizers = {
+        is_matrix: torch.optim.AdamW([each for name, each in named.items() if (name == "matrix") is is_matrix], lr=RATE)
+        for is_matrix in (True, False)
+    }
+    history, seen, gradients = [], [], watch_gradients(ddp.module)
+    settings = {"compressor": "topk", "density": 0.05, "schedule": "layerwise", "optimizer_correction": CORRECTION}
+    with sparsify(ddp, list(optimizers.values()), **settings) as handle:
+        for step in range(1, STEPS + 1):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            for is_matrix, optimizer in optimizers.items():
+                if step in ASKED[is_matrix]:
+                    handle.clip(value=LARGEST, optimizer=optimizer)
+                optimizer.step()
+            history.append(parameters_of(ddp))
+            seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+    return history, seen, start
+
+
+def test_what_an_optimizer_clips_in_a_step_is_clipped_in_its_next_and_no_longer(pair):
+    answers = pair.run(train_clipped)
+    told = {"decoupled_weight_decay": True, "weight_decay": 0.01}
+    seen = [gradients for _, gradients, _ in answers]
+    expected = reference(
+        answers[0][2], seen, 0.05, told, clips=lambda name, step: LARGEST if step in ASKED[name == "matrix"] else None
+    )
+    assert_close_to(expected, [history for history, _, _ in answers])
+
+
+def test_the_clip_norm_of_a_compressor_lasts(pair):
+    settings = ({**SOON, "compressor": DGC(clip_norm=norm)} for norm in (1e-3, None))
+    clipped, free = (one_model(fits(pair, NumberedAdam, each)).batches for each in settings)
+    assert_same(clipped[:2], free[:2])  # sent whole
+    assert not torch.equal(clipped[6]["network.0.weight"], free[6]["network.0.weight"])
+
+
+def train_from_old_state(rank, is_old):
+    """Go on from a state in the midst of a training, which may be as earlier versions wrote it."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Edges().to(DEVICE))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=RATE)
+    with sparsify(ddp, optimizer, "topk", density=0.05, optimizer_correction=CORRECTION) as handle:
+        for step in range(7):
+            if step == 6:
+                state = handle.state_dict()
+                if is_old:
+                    del state["clips"]
+                    state["clipping"] = [None, LARGEST]
+                handle.load_state_dict(state)
+            ddp.zero_grad()
+            ddp(batch(rank, step)).backward()
+            handle.clip(value=LARGEST)
+            optimizer.step()
+    return parameters_of(ddp)
+
+
+def test_the_clip_of_an_earlier_version_is_resumed(pair):
+    assert_same(pair.run(train_from_old_state, True), pair.run(train_from_old_state, False))
 
 
 class Pieces(ByHand):

@@ -136,7 +136,7 @@ def _step(pipeline: Pipeline, gradients: Sequence[Tensor], noise: Tensor) -> Sta
         gradient.copy_(noise[start : start + gradient.numel()])
     group = [LocalGradient(str(position), gradient, None) for position, gradient in enumerate(gradients)]
     if pipeline.memory.clips_gradients:
-        pipeline.measure_norm(group)
+        pipeline.measure_norms(group)
     begin = _now(noise.device)
     exchanged = pipeline.exchange(group)
     middle = _now(noise.device)

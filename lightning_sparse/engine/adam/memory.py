@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.adam.correction import AdamCorrection, WarmUp
 from lightning_sparse.engine.memory.residual import (
     Averages,
+    Clip,
     Hyperparameters,
     MemoryState,
     ResidualMemory,
     cloned,
+    factors_to,
     in_widened,
     kept_like,
 )
@@ -66,17 +67,17 @@ class AdamMemory(ResidualMemory):
         self,
         ranks: int,
         correction: AdamCorrection,
-        clip: Clipping = NOT_CLIPPED,
         follows_learning_rate: bool = False,
         share_of: Optional[Callable[[Tensor], Tensor]] = None,
         total_of: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> None:
         super().__init__(None, follows_learning_rate)
-        self.clip_to(clip)
+        self._clips: Sequence[Clip] = ()
+        self._clip_factors: Optional[Tensor] = None  # by clip that has a norm, in this step
         self.warm_up: Optional[WarmUp] = None  # ``None`` while the second moment is not known
         self.second_means: dict[str, tuple[float, int]] = {}  # that later ones are compared with, and their step
         self._squared_norms: dict[str, Tensor] = {}  # of a rank's gradient, as a mean over ranks, and of the mean
-        self._norm_ratio: Optional[Tensor] = None
+        self._norm_ratios: dict[frozenset[str], Tensor] = {}  # of gradients that are clipped together, as measured last
         self.correction = correction
         self._ranks = ranks
         self._share_of = share_of
@@ -94,9 +95,35 @@ class AdamMemory(ResidualMemory):
         self._has_pieces = False
 
     @override
-    def clip_to(self, clipping: Clipping) -> None:
-        self._clipping = clipping
-        self.clips_gradients = clipping.norm is not None
+    def clip_to(self, clips: Sequence[Clip]) -> None:
+        self._clips, self._clip_factors = clips, None
+        self.clips_gradients = bool(self._clips_to_norms)
+
+    @property
+    def _clips_to_norms(self) -> list[tuple[float, frozenset[str]]]:
+        return [(clipping.norm, names) for clipping, names in self._clips if clipping.norm is not None]
+
+    @override
+    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
+        return [[name for name in names if name in together] for _, together in self._clips_to_norms]
+
+    @override
+    def take_norms(self, norms: Tensor) -> None:
+        limits = [norm * self._norm_ratio(together, norms) for norm, together in self._clips_to_norms]
+        self._clip_factors = factors_to(torch.stack(limits), norms)
+
+    def _norm_ratio(self, names: frozenset[str], like: Tensor) -> Tensor:
+        """Return how much longer a rank's own gradient is than the mean."""
+        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
+        independent = like.new_tensor(math.sqrt(self._ranks))
+        if not self._squared_norms:
+            return independent
+        if names not in self._norm_ratios:
+            squares = [each for name, each in self._squared_norms.items() if name in names]
+            total = torch.stack(squares).sum(dim=0) if squares else like.new_zeros(2)
+            own, mean = self._total_of(total).unbind()
+            self._norm_ratios[names] = torch.where(mean > 0, (own / mean).sqrt(), independent)
+        return self._norm_ratios[names]
 
     @override
     def compensate(
@@ -165,7 +192,7 @@ class AdamMemory(ResidualMemory):
     ) -> None:
         """Turn gradients into updates and add the residual, in place."""
         gradients = [inputs[name] for name in moments]
-        self._clip_as_mean(gradients)
+        self._clip(dict(zip(moments, gradients)))
         continued = {name for name in moments if given[name].continues_step}
         self._has_pieces = self._has_pieces or bool(continued)
         for name in moments.keys() - continued:
@@ -188,20 +215,17 @@ class AdamMemory(ResidualMemory):
     def _scalars(self, moments: Mapping[str, AdamMoments]) -> list[AdamScalars]:
         return [each.scalars(self.second_steps[name]) for name, each in moments.items()]
 
-    def _clip_as_mean(self, gradients: list[Tensor]) -> None:
-        if self._clipping.value is not None:
-            torch._foreach_clamp_min_(gradients, -self._clipping.value)
-            torch._foreach_clamp_max_(gradients, self._clipping.value)
-        if self._clipping.norm is None:
-            return
-        assert self.gradient_norm is not None
-        # Until it has been measured: of independent gradients the mean is shorter by the root of their number.
-        independent = self.gradient_norm.new_tensor(math.sqrt(self._ranks))
-        if self._norm_ratio is None and self._squared_norms:
-            own, mean = self._total_of(torch.stack(list(self._squared_norms.values())).sum(dim=0)).unbind()
-            self._norm_ratio = torch.where(mean > 0, (own / mean).sqrt(), independent)
-        ratio = independent if self._norm_ratio is None else self._norm_ratio
-        self._clip(gradients, self._clipping.norm * ratio)
+    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
+        """Clip gradients in place, so that their mean over ranks is clipped as it is asked for."""
+        factors = iter(() if self._clip_factors is None else self._clip_factors.unbind())
+        for (norm, value), names in self._clips:
+            factor = None if norm is None else next(factors)
+            clipped = [gradient for name, gradient in gradients.items() if name in names]
+            if clipped and value is not None:
+                torch._foreach_clamp_min_(clipped, -value)
+                torch._foreach_clamp_max_(clipped, value)
+            if clipped and factor is not None:
+                torch._foreach_mul_(clipped, factor)
 
     @override
     def to_gradients(self, names: Sequence[str], updates: Sequence[Tensor], means: Sequence[Selection]) -> None:
@@ -264,7 +288,7 @@ class AdamMemory(ResidualMemory):
 
     def _measure_norms(self, names: Sequence[str], means: Sequence[Tensor], squared_norms: Tensor) -> None:
         """Measure the norms of a rank's gradient and of the mean, as an average over the last times."""
-        self._norm_ratio = None
+        self._norm_ratios.clear()
         of_means = torch.stack(torch._foreach_norm(list(means), dtype=torch.float32)).square_()
         for name, squared in zip(names, torch.stack((squared_norms, of_means), dim=1).unbind()):
             self._squared_norms[name] = squared + self._squared_norms.get(name, 0.0) / 2
@@ -276,7 +300,8 @@ class AdamMemory(ResidualMemory):
     @override
     def statistics(self) -> dict[str, Tensor]:
         """Add ``update_error``, of waiting updates to the last ones, and ``second_moment_age`` in steps."""
-        statistics = super().statistics()
+        factors = self._clip_factors
+        statistics = {} if factors is None else {"local_clip_factor": factors.min()}
         norms = list(self.update_norms().values())
         if not norms:
             return statistics
@@ -315,7 +340,7 @@ class AdamMemory(ResidualMemory):
         self._in_updates = set(updates)
         self._moments.clear()
         self._squared_norms = cloned(state.get("squared_norms", {}))
-        self._norm_ratio = None
+        self._norm_ratios.clear()
         self.second_steps = {name: int(step) for name, step in state.get("second_moment_step", {}).items()}
         self._has_pieces = bool(state.get("learned_since"))
         since = {name: int(step) for name, step in state.get("learned_since", {}).items()}

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping
 from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments
-from lightning_sparse.engine.memory.residual import Hyperparameters, in_widened
+from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, in_widened
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates
 from lightning_sparse.functional.elements import held_of, laid_flat
@@ -35,6 +36,13 @@ class _Flat(NamedTuple):
     parameter: Tensor
 
 
+class _Asked(NamedTuple):
+    """What an optimizer's gradients are clipped to, and those that are clipped together with them."""
+
+    clipping: Clipping
+    together: tuple[Optimizer, ...]
+
+
 def is_correctable(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has the step of ``torch.optim.Adam`` or ``AdamW``, and is not differentiable."""
     own_step = inspect.unwrap(type(optimizer).step)
@@ -43,7 +51,11 @@ def is_correctable(optimizer: Optimizer) -> bool:
 
 
 class AdamSteps:
-    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection."""
+    """Tell the exchange what Adam keeps, and step in its place where its updates were made before selection.
+
+    A clip that an optimizer was given for a step is that of the gradients of its next. Where none was, the norm of all
+    that have none is clipped to ``clip_norm``.
+    """
 
     def __init__(
         self,
@@ -51,6 +63,7 @@ class AdamSteps:
         names: Mapping[Parameter, str],
         target_of: Callable[[str], float],
         memory: AdamMemory,
+        clip_norm: Optional[float] = None,
     ) -> None:
         self.names = names
         self.total_steps: Optional[int] = None  # of the whole training, where that is known
@@ -58,6 +71,9 @@ class AdamSteps:
         self._correction = memory.correction
         self._target_of = target_of
         self._memory = memory
+        self._clip_norm = clip_norm
+        self._clips: dict[Optimizer, _Asked] = {}  # of the coming gradients
+        self._asking: set[Optimizer] = set()  # that have been given a clip since their last step
         self._present: dict[Parameter, AdamMoments] = {}
         self._flats: dict[Parameter, _Flat] = {}
         self._counts: dict[Parameter, tuple[Tensor, int, int]] = {}
@@ -84,7 +100,53 @@ class AdamSteps:
             self._present[parameter] = moments
             rate = float(group["lr"])
             hyperparameters[name] = Hyperparameters(rate, adam=moments, continues_step=parameter in continued)
-        return StepContext(None, hyperparameters, whole, _settled(warm_up, self._steps))
+        clips = () if is_plain else self._coming_clips()
+        return StepContext(None, hyperparameters, whole, _settled(warm_up, self._steps), clips)
+
+    def _coming_clips(self) -> list[Clip]:
+        names: dict[_Asked, set[str]] = {}
+        for optimizer in self._optimizers:
+            (norm, value), together = self._clips.get(optimizer, _Asked(NOT_CLIPPED, tuple(self._optimizers)))
+            clipping = Clipping(self._clip_norm if norm is None else norm, value)
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            known = names.setdefault(_Asked(clipping, together), set())
+            known.update(self.names[parameter] for parameter in parameters if parameter in self.names)
+        return [Clip(asked.clipping, frozenset(of)) for asked, of in names.items() if asked.clipping != NOT_CLIPPED]
+
+    def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
+        """Have the gradients of those optimizers clipped together, from their next on, that train some parameters."""
+        if clipping == NOT_CLIPPED:
+            return
+        given = set(parameters)
+        together = tuple(
+            optimizer
+            for optimizer in self._optimizers
+            if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups)
+        )
+        self._clips.update(dict.fromkeys(together, _Asked(clipping, together)))
+        self._asking.update(together)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """End a step of an optimizer; its next has no clip if this had none."""
+        if optimizer not in self._asking:
+            self._clips.pop(optimizer, None)
+        self._asking.discard(optimizer)
+
+    def clips(self) -> list[list[Any]]:
+        """Return the clips of coming gradients, to be saved."""
+        numbers = {optimizer: number for number, optimizer in enumerate(self._optimizers)}
+        return [
+            [numbers[optimizer], *asked.clipping, [numbers[each] for each in asked.together]]
+            for optimizer, asked in self._clips.items()
+        ]
+
+    def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Go on from what :meth:`clips` returned, of as many optimizers."""
+        optimizers = self._optimizers
+        self._clips = {
+            optimizers[number]: _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
+            for number, norm, value, together in saved
+        }
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
         """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""

@@ -47,6 +47,13 @@ class Hyperparameters(NamedTuple):
     continues_step: bool = False  # whether the gradient was exchanged before in this step, of several backwards
 
 
+class Clip(NamedTuple):
+    """What the gradients of some parameters are clipped to, together: one norm is that of all of them."""
+
+    clipping: Clipping
+    names: frozenset[str]
+
+
 class Averages(Protocol):
     """Means over ranks that a memory may ask for at the end of a step; on all ranks or on none."""
 
@@ -61,8 +68,7 @@ class Memory:
     """Add what is kept to the gradient before selection, and keep what was not sent after it; this keeps nothing."""
 
     corrects_adam: bool = False  # whether what is kept are updates of Adam or AdamW
-    clips_gradients: bool = False  # whether the norm of the whole gradient is needed before the first group
-    gradient_norm: Optional[Tensor] = None  # that norm, of one element, in this step
+    clips_gradients: bool = False  # whether norms of gradients are needed before the first group
     is_watched: bool = False  # whether to note what :meth:`statistics` tells; to be set before a step
 
     def compensate(
@@ -88,8 +94,15 @@ class Memory:
         """Average what the memory asks for, of names and whether any rank used each; return whether it did."""
         return False
 
-    def clip_to(self, clipping: Clipping) -> None:
+    def clip_to(self, clips: Sequence[Clip]) -> None:
         """Clip the gradients that updates are made of to something else from the next step on; on all ranks."""
+
+    def clipped_together(self, names: Sequence[str]) -> list[list[str]]:
+        """Return, of the gradients of a step, those whose norm is needed: one of all in each list."""
+        return [list(names)]
+
+    def take_norms(self, norms: Tensor) -> None:
+        """Take those norms of this rank's gradients, fp32 of one element each, before the first group."""
 
     def leave(self) -> None:
         """Accumulate gradients again, of all parameters, in steps that are left to plain DDP."""
@@ -147,17 +160,15 @@ class ResidualMemory(Memory):
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
         accumulated = in_widened(gradients)
-        if self._local_clip_norm is not None:
-            self._clip(accumulated, self._local_clip_norm)
+        if self._clip_factor is not None:
+            torch._foreach_mul_(accumulated, self._clip_factor)
         self._accumulate(names, accumulated, hyperparameters)
         return accumulated
 
-    def _clip(self, gradients: list[Tensor], norm: Union[float, Tensor]) -> None:
-        """Multiply gradients, in place, so that this rank's whole one is not longer than a norm."""
-        assert self.gradient_norm is not None
-        # What is not finite has such a norm, and a factor of zero or NaN; both leave something that is not finite.
-        self._clip_factor = (norm / self.gradient_norm).clamp(max=1.0)
-        torch._foreach_mul_(gradients, self._clip_factor)
+    @override
+    def take_norms(self, norms: Tensor) -> None:
+        assert self._local_clip_norm is not None
+        self._clip_factor = factors_to(self._local_clip_norm, norms).squeeze(0)
 
     def _accumulate(
         self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
@@ -226,6 +237,12 @@ class ResidualMemory(Memory):
     def load_state_dict(self, state: MemoryState) -> None:
         self._residuals = laid_clones(state.get("residual", {}))
         self._rates = cloned(state.get("learning_rate", {}))
+
+
+def factors_to(limits: Union[float, Tensor], norms: Tensor) -> Tensor:
+    """Return by what gradients of such norms are multiplied so as not to be longer than their limits."""
+    # What is not finite has such a norm, and a factor of zero or NaN; both leave something that is not finite.
+    return (limits / norms).clamp(max=1.0)
 
 
 def kept_like(kept: dict[str, Tensor], names: Sequence[str], likes: Sequence[Tensor]) -> list[Tensor]:

@@ -275,7 +275,7 @@ class GradientStream(Stream):
         held, self._held = self._held, []
         if held and self._pipeline.memory.clips_gradients:
             step = sorted((local for group in held for local in group), key=lambda local: self._positions[local.name])
-            self._worker.submit(lambda: self._pipeline.measure_norm(step))
+            self._worker.submit(lambda: self._pipeline.measure_norms(step))
         for group in held:
             self._submit_exchange(group)
         held_sparse, self._held_sparse = self._held_sparse, []

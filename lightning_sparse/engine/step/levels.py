@@ -77,9 +77,9 @@ class OneLevel:
         """Tell whether a flag, bool ``[]``, is set on all ranks of the node."""
         return flag
 
-    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
-        """Combine the norms of shares into that of the whole."""
-        return norm
+    def norms_of(self, norms: Tensor, names: Sequence[str]) -> Tensor:
+        """Combine norms of shares, a vector, into those of the whole."""
+        return norms
 
     def total_of(self, numbers: Tensor) -> Tensor:
         """Add up numbers about the shards that ranks hold of one replica; they are whole where a rank holds all."""
@@ -180,8 +180,8 @@ class Divided(OneLevel):
         return self._inside.call(Payload("all_gather", flag.view(1).byte()), names).bool().all()
 
     @override
-    def norm_of(self, norm: Tensor, names: Sequence[str]) -> Tensor:
-        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norm.view(1)), names))
+    def norms_of(self, norms: Tensor, names: Sequence[str]) -> Tensor:
+        whole: Tensor = torch.linalg.vector_norm(self._inside.call(Payload("all_gather", norms), names), dim=0)
         return whole
 
     @override

@@ -66,7 +66,7 @@ class ShardStream(Stream):
     def _exchange(self, gradients: Sequence[LocalGradient], missing: Sequence[str]) -> list[str]:
         """Exchange and write back on the worker; return those of ``missing`` that no replica has used."""
         if self._pipeline.memory.clips_gradients:
-            self._pipeline.measure_norm(gradients)
+            self._pipeline.measure_norms(gradients)
         exchanged = self._pipeline.exchange_in_groups(gradients, self._schedule.closes_group)
         self._pipeline.commit(exchanged)
         unused = self._unused(exchanged, missing) if missing else []

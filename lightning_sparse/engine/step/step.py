@@ -47,7 +47,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
-from lightning_sparse.engine.memory.residual import Hyperparameters, Memory
+from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
 from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
@@ -75,6 +75,7 @@ class StepContext(NamedTuple):
     hyperparameters: Mapping[str, Hyperparameters] = {}  # by parameter name; empty where no optimizer is known
     whole: AbstractSet[str] = frozenset()  # names sent whole: Adam's second moment of them is still to be learned
     settled: float = 1.0  # how much of Adam's warm-up lies behind, from 0 to 1
+    clips: Sequence[Clip] = ()  # of gradients that updates are made of; alike on all ranks
     samples_deltas: bool = False  # compares means with dense ones, by a dense all-reduce; on all ranks or on none
 
 
@@ -115,15 +116,25 @@ class Pipeline:
         self.selector = GroupSelector(compressor, wires)
         self._are_finite: list[Tensor] = []  # gradients of a sparse layout, in this step
 
-    def measure_norm(self, gradients: Sequence[LocalGradient]) -> None:
-        """Tell the memory, which clips by it, the norm of this rank's gradient, given in the order of definition."""
+    def begin(self, context: StepContext) -> None:
+        """Know what is known of the coming step."""
+        self.context = context
+        self.memory.clip_to(context.clips)
+
+    def measure_norms(self, gradients: Sequence[LocalGradient]) -> None:
+        """Tell the memory, which clips by them, norms of this rank's gradients, given in the order of definition."""
         names = [local.name for local in gradients]
         for _, alike in groupby(gradients, key=lambda local: local.gradient.dtype):
             self._shares.update((share.name, share) for share in self.levels.shares(list(alike)))
         with self.recorder.span("select"):
-            norm = norm_of([self._shares[name].gradient for name in names])
-        norm = self.levels.norm_of(norm, names)
-        self.memory.gradient_norm = norm if self.context.loss_scale is None else norm / self.context.loss_scale
+            norms = torch.stack([self._norm_of(together) for together in self.memory.clipped_together(names)])
+        norms = self.levels.norms_of(norms, names)
+        self.memory.take_norms(norms if self.context.loss_scale is None else norms / self.context.loss_scale)
+
+    def _norm_of(self, names: Sequence[str]) -> Tensor:
+        if not names:  # none of them has a gradient in this backward
+            return torch.zeros((), device=self.collectives.device)
+        return norm_of([self._shares[name].gradient for name in names])
 
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
