@@ -96,7 +96,7 @@ class SDAGC(TopK):
         columns = (tuple(self._positions[name] for name in names), tuple(counts), selection.counts, selection.numels)
         positions, wanted, rooms, numels = (on_device(column, selection.values.device) for column in columns)
         alphas = self._alphas[positions]
-        alphas = torch.where(alphas.isnan(), -(wanted / numels).log() / math.sqrt(2), alphas)
+        alphas = torch.where(alphas.isnan(), -(wanted.float() / numels).log() / math.sqrt(2), alphas)
         thresholds = alphas * _deviations(accumulated, numels)
         filled = _reaching(selection.values, rooms, thresholds.masked_fill(wanted == numels, 0.0))
         sent = _segments(filled.float(), "sum", rooms)

@@ -2,7 +2,8 @@
 
 SparseLoCo (Sarfi et al., arXiv 2508.15706) quantizes in bins what top-k has selected. Its released code rounds to the
 nearest of four levels that are not symmetric about the mean; here six standard deviations about the mean are cut into
-equal bins, which leaves less behind of values of two signs that are all large.
+equal bins, which leaves less behind of values of two signs that are all large. A zero stays zero: where there are some,
+the uppermost bin is theirs, and what would lie there is in the next.
 """
 
 import math
@@ -120,18 +121,27 @@ def bin_values(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor
     """Sort the values of each of several tensors, laid end to end, into ``2 ** bits`` bins.
 
     Returns codes, uint8 ``[sum(counts)]``, and means, bfloat16 ``[tensors * 2 ** bits]``, zero where a bin is empty; a
-    mean of a tensor with a value that is not finite is not finite either.
+    mean of a tensor with a value that is not finite is not finite either. A zero is read as zero.
 
         >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 3.0, 5.0]), [4], bits=2)
         >>> codes.tolist(), values_of_bins(codes, means, [4], bits=2).tolist()
         ([1, 1, 2, 2], [-3.5, -3.5, 4.0, 4.0])
+        >>> codes, means = bin_values(torch.tensor([-4.0, -3.0, 0.0, 3.0, 5.0]), [5], bits=2)
+        >>> codes.tolist(), values_of_bins(codes, means, [5], bits=2).tolist()
+        ([1, 1, 3, 2, 2], [-3.5, -3.5, 0.0, 4.0, 4.0])
     """
     bins = 1 << bits
     wide, tensor = values.double(), _tensor_of_each(counts, values.device)
-    sizes = _sums(torch.ones_like(wide), tensor, len(counts))
+    is_zero = wide == 0
+    sizes = _sums(is_zero.logical_not().double(), tensor, len(counts))
+    has_zeros = sizes < torch.tensor(counts).to(sizes.device, non_blocking=True)
+    sizes.clamp_(min=1.0)
     centred = wide - (_sums(wide, tensor, len(counts)) / sizes)[tensor]
-    width = (_sums(centred.square(), tensor, len(counts)) / sizes).sqrt_().mul_(_RANGE / bins)
-    codes = centred.div_(width[tensor]).add_(bins / 2).floor_().nan_to_num_(nan=0.0).clamp_(0, bins - 1)
+    width = (
+        (_sums(centred.square().masked_fill_(is_zero, 0.0), tensor, len(counts)) / sizes).sqrt_().mul_(_RANGE / bins)
+    )
+    codes = centred.div_(width[tensor]).add_(bins / 2).floor_().nan_to_num_(nan=0.0).clamp_(min=0)
+    codes = codes.minimum(bins - 1 - has_zeros.double()[tensor]).masked_fill_(is_zero, bins - 1)
     place = tensor.mul_(bins).add_(codes.long())
     sizes = _sums(torch.ones_like(wide), place, len(counts) * bins)
     means = _sums(wide, place, len(counts) * bins) / sizes.clamp_(min=1.0)

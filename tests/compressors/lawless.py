@@ -30,6 +30,14 @@ class LosesMass(TopK):
         return [selection._replace(values=0.99 * selection.values) for selection in selections]
 
 
+class MovesZeros(TopK):
+    """Sends a little where there is nothing, which the residual then takes back."""
+
+    def select(self, names, accumulated, counts):
+        selections = super().select(names, accumulated, counts)
+        return [each._replace(values=each.values.where(each.values != 0, 1e-3)) for each in selections]
+
+
 class LooksAround(TopK):
     """Scales its choice by what else is in the group, without declaring it."""
 

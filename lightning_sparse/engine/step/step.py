@@ -133,7 +133,7 @@ class Pipeline:
 
     def _norm_of(self, names: Sequence[str]) -> Tensor:
         if not names:  # none of them has a gradient in this backward
-            return torch.zeros((), device=self.collectives.device)
+            return torch.zeros((), dtype=torch.float32, device=self.collectives.device)
         return norm_of([self._shares[name].gradient for name in names])
 
     def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:

@@ -21,6 +21,8 @@ EDGE_GRADIENTS = {
     "beyond float16": torch.tensor([1e6, -3e38, 1.0, 1e-9]),
     "denormal": torch.full((70,), 1e-42),
     "large and equal": torch.full((200_000,), -0.5),
+    # Of two signs, fewer than are sent: as of an embedding, of which a batch has used few rows.
+    "mostly zero": torch.cat([torch.linspace(-1, 1, 20), torch.zeros(980)]),
 }
 
 
@@ -49,11 +51,12 @@ def exchange_given(rank: int, settings: dict[str, Any], gradients: Tensors) -> d
 
 def assert_applied_and_kept(gradient: Tensor, answers: list[tuple[Tensor, Tensor]], compressor: str, edge: str) -> None:
     """Hold what every rank has applied of one gradient, and its residual there, to the gradient."""
-    for applied, _ in answers:
+    for applied, residual in answers:
         assert torch.equal(applied, answers[0][0]), f"{edge}: ranks differ"
         assert applied.dtype == gradient.dtype, f"{edge}: of another type, {applied.dtype}"
         assert applied.isfinite().all(), f"{edge}: not finite, {applied}"
         assert not applied[gradient == 0].any(), f"{edge}: something has come of zeros, {applied}"
+        assert not residual[gradient == 0].any(), f"{edge}: something is kept of zeros, {residual}"
     if keeps(subject_of(compressor)):
         mass = answers[0][0].double() + sum(residual.double() for _, residual in answers) / len(answers)
         rtol = max(torch.finfo(gradient.dtype).eps, 1e-6)
