@@ -25,6 +25,7 @@ _REFUSED = {
     "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
 _DENSITY = "did you mean density, the fraction of elements that is sent?"
+_UNUSED = "Expected to have finished reduction in the prior iteration"  # so DDP's error begins
 # What people call things elsewhere, where no likeness of letters leads to our name.
 _CALLED_ELSEWHERE = {
     "compress_ratio": _DENSITY,
@@ -70,14 +71,18 @@ def check_device(strategy: type, device: torch.device) -> None:
         )
 
 
-def advise_on_unused(error: BaseException, strategy: type, chosen: Any) -> None:
-    """Give DDP's error on unused parameters our advice: Lightning's names a strategy that sends everything."""
-    if "Expected to have finished reduction in the prior iteration" in str(error):
-        name = f"strategy='{chosen}_find_unused_parameters_true' or " if str(chosen).startswith("sparse_") else ""
-        error.args = (
-            "parameters were not used in producing the loss that training_step returned. If that is intended, have them"
-            f" looked for: {name}{strategy.__name__}(..., find_unused_parameters=True)",
-        )
+def with_advice(error: BaseException, strategy: type, chosen: Any) -> tuple[Any, ...]:
+    """Return what an error says, and to DDP's on unused parameters our advice: Lightning's is to send everything."""
+    said = str(error)
+    if _UNUSED not in said:
+        return error.args
+    name = f"strategy='{chosen}_find_unused_parameters_true' or " if str(chosen).startswith("sparse_") else ""
+    advice = (
+        "It looks like your LightningModule has parameters that were not used in producing the loss that training_step"
+        f" returned. If that is intended, have them looked for: {name}{strategy.__name__}(...,"
+        " find_unused_parameters=True)"
+    )
+    return (advice if said.startswith(_UNUSED) else f"{said}\n{advice}",)  # or it is the traceback of another process
 
 
 def _hint(name: str, compressor: Compressor, own: Sequence[str], theirs: Iterable[str]) -> str:

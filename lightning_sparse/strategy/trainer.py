@@ -39,7 +39,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import advise_on_unused, check_ddp_arguments, check_device
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device, with_advice
 from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning import (
@@ -635,7 +635,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     ) -> None:
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
             self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
-        with whereabouts.telling(self._trainer):  # callbacks save after an error, too, which goes another way
+        with whereabouts.telling(self._module._trainer):  # callbacks save after an error, too, which goes another way
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -699,10 +699,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.lightning_module is not None:
-            chosen = self.lightning_module.trainer._accelerator_connector._strategy_flag
-            advise_on_unused(exception, type(self), chosen)
+        # In the process that has launched the ranks the module has no Trainer.
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        chosen = None if trainer is None else trainer._accelerator_connector._strategy_flag
+        said = with_advice(exception, type(self), chosen)
         super().on_exception(exception)
+        exception.args = said  # Lightning's advice takes the place of all that there was
 
     @override
     def teardown(self) -> None:

@@ -40,8 +40,11 @@ def leave_end_of_training(trainer: Trainer) -> None:
 
 
 @contextmanager
-def telling(trainer: Trainer) -> Iterator[None]:
+def telling(trainer: Optional[Trainer]) -> Iterator[None]:
     """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""
+    if trainer is None:  # nothing is trained here
+        yield
+        return
     try:
         yield
     except Exception as error:
@@ -56,8 +59,10 @@ def telling(trainer: Trainer) -> Iterator[None]:
         raise in_vain from error
 
 
-def told(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def told(trainer: Optional[Trainer], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function inside of :func:`telling`, from a checkpoint that is whole."""
+    if trainer is None:
+        return function(*args, **kwargs)
     with telling(trainer), taking_whole(trainer):
         return function(*args, **kwargs)
 

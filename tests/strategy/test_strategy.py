@@ -450,6 +450,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 trainer = Trainer(strategy="sparse_lags_notebook", accelerator="cpu", devices=2, max_epochs=4, **quiet)
 trainer.fit(Small())
 assert trainer.strategy.engine is None
+trainer.save_checkpoint("fitted.ckpt")
 print(trainer.strategy.compression_stats()["density"], len(trainer.strategy.exchange_plan().groups))
 """
 
@@ -462,6 +463,45 @@ def test_what_forked_processes_have_to_tell_is_there_after_fit(interpreter, tmp_
     density, groups = done.stdout.split()
     assert 0 < float(density) < 0.02
     assert int(groups) > 0
+    saved = torch.load(tmp_path / "fitted.ckpt", weights_only=True)["state_dict"]
+    assert not torch.equal(saved["network.0.weight"], Small().network[0].weight)
+
+
+FAILING = """
+import os
+import sys
+import lightning_sparse
+from pytorch_lightning import Trainer
+from tests.helpers.trainers import Small
+from torch import nn
+
+class Raising(Small):
+    def training_step(self, batch, batch_index):
+        raise ValueError("my own bug")
+
+class Unused(Small):
+    def __init__(self):
+        super().__init__()
+        self.beside = nn.Linear(2, 2)
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(strategy="sparse_lags_fork", accelerator="cpu", devices=2, max_epochs=1, **quiet)
+assert trainer.strategy.launcher.launch(os.getenv, "LOCAL_RANK") == "0"
+trainer.fit({"Raising": Raising, "Unused": Unused}[sys.argv[1]]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "ending"),
+    [("Raising", "ValueError: my own bug"), ("Unused", r"It looks like your LightningModule .*find_unused.*=True\)")],
+)
+def test_the_last_line_of_a_forked_training_is_the_error_of_a_rank(interpreter, tmp_path, model, ending):
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = interpreter.run(tmp_path / "failing.py", model)
+    assert done.returncode
+    assert re.fullmatch(ending, done.stderr.strip().splitlines()[-1])
+    assert "in training_step" in done.stderr or model != "Raising"
+    assert "Traceback (most recent call last):" in done.stderr.partition("terminated with the following error")[2]
 
 
 class Copying(Callback):
