@@ -162,6 +162,8 @@ class Training:
     @property
     def _needs_other_things(self):
         """Whether one thing cannot go with another one, in torch and Lightning themselves."""
+        yield self.precision == "bf16-true" and bool({"phase", "alias"} & {*self.parts})
+        yield "alias" in self.parts and any("memory moves" in name for name in self.may_not_matter)
         yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
         yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
         yield self.renews is not None and (self.falls or self.averages)
@@ -210,7 +212,7 @@ class Training:
         """
         is_ddp = self.local is None or self.are_islands or self.local.synchronous_steps > 0
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
-        has_own = keeps_own and bool({"running mean", "normalized"} & {*self.parts})
+        has_own = keeps_own and bool({"running mean", "normalized", "flag", "phase"} & {*self.parts})
         has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))
         averages_own = self.averages == "SWA" or bool(
             self.averages and self.drifts
@@ -316,6 +318,10 @@ class Around(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
         self.inner = SGD(self.param_groups, lr=0.1, weight_decay=1e-2)
         self.param_groups = self.inner.param_groups
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups  # which are other ones now
 
     def trained(self):
         return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
@@ -931,6 +937,8 @@ def drawn_freely(seed):
     parts = tuple(part for part in PARTS if seldom(0.15))
     unused = [part for part in parts if "used" in part]
     parts = tuple(part for part in parts if part not in unused[1:])  # one layer is used now and then
+    precision = pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"])
+    parts = tuple(part for part in parts if precision != "bf16-true" or part not in ("phase", "alias"))
     accumulates = pick([1, 1, 1, 2, 3]) if by_hand != "by turns" else 1
     optimizer = "lookahead" if optimizer == "sam" and (by_hand or accumulates > 1) else optimizer
     epochs, batches = pick([1, 2, 3]), pick([3, 4, 5, 6])
@@ -967,7 +975,7 @@ def drawn_freely(seed):
         steps_bare=bool(by_hand) and seldom(0.15),
         clips=pick([0.05, 0.5]) if seldom(0.25) else None,
         falls=falls,
-        precision=pick(["32-true"] * 6 + ["bf16-mixed", "bf16-true"]),
+        precision=precision,
         parts=parts,
         averages=averages if not (by_hand or falls) else averages and "EMA",
         epochs=epochs,
@@ -1002,8 +1010,9 @@ def _with_more(training, chance):
         "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
         "steps_unseen": True,
     }
+    shares = {"clips_how": 0.5, "stops": 0.4, "steps_unseen": 0.4}  # the seldomer, the less goes with it
     for name, value in drawn.items():
-        if chance.random() < (0.5 if name == "clips_how" else 0.12):
+        if chance.random() < shares.get(name, 0.12):
             more = training.but(**{name: value})
             training = more if more.is_possible else training
     return training
@@ -1031,6 +1040,8 @@ def _callbacks(chance, strategy, optimizer):
 
 def _can(training, name):
     """Tell whether something changes no bit of a training, as pages say."""
+    if not training.but(may_not_matter=(name,)).is_possible:
+        return False
     if name in ("layerwise", "single", "merged"):
         return training.strategy != "auto" and is_grouping_free(training.subject)
     if name == "gradients of their own":
@@ -1042,10 +1053,6 @@ def _can(training, name):
         return not training.drifts
     if name == "AssumptionMonitor":
         return training.subject.default_density is not None
-    if name == "average at validation" and training.renames:
-        return False
-    if name == "AssumptionMonitor" and training.stops is not None:
-        return False
     if name == "average at validation":
         return training.validates is not None and agrees(training.subject) and not training.averages
     if "weights at" in name:
