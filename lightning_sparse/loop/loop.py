@@ -36,6 +36,7 @@ from lightning_sparse.loop.summary import (
     SHORTEST_PART,
     TAKES_MOMENTUM,
     closing,
+    counted,
     summary,
     takes_adam,
     tells_warm_up,
@@ -162,7 +163,8 @@ class Loop:
         if self.engine is None or local is None or total_steps is None or not isinstance(local.every, int):
             return
         count = -(-max(0, total_steps - local.synchronous_steps) // local.every)
-        self._say(f"up to {total_steps} optimizer steps, that is {count} rounds of {local.every} local steps.")
+        rounds = f"{counted(count, 'round')} of {counted(local.every, 'local step')}"
+        self._say(f"up to {counted(total_steps, 'optimizer step')}, that is {rounds}.")
         if count < FEW_ROUNDS and local.every > SAFE_STEPS and not is_trial:
             warn_user(warning_of_rounds(local.every, count, total_steps))
 

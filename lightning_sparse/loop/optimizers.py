@@ -109,7 +109,7 @@ class OptimizerView:
         self._handles: list[Any] = []
         if feedback.momentum is not None:
             for optimizer in optimizers:
-                _check(optimizer, feedback)
+                _check(optimizer, feedback, parameters.values())
         if self.takes_momentum:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -404,8 +404,13 @@ def _meant(group: Mapping[str, Any], taken: Optional[_Taken]) -> dict[str, Any]:
     }
 
 
-def _check(optimizer: Optimizer, feedback: ErrorFeedback) -> None:
+def _check(optimizer: Optimizer, feedback: ErrorFeedback, parameters: Iterable[Tensor]) -> None:
     name = type(optimizer).__name__
+    if not isinstance(optimizer, SGD) and set(parameters).isdisjoint(handled(optimizer)):  # Lightning's stand-in
+        raise ValueError(
+            f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD,"
+            f" and no optimizer trains this model: return one from configure_optimizers, and {_CURE}"
+        )
     if not isinstance(optimizer, SGD):
         raise ValueError(
             f"momentum={feedback.momentum!r} accumulates momentum before compression, in place of the momentum of SGD;"

@@ -106,10 +106,22 @@ def closing(stats: Mapping[str, float], verdict: Optional[str] = None, dense: st
     return "; ".join([*parts, *filter(None, [verdict])]) + "."
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number of things.
+
+    Example::
+
+        >>> counted(1, "round"), counted(20, "local step")
+        ('1 round', '20 local steps')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def warning_of_rounds(every: int, count: int, steps: int) -> str:
     """Compose the warning for a training of few rounds."""
+    rounds = f"{counted(count, 'round')} of {counted(steps, 'optimizer step')}"
     return (
-        f"local_steps={every} makes {count} rounds of {steps} optimizer steps, and so few do not get to DDP's loss:"
+        f"local_steps={every} makes {rounds}, and so few do not get to DDP's loss:"
         " after 800 steps a small GPT ended 8 to 48 % above it with 27 to 40 rounds of 20 or 30 steps, and 4 % with 160"
         f" rounds of 5. In short trainings take local_steps={SAFE_STEPS}, or 'lags' without local steps, which"
         " exchanges in every step."

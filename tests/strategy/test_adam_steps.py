@@ -47,7 +47,8 @@ def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, corre
             engine.begin_backward(view.coming_step())
             is_poisoned = step == poisoned
             factor = float("nan") if is_poisoned and rank == 1 else 1.0
-            backpropagate(ddp, engine, ddp(batch(rank, step)) * factor)
+            inputs = batch(rank, step).to(torch.get_default_dtype())
+            backpropagate(ddp, engine, ddp(inputs) * factor)
             if not is_poisoned:
                 optimizer.step()
             yield ddp, engine, optimizer, gradients
@@ -159,6 +160,21 @@ def test_against_a_slow_reference(pools, name, node_ranks):
         for history, _, _ in outcomes:
             assert_same(history, outcomes[0][0])
     expected = reference(outcomes[0][2], seen, settings["density"], told, shares=node_ranks)
+    assert_close_to(expected, [history for history, _, _ in outcomes])
+
+
+def train_in_doubles(rank, *settings):
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(rank, *settings)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_under_another_default_type(pair):
+    outcomes = pair.run(train_in_doubles, torch.optim.AdamW, {"density": 0.05}, {}, STEPS)
+    told = {"decoupled_weight_decay": True, "weight_decay": 0.01}
+    expected = reference(outcomes[0][2], [gradients for _, gradients, _ in outcomes], 0.05, told)
     assert_close_to(expected, [history for history, _, _ in outcomes])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
+from lightning_sparse.loop.optimizers import OptimizerView
 from tests.helpers.fits import fits, refusals
 from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
 
@@ -175,3 +176,10 @@ def test_an_optimizer_that_learns_from_sparse_gradients_how_large_they_are_is_wa
     first, second = pair.run(warned_of, compressor, density, WithOptimizer(kind, lr=0.01))
     assert [kind.__name__ in line for line in first] == [True] * is_warned
     assert second == []  # once, not once a rank
+
+
+def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
+    # What Lightning puts in the place of an optimizer that a module does not have handles nothing of the model.
+    stand_in = torch.optim.Adam([torch.zeros(1)])
+    with pytest.raises(ValueError, match="configure_optimizers"):
+        OptimizerView({"weight": nn.Parameter(torch.zeros(2))}, [stand_in], DGC().feedback)
