@@ -220,6 +220,11 @@ class Rounds(Replicas):
 
     @override
     def begin(self) -> None:
+        if self._is_resumed and (trained := self._trained()) != self._names:
+            # As without a stop, where the model is wrapped anew for them before their first step.
+            self.synchronize()
+            self._is_resumed = False
+            self.follow(self._module, [name for name, _ in self._module.named_parameters() if name in trained])
         if self._has_begun:
             return
         self._has_begun, self._steps_of, self._epoch = True, {}, (self._step, 0)
@@ -325,10 +330,13 @@ class Rounds(Replicas):
 
     @override
     def detach(self) -> None:
-        parameters = self._module.named_parameters()
-        trained = {name for name, each in parameters if each.requires_grad and held_of(each).numel()}
-        if not (self._is_resumed and self._names == trained):
+        if not (self._is_resumed and self._names == self._trained()):
             self.synchronize()
+
+    def _trained(self) -> set[str]:
+        """Return the names of the parameters that are trained now."""
+        parameters = self._module.named_parameters()
+        return {name for name, each in parameters if each.requires_grad and held_of(each).numel()}
 
     @override
     def meet(self, place: str, agreed: Sequence[float] = ()) -> Optional[bool]:

@@ -248,7 +248,9 @@ class Training:
         # with, which is zero by then with us.
         skips_zeros = self.skips is not None and self.skips % self.accumulates == 0
         adds_up = self.accumulates > 1 and ("by turns" in self.by_hand or skips_zeros)
-        if not is_exact(self.subject) or "thawing" in self.parts or adds_up:
+        # What goes backward in the turn of another optimizer, and is dropped, has gone into velocities.
+        drops = self.has_momentum and self.by_hand == "by turns" and self.optimizers > 1
+        if not is_exact(self.subject) or "thawing" in self.parts or adds_up or drops:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
