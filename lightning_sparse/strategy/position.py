@@ -96,7 +96,12 @@ class Reader:
 
     def go_on(self, position: Position) -> None:
         """Go on from a position, and count batches as if ranks had always been as many as now."""
-        left, own = self._batches(position.samples_in_epoch - position.samples), self.position()
+        own = self.position()
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        # Where batches are of as many samples as before, an epoch in its midst is as long as this Trainer has it.
+        is_as_before = own.samples == position.samples and not progress.is_last_batch
+        in_epoch = own.samples_in_epoch if is_as_before else position.samples_in_epoch
+        left = self._batches(max(0, in_epoch - position.samples))
         if left and own[3:] != position[3:]:
             rank_zero_warn(
                 f"the checkpoint was saved after {position.samples} of {position.dataset} samples of an epoch (seed"
@@ -104,7 +109,6 @@ class Reader:
                 f" {own.seed}, shuffle={own.shuffle}): samples of this epoch are seen twice, or left out"
             )
             return
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         batches = int(self._trainer.num_training_batches)
         begun = max(0, batches - left)
         advance(self._trainer, begun - progress.current.processed)

@@ -128,6 +128,22 @@ def test_what_does_not_divide_is_padded_or_dropped_at_the_end_as_ever(pools, tmp
     assert epochs[1]
 
 
+def see_numbers(rank, path, limits):
+    """Fit an epoch of so many batches up to a save after four, then go on with another limit; return the numbers."""
+    for limit, save_at, source in zip(limits, ((0, 4), None), (None, path)):
+        module, numbers = Seen(save_at, path, {}), []
+        module.on_train_batch_start = lambda batch, number, numbers=numbers: numbers.append(number)
+        arguments = {"max_epochs": 1, "limit_train_batches": limit, "limit_val_batches": 0}
+        make_trainer(rank, SparseDDPStrategy("topk", 0.5), **arguments).fit(module, ckpt_path=source)
+    return numbers
+
+
+@pytest.mark.parametrize("limits", [(8, 13), (13, 6), (8, 3)])
+def test_another_limit_of_batches_holds_for_the_epoch_in_which_training_goes_on(pools, tmp_path, limits):
+    for numbers in pools[2].run(see_numbers, str(tmp_path / "mid.ckpt"), limits):
+        assert numbers == list(range(4, limits[1]))  # as with DDP
+
+
 def see_again(rank, path, source):
     """Fit by a loader with a sampler of its own, and once more by the same; return what that has seen."""
     sampler = DistributedSampler(Numbers(), 2, rank)
