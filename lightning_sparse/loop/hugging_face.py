@@ -45,13 +45,15 @@ class SparsifyCallback(TrainerCallback):
         self._resumes = resume_compression
         self._settings = settings
         self._handle: Optional[Sparsifier] = None
-        self._norm = 0.0
+        self._norm = 0.0  # that is clipped to here
+        self._arguments: Any = None  # from which it has been taken, until it is given back
         self._shown = ExitStack()
         self.stats: dict[str, float] = {}
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin the exchange, when model and optimizer have been wrapped and loaded."""
+        self._give_back()
         ddp: Any = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
             return
@@ -59,7 +61,8 @@ class SparsifyCallback(TrainerCallback):
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         given = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
         self._handle = sparsify(ddp, optimizer, **given)
-        self._norm, args.max_grad_norm = float(args.max_grad_norm or 0), 0.0
+        self._norm, self._arguments = float(args.max_grad_norm or 0), args
+        args.max_grad_norm = 0.0
         if state.global_step and self._resumes:
             folder = self._resume_from or _folder(args, state)
             self._handle.load_state_dict(_read(Path(folder), args.process_index))
@@ -106,7 +109,13 @@ class SparsifyCallback(TrainerCallback):
             self._handle.adopt()
         self._shown.close()
         self._handle.close()
-        self.stats, args.max_grad_norm = self._handle.stats(), self._norm
+        self.stats = self._handle.stats()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give the Trainer back what it clips to; a training that raises has no other end than the next one's start."""
+        if self._arguments is not None:
+            self._arguments.max_grad_norm, self._arguments = self._norm, None
 
 
 def save_with(accelerator: Any, handle: Sparsifier) -> None:

@@ -1,9 +1,12 @@
 """Hugging Face's Accelerate and Trainer, as the examples use them with ``sparsify``."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.testing.tensors import assert_same
@@ -52,3 +55,29 @@ def test_resumed_it_goes_on_to_the_bit(pair, tmp_path, example):
     assert any(each.any() for each in kept["update"].values())  # something waits to be taken up
     for _, resumed in pair.run(train, example, tmp_path, 0.05, True):
         assert_same(resumed, whole)
+
+
+def norms_of_two_trainings(rank):
+    """Begin a training that raises, then one that makes a step; return the clipped norm, and what is clipped to."""
+    from lightning_sparse.loop.hugging_face import SparsifyCallback
+
+    args = SimpleNamespace(world_size=2, process_index=rank, max_grad_norm=0.01, load_best_model_at_end=False)
+    state = SimpleNamespace(global_step=0, max_steps=4)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
+    callback = SparsifyCallback(trainer, density=1.0, warmup_epochs=0)
+    for raises in (True, False):
+        trainer.model_wrapped = DistributedDataParallel(nn.Linear(4, 4))
+        trainer.optimizer = torch.optim.SGD(trainer.model_wrapped.parameters(), lr=0.1)
+        callback.on_train_begin(args, state, None)
+        trainer.model_wrapped(torch.ones(2, 4)).square().sum().backward()
+        if not raises:
+            callback.on_pre_optimizer_step(args, state, None)
+            callback.on_train_end(args, state, None)
+    gradients = [each.grad.flatten() for each in trainer.model_wrapped.parameters()]
+    return float(torch.cat(gradients).norm()), args.max_grad_norm
+
+
+def test_a_training_that_follows_one_that_raised_clips(pair):
+    for norm, given_back in pair.run(norms_of_two_trainings):
+        assert norm == pytest.approx(0.01, rel=1e-3)
+        assert given_back == 0.01
