@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import is_
 from types import FrameType
 from typing import Any, Optional
 
@@ -23,13 +24,21 @@ from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.engine import Wrapper
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import Settings, refuse
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.loop.checks import warning_of_meeting
-from lightning_sparse.loop.optimizers import OptimizerView, UnfinishedStep, can_correct, handled, is_adaptive
+from lightning_sparse.loop.checks import of_communication, warning_of_meeting
+from lightning_sparse.loop.optimizers import (
+    OptimizerView,
+    UnfinishedStep,
+    can_correct,
+    chain_of,
+    handled,
+    is_adaptive,
+    keeps_second_moment,
+)
 from lightning_sparse.loop.summary import (
     FEW_ROUNDS,
     SAFE_STEPS,
@@ -90,6 +99,7 @@ class Loop:
         self._has_warned_of_validations = False
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
         self._is_told_clip = False  # how the Trainer clips all gradients, also those that a checkpoint tells of
+        self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
 
     def start(
         self,
@@ -109,6 +119,8 @@ class Loop:
             settings.correct_adam()
         else:
             settings.leave_optimizers()
+        if settings.replicas_diverge:
+            refuse(*map(of_communication, optimizers))
         parameters = dict(ddp.module.named_parameters())
         self._device = next(iter(parameters.values())).device
         OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
@@ -123,20 +135,58 @@ class Loop:
         self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
-        self.view = OptimizerView(parameters, optimizers, settings.feedback, engine.target_density, engine.memory)
+        self._look_at(optimizers)
+        self._clipping, self._is_told_clip = clipping, clipping != NOT_CLIPPED
         self.view.adam.clip(clipping, parameters.values())
-        self._is_told_clip = clipping != NOT_CLIPPED
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._say)
+        if self.view.takes_momentum:
+            self._say(TAKES_MOMENTUM)
+        self._warn()
+
+    def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
+        """See what the optimizers are to do, and each of their steps."""
+        assert self.engine is not None
+        parameters = dict(self._ddp.module.named_parameters())
+        feedback, target_of, memory = self._settings.feedback, self.engine.target_density, self.engine.memory
+        self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
+        self._handles = []
         for optimizer in optimizers:
-            for each in (optimizer, *inside(optimizer)):
+            for each in chain_of(optimizer):
                 # Torch's all have hooks; wrappers of other packages may not.
                 if hasattr(each, "_optimizer_step_post_hooks"):
                     self._handles.append(each.register_step_pre_hook(self._before_step))
                     self._handles.append(each.register_step_post_hook(partial(self._after_step, optimizer)))
-        if self.view.takes_momentum:
-            self._say(TAKES_MOMENTUM)
-        self._warn()
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with the optimizers that there are now, between two steps; what waits of a parameter stays with it."""
+        if len(optimizers) == len(self.optimizers) and all(map(is_, optimizers, self.optimizers)):
+            return
+        if self.engine is not None:
+            self._replace_optimizers(optimizers)
+        self.optimizers = optimizers
+
+    def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        assert self.engine is not None
+        refuse(
+            (
+                self.unfinished.is_begun and self.corrects_adam,
+                "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
+                " optimizer before: assign it after a step, such as in on_train_epoch_start",
+            ),
+            *(map(of_communication, optimizers) if self._settings.replicas_diverge else ()),
+        )
+        can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
+        total_steps = self.view.adam.total_steps
+        self.view.close()
+        for handle in self._handles:
+            handle.remove()
+        self.optimizers = optimizers
+        self._look_at(optimizers)
+        self.view.adam.total_steps = total_steps
+        self.view.adam.clip(self._clipping, self._ddp.module.parameters())
+        self.view.adam.begin_anew()
+        self._warn_of_optimizers()
 
     def _warn(self) -> None:
         """Warn, on one rank, of what does not go well together."""
@@ -145,11 +195,30 @@ class Loop:
         if (settings.overlaps_backward or is_late) and isinstance(self._ddp, DistributedDataParallel):
             backend = dist.get_backend(self._ddp.process_group)
             found.append(warning_of_meeting(self._ddp, backend, os.environ, is_late))
-        if settings.is_sparse:
-            learning = filter(is_adaptive, self.optimizers)
-            found += [warning_for(each) for each in learning if not (self.corrects_adam and is_correctable(each))]
         for warning in filter(None, found):
             warn_user(warning)
+        self._warn_of_optimizers()
+
+    def _warn_of_optimizers(self) -> None:
+        """Warn of those that learn from sparse gradients; of some only what they keep after a step will tell."""
+        self._unknown = []
+        if not self._settings.is_sparse:
+            return
+        for optimizer in self.optimizers:
+            if self.corrects_adam and is_correctable(optimizer):
+                continue
+            if is_adaptive(optimizer):
+                warn_user(warning_for(optimizer))
+            else:
+                self._unknown.append(optimizer)
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer that has turned out to keep a second moment, after its first step."""
+        if (keeps := keeps_second_moment(optimizer)) is None:
+            return
+        self._unknown = [each for each in self._unknown if each is not optimizer]
+        if keeps:
+            warn_user(warning_for(optimizer))
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
@@ -350,9 +419,16 @@ class Loop:
         self._uncounted = 0
         if self.choice is not None:
             self.choice.end_step()
+        if any(each is optimizer for each in self._unknown):
+            self._judge(optimizer)
         if self.engine is not None:
             self.engine.arrived.forget(handled(optimizer))
-            number = next(number for number, each in enumerate(self.optimizers) if each is optimizer)
+            number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
+            if number is None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} makes a step in a batch that began without it: assign"
+                    " trainer.optimizers = [...] between two batches, such as in on_train_batch_start"
+                )
             self.engine.end_step(number, self.epoch or 0, self.rates())
 
     def rates(self) -> list[float]:
@@ -443,14 +519,6 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
-
-
-def inside(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers that an optimizer has made, or was given, to make part of its steps."""
-    for each in vars(optimizer).values():
-        if isinstance(each, Optimizer):
-            yield each
-            yield from inside(each)
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

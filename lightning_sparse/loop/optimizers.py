@@ -34,6 +34,7 @@ _NO_OPTIMIZER = Hyperparameters(float("nan"))  # when one begins to handle a par
 # By the names of what they are given: moments, an average of squares, or a small number that keeps a quotient finite.
 _SIGNS_OF_A_SECOND_MOMENT = frozenset({"betas", "beta2", "alpha", "rho", "eps"})
 _LINEAR = (SGD, ASGD)
+_SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"})
 
 
 class _Taken(NamedTuple):
@@ -72,6 +73,9 @@ class Uncorrected:
 
     def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
         """Have no use for them."""
+
+    def begin_anew(self) -> None:
+        """Know nothing."""
 
     def hidden(self) -> AbstractContextManager[None]:
         """Hide nothing."""
@@ -361,9 +365,25 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer divides by something that it learns from the gradients, or takes their sign.
 
     Told by its class for those of torch that do not, and for all others, of any library, by the names of their
-    settings.
+    settings, or of those of an optimizer inside.
     """
+    *_, optimizer = chain_of(optimizer)
     return not isinstance(optimizer, _LINEAR) and not _SIGNS_OF_A_SECOND_MOMENT.isdisjoint(optimizer.defaults)
+
+
+def keeps_second_moment(optimizer: Optimizer) -> Optional[bool]:
+    """Return whether an optimizer keeps an average of squares; ``None`` before it keeps anything."""
+    kept = {key for state in chain_of(optimizer)[-1].state.values() if isinstance(state, dict) for key in state}
+    return None if not kept else not _SECOND_MOMENTS.isdisjoint(kept)
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer, and those that it wraps one inside of the other."""
+    chain: list[Any] = []
+    while isinstance(optimizer, Optimizer) and not any(each is optimizer for each in chain):
+        chain.append(optimizer)
+        optimizer = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
+    return chain
 
 
 def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:

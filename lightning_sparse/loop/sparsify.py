@@ -33,6 +33,7 @@ from lightning_sparse.loop.checks import (
     check_parameters,
     check_reducer,
     check_rounds,
+    of_communication,
     of_the_model,
     of_the_settings,
     refuse_together,
@@ -139,7 +140,8 @@ class Sparsifier(Loop):
             self._model = ShardedModel(ddp)
             replica_ranks = _check_shards(ddp, optimizers, settings, scaler)
         else:
-            self._model = _checked(ddp)
+            self._model = checked = _checked(ddp)
+            checked.join_hook = _refuse_join  # type: ignore[method-assign]
         module = self._model.module
         _check_optimizers(module, optimizers, settings.local_steps is not None)
         check_rounds(settings.local_steps, module, getattr(ddp, "static_graph", False))
@@ -455,6 +457,14 @@ class Watch(Uncopied):
         return Watch, (None, None)
 
 
+def _refuse_join(**settings: Any) -> Any:
+    raise RuntimeError(
+        "torch's Join, or ddp_model.join(), has ranks without a batch follow DDP's own collectives, and here others are"
+        " made: leave it out, and give all ranks equally many batches (DistributedSampler, or as many as the shortest"
+        " has), or train by the Trainer with local_steps, where they may have different numbers"
+    )
+
+
 def _refuse_training(ddp: Module, inputs: Any) -> None:
     if ddp.training and torch.is_grad_enabled():
         raise RuntimeError(CLOSED)
@@ -543,6 +553,7 @@ def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], counts_st
                 f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
                 " ddp_model.parameters()",
             ),
+            *([of_communication(optimizer)] if counts_steps else ()),
             (
                 counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"),
                 f"optimizer={type(optimizer).__name__} calls no hooks, and local steps are counted by them: call"

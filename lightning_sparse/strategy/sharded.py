@@ -141,6 +141,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._loop.epoch = self._trainer.current_epoch
+        self._loop.follow_optimizers(self.optimizers)
         if self.engine is not None and self._trained.have_changed(self.optimizers):
             self._trained.agree(self._loop.unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
             self._loop.detach(is_plain=False)

@@ -104,6 +104,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
     _has_failed = _has_own_position = False
     _is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; a validation ends a round
+    _seen_batch = 0  # the number of the last one, since the start
     _termination: Optional[Termination] = None
     _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
@@ -260,6 +261,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
+        self._seen_batch = 0
         has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
         if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
             catch_up(trainer, self.optimizers, trainer.num_training_batches)
@@ -280,9 +282,20 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        if self.engine is not None:
+            raise RuntimeError(
+                "strategy.setup_optimizers(trainer) in the midst of training would begin the exchange anew, in a model"
+                " that has one: assign trainer.optimizers = [...] (or trainer.strategy.optimizers), between two batches"
+            )
+        super().setup_optimizers(trainer)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
-        if self.settings.local_steps is not None:
+        batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self.settings.local_steps is not None and batch != self._seen_batch:  # or a closure has asked once more
+            self._seen_batch = batch
             self._loop.replicas.see_batch(samples_of(args[0] if args else None))
         output = super().training_step(*args, **kwargs)
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
@@ -291,6 +304,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._loop.follow_optimizers(
+            self.optimizers
+        )  # under automatic optimization training_step comes inside the step
         with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
@@ -574,6 +590,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._trainer.is_last_batch:
             whereabouts.leave_end_of_epoch(self._trainer)
         self._loop.epoch = self._trainer.current_epoch
+        self._loop.follow_optimizers(self.optimizers)
         # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
         is_plain, unfinished = self._loop.wants_plain(), self._loop.unfinished
         unfinished.drop_frozen()

@@ -3,6 +3,8 @@
 import copy
 import io
 import logging
+import re
+import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -10,6 +12,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, bucket_cap_mb, sparsify
@@ -84,6 +88,72 @@ def assert_close(ours, theirs):
 def test_density_one_equals_ddp_however_that_was_built(pair, optimizer, micro_batches, settings, arguments):
     for ours, twin in pair.run(train_both, optimizer, micro_batches, settings, arguments):
         assert_close(ours, twin)
+
+
+def join(rank, way, settings):
+    ddp = wrapped()
+    with sparsify(ddp, OPTIMIZERS["SGD"](ddp.parameters()), **settings), ddp.join() if way == "join" else Join([ddp]):
+        train(rank, ddp, [], range(2 + rank))
+
+
+@pytest.mark.parametrize(("way", "settings"), [("join", {}), ("Join", {"local_steps": 2})], ids=str)
+def test_to_join_ranks_that_have_no_batch_is_refused_with_the_cure(pair, way, settings):
+    for answer in pair.run(refuse, join, way, settings):
+        assert re.match("RuntimeError: torch's Join.*local_steps", answer)
+
+
+class Sharing(torch.optim.Optimizer):
+    """An optimizer that another one is inside of, which its settings do not tell."""
+
+    def __init__(self, parameters, kind, attribute="inner"):
+        super().__init__(list(parameters), {"lr": 0.1})
+        setattr(self, attribute, kind([each for group in self.param_groups for each in group["params"]], lr=0.1))
+        self.attribute = attribute
+
+    @property
+    def within(self):
+        return getattr(self, self.attribute)
+
+    def step(self, closure=None):
+        self.within.step()
+        for parameter, state in self.within.state.items():
+            self.state[parameter] = state
+
+
+def optimizer_of(kind, parameters):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    if kind == "ZeRO":
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1)
+    if kind == "averaging":
+        averager = PeriodicModelAverager(2)
+        return PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1), averager)
+    return Sharing(parameters, getattr(torch.optim, kind.partition(" ")[0]), "inner" if " " not in kind else "hidden")
+
+
+def train_with(rank, kind, settings):
+    """Make two steps with an optimizer; return the warnings."""
+    ddp = wrapped()
+    optimizer = optimizer_of(kind, ddp.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sparsify(ddp, optimizer, **settings):
+            train(rank, ddp, [optimizer], range(2))
+    return [str(each.message) for each in caught if "from what arrives" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["ZeRO", "averaging"])
+def test_an_optimizer_that_sends_in_its_step_is_refused_where_ranks_step_alone(pair, kind):
+    for answer in pair.run(refuse, train_with, kind, {"local_steps": 2}):
+        assert re.match("ValueError: .*Optimizer holds a process group.*local_steps=1", answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("ZeRO", 1), ("AdamW", 1), ("AdamW hidden", 1), ("SGD", 0), ("SGD hidden", 0)]
+)
+def test_an_adaptive_optimizer_inside_another_one_is_warned_of_once(pair, kind, count):
+    assert [len(lines) for lines in pair.run(train_with, kind, {"density": 0.05, "warmup_epochs": 0})] == [count, 0]
 
 
 def stored(state):

@@ -6,13 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, SDAGC
 from lightning_sparse.loop.optimizers import OptimizerView
-from tests.helpers.fits import fits, refusals
-from tests.helpers.trainers import WithOptimizer, WithSGD, make_trainer
+from lightning_sparse.testing.tensors import assert_same
+from tests.helpers.fits import fits, one_model, refusals
+from tests.helpers.trainers import Quiet, WithOptimizer, WithSGD, make_trainer
 
 WHOLE = {"compressor": DGC(), "density": 1.0, "warmup_epochs": 0}
 
@@ -117,6 +119,103 @@ def test_what_was_taken_is_given_back_and_is_in_the_checkpoint(pair, tmp_path):
         saved = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
         for group in (saved, final):
             assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.01)
+
+
+class Replacing(WithOptimizer):
+    """It trains by another optimizer from its fifth batch on, or sets up all anew."""
+
+    def __init__(self, first, then=None, **arguments):
+        super().__init__(first, **arguments)
+        self.then = then
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4 and self.then is None:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif batch_idx == 4:
+            self.trainer.optimizers = [self.then(self.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "settings"),
+    [
+        (torch.optim.SGD, torch.optim.SGD, {"compressor": "topk"}),
+        (torch.optim.AdamW, torch.optim.AdamW, {"compressor": "lags"}),
+        (torch.optim.SGD, torch.optim.AdamW, {"compressor": "topk"}),
+        (torch.optim.AdamW, torch.optim.SGD, {"compressor": "topk"}),
+    ],
+)
+def test_optimizers_that_are_replaced_in_mid_training_train_as_with_ddp(pair, first, then, settings):
+    module, limits = partial(Replacing, first, then, lr=0.02), {"max_epochs": 1, "limit_train_batches": 12}
+    whole = {**settings, "density": 1.0, "warmup_epochs": 0}
+    ours, ddp = (one_model(fits(pair, module, each, **limits)) for each in (whole, None))
+    torch.testing.assert_close(ours.batches, ddp.batches, rtol=1e-4, atol=1e-5)
+
+
+class Continuing(Replacing):
+    """Its other optimizer is the same once more, with all that the first had kept."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            other = self.kind(self.parameters(), **self.arguments)
+            other.load_state_dict(self.trainer.optimizers[0].state_dict())
+            self.trainer.optimizers = [other]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_waits_stays_with_its_parameter_when_the_optimizer_is_replaced(pair, kind):
+    correction = AdamCorrection(dense_steps=2, fall_steps=0) if kind is torch.optim.AdamW else "auto"
+    settings = {"compressor": "topk", "density": 0.02, "warmup_epochs": 0, "optimizer_correction": correction}
+    limits = {"max_epochs": 1, "limit_train_batches": 8}
+    replaced, whole = (
+        one_model(fits(pair, partial(module, kind, lr=0.01), settings, **limits))
+        for module in (Continuing, WithOptimizer)
+    )
+    torch.testing.assert_close(replaced.batches, whole.batches, rtol=1e-4, atol=1e-6)
+
+
+class Repeating(torch.optim.SGD):
+    """SGD that asks for its gradient anew, as line searches do, on one rank more often than on the other."""
+
+    repeats = True
+
+    def step(self, closure=None):
+        for _ in range(dist.get_rank() if self.repeats else 0):
+            closure()
+        return super().step(closure)
+
+
+class SilentWithOptimizer(WithOptimizer):
+    training_step = Quiet.training_step  # a sum over ranks that is logged would be sent by each repetition
+
+
+class Once(Repeating):
+    repeats = False
+
+
+def test_a_batch_counts_once_however_often_an_optimizer_asks_for_its_gradient(pair):
+    limits = {"max_epochs": 1, "limit_train_batches": 6}
+    often, once = (
+        fits(pair, partial(SilentWithOptimizer, kind, lr=0.05), {"density": 1.0, "local_steps": 2}, **limits)
+        for kind in (Repeating, Once)
+    )
+    assert_same([each.end for each in often], [each.end for each in once])
+
+
+def zero(parameters, **arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own module calls what torch has deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, **arguments)
+
+
+def test_an_optimizer_that_sends_in_its_step_is_refused_where_replicas_drift_apart(pair):
+    for answer in refusals(pair, partial(WithOptimizer, zero, lr=0.01), {"compressor": "a2sgd"}):
+        assert re.match("ValueError: ZeroRedundancyOptimizer holds a process group", answer)
+
+
+def test_setting_up_optimizers_anew_in_mid_training_is_refused_with_the_cure(pair):
+    for answer in refusals(pair, partial(Replacing, torch.optim.SGD, lr=0.01), {"compressor": "topk"}):
+        assert re.match(r"RuntimeError: strategy.setup_optimizers.* assign trainer\.optimizers = ", answer)
 
 
 class MuonOfMatrices(torch.optim.Muon):

@@ -219,6 +219,11 @@ class AdamSteps:
                 means.append(held_of(optimizer.state[parameter]["exp_avg_sq"]).mean().float() / bias)
         return dict(zip(names, torch.stack(means).tolist()))
 
+    def begin_anew(self) -> None:
+        """Learn how long more is sent once more, where the optimizers have made no step."""
+        if not self._steps:
+            self._memory.warm_up, self._memory.second_means = None, {}
+
     def close(self) -> None:
         """Leave the optimizers alone from now on."""
         self._show()
