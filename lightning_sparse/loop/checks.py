@@ -5,16 +5,13 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.settings import LocalSteps, Row, Settings, refusal_of_shares, refuse
 from lightning_sparse.functional.elements import held_of
-from lightning_sparse.loop.optimizers import chain_of, listed
+from lightning_sparse.loop.optimizers import listed
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
 
@@ -89,23 +86,6 @@ def warning_of_meeting(
         f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
         f" for ever where ranks launch the two in another order: give SparseDDPStrategy({cure}), or see docs/limits.md"
     )
-
-
-def of_communication(optimizer: Optimizer) -> Row:
-    """Return what is said of an optimizer that sends in its step, where each rank makes steps of its own."""
-    found = next((type(each).__name__ for each in chain_of(optimizer) if any(map(_sends, vars(each).values()))), "")
-    return (
-        bool(found),
-        f"{found} holds a process group, to send in its own step, and with local steps or A2SGD each rank steps by"
-        " itself: what ranks have learned would be overwritten. Give the optimizer that is inside, such as"
-        " torch.optim.AdamW, or exchange in every step, with local_steps=1",
-    )
-
-
-def _sends(held: Any) -> bool:
-    """Tell whether what an optimizer holds is a process group, or an averager that has one."""
-    within = getattr(held, "__dict__", {}) if isinstance(held, ModelAverager) else {}
-    return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
 def of_the_settings(settings: Settings) -> Iterator[Row]:

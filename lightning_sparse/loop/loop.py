@@ -15,6 +15,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,12 +26,12 @@ from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.engine import Wrapper
-from lightning_sparse.engine.settings import Settings, refuse
+from lightning_sparse.engine.settings import Row, Settings, refuse
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.loop.checks import of_communication, warning_of_meeting
+from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import (
     OptimizerView,
     UnfinishedStep,
@@ -519,6 +521,23 @@ class Loop:
         vars(self).pop("_ddp", None)
         self.view.close()
         self._forget()
+
+
+def of_communication(optimizer: Optimizer) -> Row:
+    """Return what is said of an optimizer that sends in its step, where each rank makes steps of its own."""
+    found = next((type(each).__name__ for each in chain_of(optimizer) if any(map(_sends, vars(each).values()))), "")
+    return (
+        bool(found),
+        f"{found} holds a process group, to send in its own step, and with local steps or A2SGD each rank steps by"
+        " itself: what ranks have learned would be overwritten. Give the optimizer that is inside, such as"
+        " torch.optim.AdamW, or exchange in every step, with local_steps=1",
+    )
+
+
+def _sends(held: Any) -> bool:
+    """Tell whether what an optimizer holds is a process group, or an averager that has one."""
+    within = getattr(held, "__dict__", {}) if isinstance(held, ModelAverager) else {}
+    return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -33,12 +33,11 @@ from lightning_sparse.loop.checks import (
     check_parameters,
     check_reducer,
     check_rounds,
-    of_communication,
     of_the_model,
     of_the_settings,
     refuse_together,
 )
-from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training
+from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
 from lightning_sparse.loop.optimizers import handled, listed
 from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
