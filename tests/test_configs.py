@@ -92,9 +92,9 @@ each_system = pytest.mark.parametrize("system", SYSTEMS, ids=lambda path: path.s
 
 
 @each_system
-def test_a_system_trains_alone_and_in_a_stack(system, pair):
+def test_a_system_trains_alone_and_now_and_then_in_a_stack(system, pair):
     alone, *_, together = stacks(system)
-    trained(pair, system, [alone, together])
+    trained(pair, system, [alone] if SYSTEMS.index(system) % 3 else [alone, together])
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("settings", "model"), SETTINGS.values(), ids=SETTINGS)
 def test_it_trains_bit_for_bit_as_dgc(pair, settings, model):
     runs = [(DGC(**settings), []), ("topk", [MomentumCorrection(**settings)]), ("topk", [])]

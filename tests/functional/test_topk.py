@@ -47,6 +47,7 @@ def assert_are_positions(indices, count):
     assert (indices.diff() > 0).all()
 
 
+@pytest.mark.sampled
 @devices
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 1000, 32_769, 100_003, 1_000_003])
 @pytest.mark.parametrize("kind", INPUTS)

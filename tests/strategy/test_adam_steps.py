@@ -251,6 +251,7 @@ def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
             torch.testing.assert_close(applied, owed / 2, rtol=1e-3, atol=atol)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc"])
 def test_no_schedule_changes_a_bit(pair, compressor):
     (expected, _, _), *others = (

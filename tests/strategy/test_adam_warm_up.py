@@ -62,6 +62,7 @@ def test_in_few_bits_adam_still_learns_from_sixteen(pair):
     assert four.stats[6]["wire_bytes"] < 0.5 * sixteen.stats[6]["wire_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_stops_early_is_compressed_soon(pair):
     found = densities(pair, partial(Watched, stop_after=130), **LONG)
     assert found[:10] == [1.0] * 10

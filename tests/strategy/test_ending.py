@@ -77,6 +77,7 @@ def test_a_training_that_is_stopped_tells_and_one_that_fails_does_not(pair):
     assert not any("steps sent" in line for line in lines)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_synchronous_and_local_steps_count_whatever_was_exchanged(pair, accumulated):
     arguments = {"max_epochs": 2 * accumulated, "accumulate_grad_batches": accumulated, **SIXTEEN}

@@ -109,7 +109,7 @@ def test_what_islands_have_learned_arrives_or_waits(nodes, settings):
         assert answers[0].batches[-1][name].isfinite().all()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "module", "save_after"),
     [*((kind, Local, 6) for kind in ISLANDS), ("diloco", Local, 3), ("sparse", Local, 9), ("late", Local, 5)],

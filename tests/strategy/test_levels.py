@@ -138,6 +138,7 @@ class Logged(Trained):
         self.notes = self.trainer.logger.told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compressor", ["topk", "lags"])
 def test_whoever_looks_on_sees_shares(pools, compressor):
     callbacks = [

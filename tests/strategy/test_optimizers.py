@@ -65,7 +65,7 @@ def in_pieces(pair, compressor, density, strategy, **arguments):
     return (fits(pair, partial(InPieces, pieces, **arguments), {**settings, **strategy}) for pieces in (1, 3))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "strategy"),
     [({"weight_decay": 0.01}, {}), *((each, {"gradient_as_bucket_view": False}) for each in ({}, {"nesterov": True}))],
@@ -77,7 +77,7 @@ def test_several_backwards_in_one_step_are_one_step_of_momentum(pair, arguments,
         torch.testing.assert_close(several.batches, one.batches, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("compressor", "momentum"),
     [(DGC(masks_momentum=False), 0.9), ("topk", 0.0), ("omgs", 0.0)],

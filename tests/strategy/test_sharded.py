@@ -319,7 +319,7 @@ def test_a_resume_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distrib
 WAITING = {"update": {**SPARSE, **ADAMW["adamw"]}, "residual": ROUNDS["sparse"], "parameters": ROUNDS["diloco"]}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("waits", "settings"), WAITING.items(), ids=WAITING)
 def test_replicas_may_become_more_and_fewer_again(pools, tmp_path, waits, settings):
     path, later = str(tmp_path / "of_two.ckpt"), str(tmp_path / "of_three.ckpt")
@@ -938,6 +938,7 @@ def test_fabric_goes_on_to_the_bit(pools, tmp_path, kind, settings, is_distribut
         assert_same((rest, taken_up), (history[5:], kept))
 
 
+@pytest.mark.exhaustive
 def test_fabric_cuts_anew_for_other_numbers_of_shards(pools, tmp_path):
     way = ({**SPARSE, **ADAMW["adamw"]}, str(tmp_path / "mid.ckpt"))
     two = pools[4].run(saved_by_fabric, *way, 2, (0, 5), False)

@@ -42,6 +42,7 @@ def fit_signalled(rank, signalled, step, folder, in_validation, arguments):
     return has_ended, trainer.global_step, trainer.received_sigterm, len(seen), is_restored
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("signalled", "arguments", "stop"),
     [

@@ -243,6 +243,7 @@ class SaveAt(Callback):
 BATCHES, HALVES = (4, 8, 14), {"val_check_interval": 0.5, "limit_val_batches": 2}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_epoch", [True, False], ids=["epoch", "validation"])
 def test_training_goes_on_from_the_end_of_an_epoch(pools, tmp_path, is_epoch):
     path, more = str(tmp_path / "end.ckpt"), HALVES

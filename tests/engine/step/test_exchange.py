@@ -48,6 +48,7 @@ def test_mass_is_conserved(pools, name, wire):
     assert_mass_is_conserved(pools[3].run(balance, settings_of(name, wire), 4))
 
 
+@pytest.mark.sampled(3)
 @each_compressor
 def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools, name):
     schedules = ("layerwise", "single", FixedSize(2600))
@@ -57,6 +58,7 @@ def test_replicas_are_identical_and_no_schedule_changes_a_bit(pools, name):
             assert_same(outcome, outcomes[0])
 
 
+@pytest.mark.sampled(3)
 @each_compressor
 def test_a_gradient_that_is_not_finite_moves_nothing_that_is_kept(pair, name):
     assert_nothing_moves(pair.run(train_with_gaps, settings_of(name), 1))

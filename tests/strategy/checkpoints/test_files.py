@@ -363,6 +363,7 @@ def parts_read(rank, path):
     return read
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parts_are_shared_out_among_the_ranks_that_go_on(pools, tmp_path, ranks):
     path = str(tmp_path / "model.ckpt")

@@ -304,6 +304,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("first", "second", "is_kept", "message"), SWITCHES.values(), ids=SWITCHES)
 def test_strategies_may_change_and_say_what_they_do_not_use(pair, tmp_path, first, second, is_kept, message):
     path = str(tmp_path / "switch.ckpt")

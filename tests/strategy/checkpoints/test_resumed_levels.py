@@ -34,7 +34,7 @@ EXACT = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("settings", "arguments"), EXACT.values(), ids=EXACT)
 def test_on_the_same_nodes_it_goes_on_to_the_bit(pools, tmp_path, settings, arguments):
     assert_goes_on(pools[4], tmp_path, settings, module_for(settings), 7, node_ranks=2, **arguments)
