@@ -44,6 +44,32 @@ def test_every_script_begins(script):
     load(script.stem)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "selection.py --elements 1000 --densities 0.1 --repeats 1",
+        "ranks.py",
+        "launches.py --systems qsgd",
+        "memory.py --large 2 --rows ddp",
+        "checkpoint.py --elements 1 --repeats 1",
+        "quality.py --systems ddp --steps 2 --seeds 1 --ranks 2",
+        "time_to_quality.py --quality --ways ddp --seeds 1 --ddp-steps 1 --budgets 1",
+        pytest.param(
+            "step.py --workloads deep_narrow --hosts 2 --rounds 1 --steps 1 --warm-up 0 --rows ddp", marks=needs_network
+        ),
+    ],
+    ids=lambda words: words.partition(".")[0],
+)
+def test_every_script_runs_in_its_smallest_form(tmp_path, words):
+    script, *options = words.split()
+    root = str(BENCHMARKS.parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARKS / script), *options]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
 def test_rates_delays_and_how_much_slower_they_become_are_those_asked_for():
     assert [shape.parse_rate(text) for text in ("1gbit", "2.5gbit", "100mbit")] == [10**9, 2_500_000_000, 10**8]
     assert [shape.parse_delay(text) for text in ("0", "100us", "0.5ms", "1s")] == [0, 100, 500, 10**6]

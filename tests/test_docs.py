@@ -6,6 +6,9 @@ import importlib.util
 import inspect
 import re
 import runpy
+import shlex
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse
 from lightning_sparse import SparseDDPStrategy, callbacks, compressors, schedule
 from lightning_sparse.strategy.names import systems
+from tests.helpers.commands import run_pytest
 from tests.helpers.kit import run_kit
 from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
 
@@ -130,6 +134,31 @@ def test_code_runs(page):
             assert doctest.DocTestRunner().run(test).failed == 0
         else:
             exec(code, shown)
+
+
+@pytest.mark.parametrize("shown", ["diff", "python"])
+def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path, shown):
+    (code,) = blocks(ROOT / "README.md", shown)
+    if shown == "diff":  # as it is afterwards, on one node
+        code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
+        code = code.replace("num_nodes=4", "num_nodes=1, fast_dev_run=True, accelerator='cpu'")
+        model = "from pytorch_lightning.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
+        code = code.replace("\n\n", f"\n{model}\n", 1)
+    (tmp_path / "train.py").write_text(f"import sys\nsys.modules['lightning'] = None  # not installed\n{code}")
+    ended = interpreter.run(tmp_path / "train.py")
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("target", re.findall(r"^(\w+): \$\(READY\)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def test_what_a_target_of_make_has_pytest_run_is_there(target):
+    commands = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for line in commands.replace("\\\n", " ").splitlines():
+        _, runs_pytest, arguments = line.partition("-m pytest ")
+        words = shlex.split(arguments)
+        if runs_pytest and any((ROOT / word).exists() for word in words):  # without a path it is this very run
+            status, said = run_pytest(ROOT, *words, "--numprocesses=0", "--collect-only")
+            assert status == 0, said
 
 
 @pytest.mark.parametrize(

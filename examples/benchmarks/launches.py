@@ -311,7 +311,7 @@ def launches_of_a_step(
     settings = Settings(system.compressor, system.density, "single", "float32", 0, correction, system.exchange)
     if system.is_corrected:
         settings.correct_adam()
-    with launches, mock.patch.object(torch, "Generator", _host_generator):
+    with launches, mock.patch.object(torch, "Generator", _HostGenerator):
         pipeline = rehearsed_pipeline(settings, sizes, ranks, system.device)
         pipeline.recorder = PhaseRecorder(launches)
         collectives = CountedCollectives(ranks, system.device, launches)
@@ -331,8 +331,11 @@ def launches_of_a_step(
     return launches
 
 
-def _host_generator(device: torch.device, make: type[torch.Generator] = torch.Generator) -> torch.Generator:
-    return make(_HOST)
+class _HostGenerator(torch.Generator):
+    """A generator of the host, whichever device is asked for; a class, as modules imported meanwhile name it a type."""
+
+    def __new__(cls, device: torch.device) -> "_HostGenerator":
+        return super().__new__(cls, _HOST)
 
 
 def _gradients(sizes: Sequence[int], bucket_mb: float, device: torch.device) -> dict[int, Tensor]:

@@ -71,9 +71,10 @@ def train(row: Row, module: BenchmarkModule, hosts: int, steps: int, callbacks: 
 
 def on_each_rank(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a function in :data:`RANKS` fresh processes that form a group over loopback; return what it returns."""
-    # The server imports everything once; a process forked from it is as fresh as one that is started, and faster there.
+    # The server imports Lightning once; a process forked from it is as fresh as one that is started, and faster there.
+    # It would not find what lies in this folder.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training"])
+    context.set_forkserver_preload(["pytorch_lightning"])
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, mp_context=context) as ranks:
         given = (f"file://{folder}/store", function, *arguments)
         futures = [ranks.submit(_call_on_rank, rank, *given) for rank in range(RANKS)]
