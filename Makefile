@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Three on two processors: ranks wait for each other, and SLURM for its clock, for a third of the time.
 WORKERS ?= 3
 
-.PHONY: demo test test-all quick faults soak lint docs bench wheel clean
+.PHONY: demo test test-all quick versions faults soak lint docs bench wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,13 @@ lint: $(READY)
 	# A script of a user, as type checkers see it.
 	$(BIN)/mypy --strict --config-file= --follow-imports=silent tests/user_script.py
 	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
+
+# The oldest and the newest versions that setup.cfg allows, each in an environment of its own; downloads gigabytes.
+WITH_VERSIONS := -m pytest -m "not clock" --numprocesses $(WORKERS) --dist worksteal tests/functional tests/schedule tests/engine \
+	tests/loop tests/strategy tests/callbacks tests/cli
+versions: $(READY)
+	$(BIN)/python tests/versions.py oldest $(WITH_VERSIONS)
+	$(BIN)/python tests/versions.py newest $(WITH_VERSIONS)
 
 # The site, in build/site: every link has to lead somewhere, and every page has to have its place.
 docs: $(READY)

@@ -36,7 +36,11 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
         "wire='float23' is unknown; choose one of: float16, float32 (did you mean 'float32'?)"
     """
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
+    written = str(name).lower()
+    # As it stands, in small letters, as of a strategy, and as of a type in other libraries.
+    spellings = (str(name), written, written.removeprefix("sparse_"), written.replace("fp", "float"))
+    exact = [each for each in spellings if each in known]
+    near = exact or [each for spelling in spellings for each in difflib.get_close_matches(spelling, known, n=1)]
     listed = known if len(known) <= _MAX_LISTED else [*known[:_MAX_LISTED], "..."]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"{noun}={name!r} is unknown; choose one of: {', '.join(listed)}{hint}"

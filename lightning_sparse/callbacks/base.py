@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, Optional, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -45,7 +45,7 @@ class StepObserver(Callback):
                 " CompressionMonitor() without by_parameter"
             )
         if holds_shards is None:
-            raise TypeError(
+            self._refuse(
                 f"{name} needs a SparseDDPStrategy, got {type(trainer.strategy).__name__}: choose one, such as"
                 " Trainer(strategy='sparse_topk'), or remove the callback"
             )
@@ -54,13 +54,17 @@ class StepObserver(Callback):
             raise ValueError(f"callbacks holds {alike} {name}, which would write over each other: give one")
         self._looks = False
 
+    def _refuse(self, message: str) -> None:
+        """Refuse a strategy that compresses nothing."""
+        raise TypeError(message)
+
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # A step of several batches is asked for once.
         if not self._looks:
             self._steps_before = trainer.global_step
             self._looks = self.looks_at(trainer, step_of(trainer))
-            engine = sparse_strategy(trainer).engine
+            engine = engine_or_none(trainer)
             if self._looks and engine is not None:
                 engine.worker.settle()  # what is still on its way would hear of the question on a slow rank only
                 self.before_step(trainer, engine)
@@ -75,15 +79,20 @@ class StepObserver(Callback):
         """Look at the step that has just been made, if it is to be looked at and has not been yet; on all ranks."""
         if self._looks and trainer.global_step > self._steps_before:
             self._looks = False
-            strategy = sparse_strategy(trainer)
-            if strategy.engine is not None:
-                strategy.engine.worker.settle()
-                self.after_step(trainer, pl_module, strategy, step_of(trainer))
+            engine = engine_or_none(trainer)
+            if engine is not None:
+                engine.worker.settle()
+                self.after_step(trainer, pl_module, sparse_strategy(trainer), step_of(trainer))
 
 
 def sparse_strategy(trainer: Trainer) -> SparseDDPStrategy:
     """Return the Trainer's strategy."""
     return cast(SparseDDPStrategy, trainer.strategy)  # or that of sharded models, of which the same is asked
+
+
+def engine_or_none(trainer: Trainer) -> Optional[Engine]:
+    """Return what exchanges; ``None`` on one process, and of a strategy that is not ours."""
+    return getattr(trainer.strategy, "engine", None)
 
 
 def engine_of(strategy: SparseDDPStrategy) -> Engine:

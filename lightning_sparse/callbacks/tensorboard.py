@@ -13,10 +13,10 @@ from lightning_sparse.strategy.lightning import TensorBoardLogger, Trainer
 _CHARTS = {
     "sparse: how much is sent": {
         "Density, log10 of the fraction of elements": "log10_density",
-        "Leaves a rank in a step, bytes": "wire_bytes",
-        "Of it to other nodes, bytes": "link_bytes",
+        "Sent by a rank in a step, bytes": "wire_bytes",
+        "Sent by a rank to other nodes in a step, bytes": "link_bytes",
         "Compression ratio, times": "compression_ratio",
-        "Has left a rank since the start, bytes": "total_wire_bytes",
+        "Sent by a rank since the start, bytes": "total_wire_bytes",
         "Compression ratio since the start, times": "total_compression_ratio",
     },
     "sparse: where the time of a step goes": {
@@ -72,12 +72,12 @@ def plan_page(compressor: str, plan: Optional[Plan], marks: StepMarks) -> str:
             [position, _names(each.names), each.elements, each.counts + each.dense_elements, each.wire_bytes]
             for position, each in enumerate(marks.groups)
         ]
-        note = "No plan, or none yet: these are the groups of the step in which this was written.\n\n"
+        note = "Groups are not planned, or their plan is still being measured. These are the groups of this step.\n\n"
         return f"{note}{_list({**facts, 'groups': len(rows)})}\n\n{table(columns, rows)}"
     facts["groups"] = len(plan.groups)
     facts["backward and exchange, measured"] = _milliseconds(plan.seconds)
-    facts["after backward, measured"] = _milliseconds(plan.exposed_seconds)
-    facts["tried, the fastest by number of groups"] = ", ".join(
+    facts["of it after backward, measured"] = _milliseconds(plan.exposed_seconds)
+    facts["fastest step measured, by number of groups"] = ", ".join(
         f"{groups}: {_milliseconds(each)}" for groups, each in plan.tried
     )
     rows = [[position, _names(names)] for position, names in enumerate(plan.groups)]

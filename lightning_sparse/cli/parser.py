@@ -71,7 +71,7 @@ class HintingParser(LightningArgumentParser):
             return f"{unknown[1]!r}{kind and f' of {kind}'} is unknown{near}" if near or kind else ""
         if missing := _UNKNOWN_ATTRIBUTE.search(message):
             module = sys.modules.get(missing[1])
-            near = _near(missing[2], [*getattr(module, "__all__", ()), *dir(module)])
+            near = _near(missing[2], getattr(module, "__all__", dir(module)))
             return f"{missing[2]!r} of {missing[1]} is unknown{near}"
         if wrong := _WRONG_VALUE.search(message):
             action = next(action for action in self._actions if action.dest == wrong[1])
@@ -82,8 +82,9 @@ class HintingParser(LightningArgumentParser):
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_letters = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
 
 
 def _keys(parser: Any) -> Iterator[str]:

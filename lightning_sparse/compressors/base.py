@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
@@ -216,8 +217,8 @@ class Compressor(ABC):
 
 
 def checked_density(argument: str, density: Any) -> float:
-    """Pass through the density given for an argument; raise ``ValueError`` if it is no number in ``(0, 1]``."""
-    is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
+    """Return the density given for an argument; raise ``ValueError`` if it is no number in ``(0, 1]``."""
+    is_number = isinstance(density, Real) and not isinstance(density, bool)
     if not is_number or not 0 < density <= 1:
         raise ValueError(
             f"{argument}={density!r} must be a fraction of elements with 0 < density <= 1; 0.01 sends one in a hundred."
@@ -227,10 +228,10 @@ def checked_density(argument: str, density: Any) -> float:
 
 
 def checked_count(argument: str, count: Any, unit: str) -> int:
-    """Pass through the number of some unit given for an argument; ``ValueError`` if it is not whole and above 0."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    """Return the number of some unit given for an argument; ``ValueError`` if it is not whole and above 0."""
+    if not isinstance(count, Integral) or count is True or count < 1:
         raise ValueError(f"{argument}={count!r} must be a whole number of {unit}, at least 1")
-    return count
+    return int(count)
 
 
 def element_count(numel: int, density: float) -> int:

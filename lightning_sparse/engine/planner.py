@@ -38,7 +38,7 @@ class StepSample(NamedTuple):
 
 Samples = dict[Grouping, list[StepSample]]
 Course = Generator[None, StepMarks, None]
-Watch = Generator[None, StepMarks, str]
+Watch = Generator[None, StepMarks, None]
 
 
 class Planner:
@@ -128,12 +128,12 @@ class StepPlanner(Planner):
     def _run(self) -> Course:
         """Live through the steps of one graph: each ``yield`` is a step."""
         elements = [self._numels[name] for name in self._order]
-        patience, why = 1, "" if self.plan is None else "measured anew: "
+        patience = 1
         if self._remembered is not None and tuple(chain.from_iterable(self._remembered.groups)) == self._order:
             self.plan, self._remembered = self._remembered, None
             self._follow(Grouping(tuple(accumulate(map(len, self.plan.groups))), self.plan.densities))
             self._say(f"as in the run before, {self.plan}")
-            why = yield from self._watch(patience)
+            yield from self._watch(patience)
         while True:
             seen = yield from self._try(first_groupings(elements), _ROUNDS)
             best = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
@@ -146,9 +146,9 @@ class StepPlanner(Planner):
             # With what was seen before, or what was lucky then could lose now to none but those it is compared with.
             seen |= {grouping: [*seen.get(grouping, ()), *steps] for grouping, steps in contest.items()}
             fastest = best_of({grouping: _seconds(steps) for grouping, steps in seen.items()})
-            is_confirmed = self._adopt(fastest, seen, why)
+            is_confirmed = self._adopt(fastest, seen)
             patience = min(2 * patience, _MAX_PATIENCE) if is_confirmed else 1
-            why = yield from self._watch(patience)
+            yield from self._watch(patience)
 
     def _try(self, groupings: Sequence[Grouping], rounds: int) -> Generator[None, StepMarks, Samples]:
         """Time steps under some groupings; one more comes before each turn, in which buffers take their new sizes."""
@@ -190,8 +190,8 @@ class StepPlanner(Planner):
         ]
         return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
 
-    def _adopt(self, grouping: Grouping, seen: Samples, why: str) -> bool:
-        """Follow a plan from now on, and say why there is one; return whether it was followed before."""
+    def _adopt(self, grouping: Grouping, seen: Samples) -> bool:
+        """Follow a plan from now on, and say so if it is another one; return whether it was followed before."""
         known, steps = self.plan, seen[grouping]
         fastest: dict[int, float] = {}
         for tried, samples in seen.items():
@@ -206,11 +206,14 @@ class StepPlanner(Planner):
             median(sample.exposed_seconds for sample in steps),
             tuple(sorted(fastest.items())),
         )
-        self._say(f"{why}{self.plan}")
+        if known is None:
+            self._say(str(self.plan))
+        elif known.groups != self.plan.groups:
+            self._say(f"exchanges take another time than before: {self.plan.summary()}.")
         return known is not None and known.groups == self.plan.groups
 
     def _watch(self, patience: int) -> Watch:
-        """Follow the plan until it no longer does what it did; return what it does now."""
+        """Follow the plan until it no longer does what it did."""
         assert self.plan is not None
         while True:
             window = deque[StepMarks](maxlen=_CHECKED_STEPS)
@@ -221,8 +224,7 @@ class StepPlanner(Planner):
             exposed = median(sample.exposed_seconds for sample in samples)
             change = abs(exposed - self.plan.exposed_seconds)
             if change > max(_DEPARTURE * max(exposed, self.plan.exposed_seconds), _NOTICEABLE * _seconds(samples)):
-                before = 1e3 * self.plan.exposed_seconds
-                return f"measured anew, as {1e3 * exposed:.1f} ms came after backward, not {before:.1f} as before: "
+                return
 
     def _follow(self, grouping: Grouping) -> None:
         self._schedule.follow(self._order[stop - 1] for stop in grouping.stops)

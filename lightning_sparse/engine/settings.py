@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Optional, Union
 
 import torch
@@ -66,15 +67,17 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         """Check."""
+        for name, least in (("every", 1), ("overlap_steps", 0), ("synchronous_steps", 0)):
+            given: Any = getattr(self, name)
+            if name == "every" and given == AUTO:
+                continue
+            # Users give every as local_steps, too.
+            called = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
+            is_refused = not isinstance(given, Integral) or given < least
+            refuse((is_refused, f"{called} must be a whole number, at least {least}"))
+            object.__setattr__(self, name, int(given))  # of numpy's, too
         every: Any = 1 if self.every == AUTO else self.every
         overlap, synchronous, momentum = self.overlap_steps, self.synchronous_steps, self.outer_momentum
-        for name, given, least in (
-            ("local_steps", every, 1),
-            ("overlap_steps", overlap, 0),
-            ("synchronous_steps", synchronous, 0),
-        ):
-            is_refused = not isinstance(given, int) or given < least
-            refuse((is_refused, f"{name}={given!r} must be a whole number, at least {least}"))
         for name, number in (("outer_momentum", momentum), ("residual_decay", self.residual_decay)):
             refuse((not 0 <= number <= 1, f"{name}={number!r} must be a number with 0 <= {name} <= 1"))
         refuse(

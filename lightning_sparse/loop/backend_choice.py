@@ -102,6 +102,7 @@ class BackendChoice(Uncopied):
         self._exposed = 0.0  # seconds of their exchange
         self._border = perf_counter()
         self.chosen: Optional[bool] = None  # whether plain DDP was the faster one, once that is known
+        self._told: Optional[bool] = None  # what users have been told of it
         self.verdict = "training ended before compression and plain DDP were compared"
         self._course = self._run()
         next(self._course)
@@ -167,10 +168,11 @@ class BackendChoice(Uncopied):
 
     def _compare(self) -> Generator[None, float, tuple[Comparison, int]]:
         """Compare the engine with DDP, which take turns until it is clear which is better, and count the turns."""
-        self._say(
-            f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to {_MOST_TURNS}"
-            " turns, and goes on with what is better."
-        )
+        if self._told is None:
+            self._say(
+                f"times {_TIMED_STEPS} steps with compression and {_TIMED_STEPS} of plain DDP, in {_TURNS} to"
+                f" {_MOST_TURNS} turns, and goes on with what is better."
+            )
         turns: list[Turn] = []
         while True:
             ours = yield from self._time(False)
@@ -246,4 +248,6 @@ class BackendChoice(Uncopied):
         # All of DDP's exchange that backward does not hide, over a step of ours less what it does not hide of ours.
         alone = comparison.ours - self._exposed
         r = f"; r = {max(0.0, comparison.theirs / alone - 1):.2g} as measured" if alone > 0 else ""
-        self._say(f"{comparison}, in {turns} turns of each{r}; {self.verdict}.")
+        if self._told != self.chosen:
+            self._say(f"{comparison}, in {turns} turns of each{r}; {self.verdict}.")
+            self._told = self.chosen

@@ -43,6 +43,7 @@ from lightning_sparse.loop.optimizers import (
 )
 from lightning_sparse.loop.summary import (
     FEW_ROUNDS,
+    RESUMES_ALONE,
     SAFE_STEPS,
     SHORTEST_PART,
     TAKES_MOMENTUM,
@@ -130,8 +131,11 @@ class Loop:
         if dist.get_world_size(ddp.process_group) == 1 and not goes_alone:
             settings.compressor.begin(layout_of(ddp.module, 0, 1, self._device))
             self._say(f"one process, so there is nothing to exchange or compress; on several {summary(settings)}.")
+            self._warn_of_optimizers()
             return
         self._say(f"{summary(settings)}.")
+        if dist.get_world_size(ddp.process_group) == 1:
+            self._say(RESUMES_ALONE)
         self._ddp: Wrapper = ddp
         self._scaler = scaler
         self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
@@ -192,13 +196,12 @@ class Loop:
 
     def _warn(self) -> None:
         """Warn, on one rank, of what does not go well together."""
-        settings, found = self._settings, list[Optional[str]]()
+        settings = self._settings
         is_late = self.is_island and settings.local_steps is not None and settings.local_steps.overlap_steps > 0
         if (settings.overlaps_backward or is_late) and isinstance(self._ddp, DistributedDataParallel):
             backend = dist.get_backend(self._ddp.process_group)
-            found.append(warning_of_meeting(self._ddp, backend, os.environ, is_late))
-        for warning in filter(None, found):
-            warn_user(warning)
+            if warning := warning_of_meeting(self._ddp, backend, os.environ, is_late):
+                warn_user(warning)
         self._warn_of_optimizers()
 
     def _warn_of_optimizers(self) -> None:
@@ -207,7 +210,7 @@ class Loop:
         if not self._settings.is_sparse:
             return
         for optimizer in self.optimizers:
-            if self.corrects_adam and is_correctable(optimizer):
+            if self._settings.adam is not None and is_correctable(optimizer):
                 continue
             if is_adaptive(optimizer):
                 warn_user(warning_for(optimizer))
@@ -224,9 +227,10 @@ class Loop:
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
-        self.view.adam.total_steps = total_steps
-        if self.view.adam.is_dense:
-            self._say(takes_adam(self._settings, self.optimizers, total_steps))
+        adam = self.view.adam
+        adam.total_steps = total_steps
+        if adam.is_dense:
+            self._say(takes_adam(self._settings, self.optimizers, total_steps, adam.is_resumed))
 
     def tell_of_rounds(self, total_steps: Optional[int], is_trial: bool = False) -> None:
         """Say how many rounds a training of so many optimizer steps makes, and warn of few, unless it ``is_trial``."""
@@ -258,8 +262,9 @@ class Loop:
             return False
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
+        is_resumed = self.view.adam.is_resumed
         warm_up = self.view.adam.look(self.engine.mean_over_ranks)
-        if warm_up is not None:
+        if warm_up is not None and not is_resumed:
             self._say(tells_warm_up(warm_up, self._settings.density))
         if self.view.adam.is_dense:
             return True

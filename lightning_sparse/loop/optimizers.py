@@ -51,7 +51,7 @@ class Uncorrected:
 
     names: Mapping[Parameter, str] = {}
     total_steps: Optional[int] = None
-    is_dense = False
+    is_dense = is_resumed = False
 
     def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Correct nothing."""

@@ -7,7 +7,7 @@ from typing import Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import FROM_OPTIMIZER
-from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, WarmUp
+from lightning_sparse.engine.adam.correction import LEAST_DENSE_STEPS, AdamCorrection, WarmUp
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.wire import EXCHANGES
@@ -17,6 +17,11 @@ FEW_ROUNDS = 100
 SHORTEST_PART = 5  # of the rounds asked for, that those may be which validations end
 SAFE_STEPS = 5  # local ones, with which short trainings have been shown to end near DDP's loss
 
+RESUMES_ALONE = (
+    "one process goes on from what a compressed training has kept: it sends nothing, and still compresses, so that the"
+    " model gets what had not been sent; each update is late by as much as before. To end that, resume with"
+    " resume_compression=False."
+)
 TAKES_MOMENTUM = (
     "the momentum of the SGD optimizer is accumulated before compression from now on, until the end of training;"
     " meanwhile the optimizer steps without, and with its weight decay divided by 1 - momentum."
@@ -46,26 +51,34 @@ def summary(settings: Settings) -> str:
     )
 
 
-def takes_adam(settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None) -> str:
+def takes_adam(
+    settings: Settings, optimizers: Sequence[Optimizer], total_steps: Optional[int] = None, is_resumed: bool = False
+) -> str:
     """Say what is done to those of some optimizers that are Adam, by their own names."""
     adam = settings.adam
     assert adam is not None
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if is_correctable(each)}))
+    first = "goes on with the second moment of the steps that were made without compression"
+    if not is_resumed:
+        first = _first_steps(adam, settings.density, total_steps)
+    return (
+        f"{names} {first}. Each rank then computes Adam's update of its own gradient and sends the largest part of it;"
+        f" every {adam.refresh_steps} steps, later less often, ranks average a whole gradient for the second moment."
+    )
+
+
+def _first_steps(adam: AdamCorrection, density: float, total_steps: Optional[int]) -> str:
     most = adam.most_dense_steps(total_steps)
     is_open = adam.dense_steps is None and most > LEAST_DENSE_STEPS
-    first, until = (f"{LEAST_DENSE_STEPS} to ", ", until the second moment is known") if is_open else ("", "")
-    fall = "" if adam.fall_steps == 0 else f"; then the density falls from 1 to {settings.density:g}"
-    return (
-        f"{names}: gradients are sent whole for the first {first}{most} optimizer steps{until}{fall}. Updates are then"
-        f" made before selection, and the second moment learns from a mean gradient every {adam.refresh_steps} steps or"
-        " more."
-    )
+    least, until = (f"{LEAST_DENSE_STEPS} to ", ", until the second moment hardly changes") if is_open else ("", "")
+    fall = "" if adam.fall_steps == 0 else f"; then the density falls from 1 to {density:g}"
+    return f"sends whole gradients in the first {least}{most} optimizer steps{until}{fall}"
 
 
 def tells_warm_up(warm_up: WarmUp, density: float) -> str:
     """Say that the second moment is known."""
     dense, fall = warm_up
-    return f"the second moment is known after {dense} steps: the density falls to {density:g} by step {dense + fall}."
+    return f"whole gradients were sent in {dense} steps, and the density falls to {density:g} by step {dense + fall}."
 
 
 def warning_for(optimizer: Optimizer) -> str:
@@ -151,7 +164,7 @@ def _warm_up(settings: Settings) -> str:
         first = settings.density ** (1 / (settings.warmup_epochs + 1))
         words.append(f"over {settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
     if settings.adam is not None:
-        words.append("that of the correction")
+        words.append("whole gradients in Adam's first steps")
     return ", or where it sends more, ".join(words) or "none"
 
 
@@ -164,8 +177,8 @@ def _schedule(settings: Settings) -> str:
 def _correction(settings: Settings) -> str:
     feedback = settings.feedback
     if settings.adam is not None:
-        return "updates before selection"
+        return "the largest part of Adam's updates is sent"
     if feedback.momentum is not None:
-        whose = "the optimizer's" if feedback.momentum == FROM_OPTIMIZER else f"{feedback.momentum}"
-        return f"momentum before selection ({whose})"
+        whose = "the optimizer's" if feedback.momentum == FROM_OPTIMIZER else f"a {feedback.momentum}"
+        return f"{whose} momentum is applied before the largest elements are chosen"
     return "none"

@@ -101,18 +101,24 @@ def dense_bytes(elements: float, ranks: int) -> float:
 
 
 def parse_bandwidth(text: str, noun: str = "bandwidth") -> float:
-    """Return bits per second of a text such as ``"1gbit"``, given for an argument ``noun``."""
-    number, bits = _parse(noun, text, _BITS_PER_SECOND, "1gbit")
+    """Return bits per second of a text such as ``"1gbit"`` or ``"1Gb/s"``, given for an argument ``noun``.
+
+    >>> parse_bandwidth("1gbit") == parse_bandwidth("1Gbit/s") == parse_bandwidth("1Gbps") == parse_bandwidth("1Gb/s")
+    True
+    """
+    # A capital B would be bytes, which nobody is to be taken for having meant.
+    written = re.sub(r"([kmgKMG])(?:[bB]it|b)(?:/s|ps)?$", lambda unit: f"{unit[1].lower()}bit", text)
+    number, bits = _parse(noun, written, _BITS_PER_SECOND, "1gbit")
     if not number:
         raise ValueError(f"{noun}={text!r} must be above zero, such as '1gbit'")
     return number * bits
 
 
-def parse_latency(text: str, noun: str = "latency") -> float:
+def parse_latency(text: str, noun: str = "latency", example: str = "100us") -> float:
     """Return seconds of a text such as ``"100us"``, given for an argument ``noun``."""
     if text == "0":
         return 0.0
-    number, parts = _parse(noun, text, _A_SECOND, "100us")
+    number, parts = _parse(noun, text, _A_SECOND, example)
     return number / parts
 
 

@@ -27,6 +27,7 @@ from lightning_sparse.functional.elements import held_by
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import TrainedParameters, handled
+from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.checkpoints import (
@@ -75,7 +76,7 @@ class SparseBase:
 
     def __repr__(self) -> str:
         # A Trainer or a Fabric of the other Lightning refuses this object, and shows it in its error.
-        return f"<{type(self).__name__} {CURE}>"
+        return f"<{type(self).__name__} {CURE}: {summary(self.settings)}>"
 
     def _say(self, line: str) -> None:
         rank_zero_info(f"{type(self).__name__}: {line}")
@@ -597,7 +598,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._trained.have_changed(self.optimizers):
             self._trained.agree(unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
             self._rewrap(is_plain)
-            self._say(f"wrapped anew, {len(self._trained)} parameters are trained from now on.")
+            self._say(f"other parameters are trained from now on, {len(self._trained)} in all.")
         elif is_plain != self.is_plain:
             self._rewrap(is_plain)
         return super().training_step(*args, **kwargs)

@@ -1,6 +1,5 @@
 """The planner at work, in real processes over a network whose costs the tests decide."""
 
-import re
 import time
 
 import pytest
@@ -118,8 +117,8 @@ def test_a_network_that_changes_gets_a_new_plan(pair):
         assert len(groups[STEPS]) > 1
         assert len(groups[-1]) == 1
     _, _, lines, _ = answers[0]
-    assert not lines[0].startswith("measured anew")
-    assert re.match(r"measured anew, as [\d.]+ ms came after backward, not [\d.]+ as before: gradients", lines[-1])
+    assert len(lines) == len(set(lines)) > 1  # only what is another plan is told
+    assert len(lines[-1]) < 120
 
 
 def train_adaptively(rank, network, steps):

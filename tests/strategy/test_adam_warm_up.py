@@ -88,6 +88,20 @@ def test_a_resume_with_more_epochs_does_not_go_back(pair, tmp_path):
         assert max(densities(pair, partial(Watched, stop_after=6), SPARSE, path, max_epochs=epochs)) < 1.2 * DENSITY
 
 
+def test_a_resume_of_dense_steps_says_of_no_step_that_it_sends_everything(pair, tmp_path):
+    path = str(tmp_path / "ddp.ckpt")
+    fits(pair, partial(Watched, 66, path), None, max_epochs=11)
+    resumed = one_model(fits(pair, partial(Watched, stop_after=4), SPARSE, path, **LONG))
+    assert max(stats["density"] for stats in resumed.stats) < 1.2 * DENSITY
+    first = one_model(fits(pair, partial(Watched, stop_after=1), SPARSE, **LONG))
+    told, at_the_start = (
+        [line for line in each.said if "AdamW" in line and "steps" in line] for each in (resumed, first)
+    )
+    assert len(told) == len(at_the_start) == 1
+    assert "whole gradients in the first" in at_the_start[0]
+    assert "whole gradients in the first" not in told[0]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_after", [3, 7, 10, 11, 14])
 def test_resumed_in_the_midst_of_it_goes_on_to_the_bit(pair, tmp_path, save_after):

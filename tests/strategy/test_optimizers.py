@@ -282,3 +282,8 @@ def test_momentum_without_an_optimizer_is_refused_by_what_is_missing():
     stand_in = torch.optim.Adam([torch.zeros(1)])
     with pytest.raises(ValueError, match="configure_optimizers"):
         OptimizerView({"weight": nn.Parameter(torch.zeros(2))}, [stand_in], DGC().feedback)
+
+
+def test_of_one_process_it_is_warned_of_as_well(pools):
+    (warned,) = pools[1].run(warned_of, "lags", 0.01, WithOptimizer(torch.optim.RMSprop, lr=0.01))
+    assert ["RMSprop" in line for line in warned] == [True]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock, patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.collectives import Collectives
@@ -526,3 +527,27 @@ class Copying(Callback):
 def test_callbacks_that_know_the_trainer_may_be_copied(pair, module, arguments):
     more = {"callbacks": [Copying()], "limit_train_batches": 4, "max_epochs": 1}
     assert [each.notes for each in fits(pair, module, {"density": 0.05, **arguments}, **more)] == [7, 7]
+
+
+@pytest.mark.parametrize("given", [{"compressor": "LAGS"}, {"compressor": "sparse_lags"}, {"wire": "fp16"}], ids=str)
+def test_names_of_elsewhere_lead_to_ours(given):
+    ((name, value),) = given.items()
+    meant = {"LAGS": "lags", "sparse_lags": "lags", "fp16": "float16"}[value]
+    with pytest.raises(ValueError, match=f"{name}={value!r} is unknown.*did you mean {meant!r}"):
+        SparseDDPStrategy(**given)
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5))}
+    settings = SparseDDPStrategy(**given).settings
+    assert settings.density == 0.25
+    assert settings.local_steps == LocalSteps(5)
+    with pytest.raises(ValueError, match="every"):
+        LocalSteps(every=0)
+
+
+def test_the_settings_of_a_strategy_are_shown():
+    shown = repr(SparseDDPStrategy("topk", density=0.125, wire="bfloat16"))
+    assert "TopK" in shown
+    assert "0.125" in shown
+    assert "bfloat16" in shown

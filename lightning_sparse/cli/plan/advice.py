@@ -81,7 +81,7 @@ class Ratio(NamedTuple):
 
 def parse_compute(text: str) -> float:
     """Return the seconds of a step without communication that a text such as ``"120ms"`` gives."""
-    seconds = parse_latency(text, "compute")
+    seconds = parse_latency(text, "compute", "120ms")
     if not seconds:
         raise ValueError(f"compute={text!r} must be above zero, such as '120ms'")
     return seconds

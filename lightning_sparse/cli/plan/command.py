@@ -44,15 +44,15 @@ def plan(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sparse plan",
-        usage="%(prog)s --bandwidth B --latency L --workers N [OPTION ...] (--config F | --parameters P --compute S)",
+        usage="%(prog)s --bandwidth B --workers N [OPTION ...] (--config F | --parameters P --compute S)",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--bandwidth", required=True, help="of each worker's or node's link, such as 100mbit, 2.5gbit")
-    add("--latency", required=True, help="of a message one way, such as 100us, 1ms")
+    add("--bandwidth", required=True, help="of each worker's or node's link, such as 100mbit, 2.5gbit, 25Gb/s")
+    add("--latency", default="100us", help="of a message one way, such as 100us (Ethernet; if left out), 10ms (sites)")
     add("--workers", type=int, required=True, help="processes that exchange gradients, at least 2")
     add("--ranks-per-node", type=int, default=1, help="that share the link of their node, 1 if left out")
     add("--shards", type=int, default=1, help="of a model, one on each worker of a node (FSDP2); 1 if left out")

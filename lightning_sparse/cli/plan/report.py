@@ -75,9 +75,11 @@ def _verdict(rows: Sequence[SystemPrediction]) -> list[str]:
         notes.append(f"{', '.join(apart)} lets replicas drift apart and is never marked.")
     rounds = [row for row in rows if row.local_steps > 1]
     if rounds:
-        told = ", ".join(f"{row.name} {row.local_steps}, where {row.fitting_steps} keep" for row in rounds)
+        made = ", ".join(f"{row.name} {row.local_steps}" for row in rounds)
+        enough = ", ".join(f"{row.name} {row.fitting_steps}" for row in rounds)
         notes.append(
-            f"Local steps cost steps, and are never marked; between two exchanges: {told} exchanges at 5 % of the time."
+            "Strategies with local steps are never marked, as they need more steps to the same loss. Steps between two"
+            f" exchanges: {made}. As many would be enough for exchanges to take 5 % of the time: {enough}."
         )
     return [verdict, " ".join(notes)]
 

@@ -177,6 +177,11 @@ class AdamSteps:
         warm_up = self._warm_up
         return warm_up is None or self._steps < warm_up.dense_steps
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether steps were made before that nobody has looked at, with DDP: what Adam has learned then is known."""
+        return self._warm_up is None and not self._memory.second_means and self._steps > LEAST_DENSE_STEPS
+
     def look(self, agree: Callable[[float], float]) -> Optional[WarmUp]:
         """Return the warm-up where the second moment is known from now on; ``agree`` returns a mean over ranks."""
         if self._warm_up is not None:
@@ -185,9 +190,7 @@ class AdamSteps:
         most = self._correction.most_dense_steps(self.total_steps)
         if steps < min(2 * last or LEAST_DENSE_STEPS // 2, most):
             return None
-        means = self._second_means()
-        # Steps that nobody has looked at were made before, with DDP: what Adam has learned in them is known.
-        is_resumed = not last and steps > LEAST_DENSE_STEPS
+        means, is_resumed = self._second_means(), self.is_resumed
         if last:
             change = agree(self._change(means))
         self._memory.second_means = {name: (mean, steps) for name, mean in means.items()}

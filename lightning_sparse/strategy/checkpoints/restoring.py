@@ -70,8 +70,8 @@ def remarks(save: Save, topology: Topology, unused: Sequence[str], source: str) 
         group = "in replicas" if save.is_sharded else "on nodes"
         before, now = ("" if each == 1 else f" {group} of {each}" for each in (save.node_ranks, topology[1]))
         yield (
-            f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each takes up the mean of what those"
-            " kept, so that the model is owed as much as before; what was divided between ranks is divided anew."
+            f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each begins with the mean of what"
+            " those had not sent yet, so that nothing is lost; what each rank held a part of is cut into parts anew."
         )
     if unused:
         yield f"not used of {source}: {'; '.join(unused)}."

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 from zlib import crc32
@@ -83,7 +84,10 @@ def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, 
             f" safely: add it, as in Lightning's CheckpointIO. {CURE}"
         )
     try:
-        shard = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # Torch says from 2.14 on that it looks at sparse tensors, as it should: users can do nothing about it.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+            shard = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: the checkpoint was saved by {save.ranks} ranks, each of which wrote a file. Without a"
