@@ -171,7 +171,9 @@ class Training:
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
         leaves_others = self.local is None or self.are_islands or self.local.synchronous_steps
-        yield self.stops is not None and (leaves_others or "AssumptionMonitor" in self.may_not_matter or self.fewer)
+        saves_alone = self.saves is not None and self.saves[0] != "epoch"
+        is_measured = "AssumptionMonitor" in self.may_not_matter
+        yield self.stops is not None and (leaves_others or saves_alone or is_measured or self.fewer)
 
     @property
     def can_be_uneven(self):
