@@ -71,7 +71,7 @@ class HintingParser(LightningArgumentParser):
             return f"{unknown[1]!r}{kind and f' of {kind}'} is unknown{near}" if near or kind else ""
         if missing := _UNKNOWN_ATTRIBUTE.search(message):
             module = sys.modules.get(missing[1])
-            near = _near(missing[2], getattr(module, "__all__", dir(module)))
+            near = _near(missing[2], [*dir(module), *getattr(module, "__all__", ())])  # the class before its module
             return f"{missing[2]!r} of {missing[1]} is unknown{near}"
         if wrong := _WRONG_VALUE.search(message):
             action = next(action for action in self._actions if action.dest == wrong[1])

@@ -297,8 +297,8 @@ def test_one_process_refuses_what_several_refuse(forked, settings, module, named
     ("settings", "module", "said"),
     [
         ({"density": 0.001, "warmup_epochs": 4}, Small, "TopK sends 0.001 of .*over 4 epochs, from 0.25 to 0.001; "),
-        ({"compressor": "dgc"}, Small, "momentum before selection"),
-        ({}, WithAdam, "warm-up: that of the correction; .*updates before selection"),
+        ({"compressor": "dgc"}, Small, "momentum is applied before"),
+        ({}, WithAdam, "whole gradients in Adam's first steps; .*Adam's updates"),
         ({"compressor": "dense"}, Small, "Dense sends each gradient whole"),
     ],
     ids=["chosen", "dgc", "adam", "dense"],

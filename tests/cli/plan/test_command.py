@@ -115,7 +115,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(capsys):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (MODEL, "--bandwidth, --latency, --workers"),
+        (MODEL, "--bandwidth, --workers"),
         ([*NETWORK, *MODEL, "--bandwidth=1gib"], "bandwidth='1gib'"),
         ([*NETWORK, *MODEL, "--latency=100"], "latency='100'"),
         ([*NETWORK, *MODEL, "--workers=1"], "workers=1"),
