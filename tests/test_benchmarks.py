@@ -44,6 +44,7 @@ def test_every_script_begins(script):
     load(script.stem)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
     [

@@ -281,7 +281,7 @@ class TrainedParameters:
         self._parameters = list(module.parameters())
         self._are_trained = [parameter.requires_grad for parameter in self._parameters]
         self._trained = self._present()
-        self._handled = -1
+        self._handled: list[int] = []  # identities of the parameters that optimizers train
 
     def __len__(self) -> int:
         """Return how many were trained when the model was wrapped."""
@@ -289,9 +289,9 @@ class TrainedParameters:
 
     def have_changed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds."""
-        handled = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-        if handled != self._handled:
-            self._handled = handled
+        present = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        if present != self._handled:
+            self._handled = present
             if self.has_new():  # which takes longer, and without an optimizer they are not trained
                 return True
         return [parameter.requires_grad for parameter in self._parameters] != self._are_trained

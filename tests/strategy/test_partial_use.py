@@ -14,6 +14,7 @@ from torch import nn
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
 from lightning_sparse.loop.optimizers import TrainedParameters
+from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, assert_goes_on, fit, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import AGREEING_NAMES, DENSITY, DIFFERENT_NAMES, EXACT_NAMES, KEEPING_NAMES
@@ -219,6 +220,23 @@ class Inside(Parts):
 
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
 BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
+
+
+class Replacing(Numbered):
+    """A model of which a layer is another one from the second epoch on, of the same shape, with its optimizer."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            torch.manual_seed(self.global_rank)
+            self.network[2] = nn.Linear(64, 32).to(self.device)
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def test_a_layer_that_is_replaced_is_one_layer_on_all_ranks(pair):
+    for settings in ({"density": 0.1}, {"compressor": "dense", "local_steps": 2}):
+        first, second = fits(pair, Replacing, settings)
+        assert_same(first.end, second.end)
+        assert not torch.equal(first.end["network.2.weight"], first.batches[6]["network.2.weight"])
 
 
 def test_ranks_that_freeze_differently_say_so_at_once(pair):
