@@ -360,11 +360,13 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""
-        kept, rounds, fit_loop = self._loop.state(), self.rounds, self._trainer.fit_loop
+        kept = self._loop.state()
         if kept is None:
             return None
-        if rounds is not None and rounds.steps_since_ended and fit_loop._data_fetcher is not None:
-            kept["is_before_validation"] = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        if self.rounds is not None and self.rounds.steps_since_ended:
+            fit_loop = self._trainer.fit_loop
+            fetcher = fit_loop._data_fetcher
+            kept["is_before_validation"] = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
         return {**kept, "layouts": saved_layouts(held_by(self._module))}
 
     @override
