@@ -358,7 +358,8 @@ def listed(names: Sequence[object]) -> str:
 
 
 def _without(ones: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> list[str]:
-    return [name for name, parameter in ones.items() if others.get(name) is not parameter]
+    known = set(map(id, others.values()))  # under whatever name
+    return [name for name, parameter in ones.items() if id(parameter) not in known]
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:

@@ -166,7 +166,8 @@ class Training:
         yield "alias" in self.parts and any("memory moves" in name for name in self.may_not_matter)
         yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
         yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
-        yield self.renews is not None and (self.falls or self.averages)
+        in_step = self.renews is not None and self.renews % self.batches % self.accumulates
+        yield self.renews is not None and (self.falls or self.averages or in_step)
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.

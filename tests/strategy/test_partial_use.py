@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import BackboneFinetuning
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, ErrorBudget
 from lightning_sparse.compressors import LAGS
@@ -220,6 +221,33 @@ class Inside(Parts):
 
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
 BACKBONE = "frozen: 'backbone.weight', 'backbone.bias'"
+
+
+class RenamedAdversaries(Numbered):
+    """Two layers that are trained in turn by optimizers that toggle, of which one gets another name."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            prune.identity(self.network[2], "weight")
+
+    def training_step(self, batch, batch_index):
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_index))
+                optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.network[0], self.network[2])]
+
+
+def test_what_is_renamed_is_neither_frozen_nor_unfrozen(pair):
+    first = one_model(fits(pair, RenamedAdversaries, {"density": 0.1, **UNUSED}))
+    assert not torch.equal(first.end["network.2.weight_orig"], first.batches[5]["network.2.weight"])
 
 
 class Replacing(Numbered):
