@@ -217,9 +217,9 @@ class Training:
         keeps_own = (self.by_hand or self.accumulates > 1 or self._is_saved_last or self.averages) and is_ddp
         has_own = keeps_own and bool({"running mean", "normalized", "flag", "phase"} & {*self.parts})
         has_own = has_own or (self.fewer > 0 and bool({"counter", "normalized"} & {*self.parts}))
-        averages_own = self.averages == "SWA" or bool(
-            self.averages and self.drifts
-        )  # DDP does not go on from SWA, either
+        # DDP does not go on from SWA, either; where nothing is left to train, Lightning leaves an average in its place.
+        is_over = self.saves is not None and self.saves[0] == "epoch" and self.saves[1] >= self.epochs
+        averages_own = self.averages == "SWA" or bool(self.averages and (self.drifts or is_over))
         is_other = self.renames or self.stops is not None
         return self.is_reproducible and not (has_own or averages_own or self._drops or is_other)
 
