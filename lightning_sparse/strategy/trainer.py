@@ -305,9 +305,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._loop.follow_optimizers(
-            self.optimizers
-        )  # under automatic optimization training_step comes inside the step
+        # Under automatic optimization training_step comes inside the step, too late for the hooks of another optimizer.
+        self._loop.follow_optimizers(self.optimizers)
         with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
