@@ -140,7 +140,7 @@ def test_code_runs(page):
 def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tmp_path, shown):
     (code,) = blocks(ROOT / "README.md", shown)
     if shown == "diff":  # as it is afterwards, on one node
-        code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
+        code = "\n".join(line[1:] for line in code.splitlines() if not line.startswith("-"))
         code = code.replace("num_nodes=4", "num_nodes=1, fast_dev_run=True, accelerator='cpu'")
         model = "from pytorch_lightning.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
         code = code.replace("\n\n", f"\n{model}\n", 1)
@@ -149,6 +149,7 @@ def test_what_the_readme_shows_runs_with_what_its_install_brings(interpreter, tm
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("target", re.findall(r"^(\w+): \$\(READY\)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 def test_what_a_target_of_make_has_pytest_run_is_there(target):

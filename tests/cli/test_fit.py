@@ -55,6 +55,7 @@ def refused(capsys, *arguments):
     return error
 
 
+@pytest.mark.exhaustive
 def test_fits_with_a_strategy_name(interpreter, tmp_path):
     options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=true"]
     words = ["fit", MODEL, "--trainer.strategy=sparse_topk", *options, f"--trainer.default_root_dir={tmp_path}"]

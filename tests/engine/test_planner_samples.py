@@ -103,7 +103,7 @@ def test_the_plan_is_the_optimum_by_the_costs_that_were_seen():
     density, numels = 0.1, {f"weight {number}": size for number, size in enumerate(SIZES)}
     schedule, lines = Merged(), []
     densities, recorder = Densities(TopK(), density), SimpleNamespace(watches_gradients=False)
-    planner = StepPlanner(schedule, Told(2), recorder, numels, densities, False, False, lines.append)
+    planner = StepPlanner(schedule, Told(2), recorder, numels, densities, False, lambda: False, lines.append)
     for _ in range(100):
         planner.see_step(step_of(schedule, numels, density))
     problem = (SIZES, [BACKWARD] * len(SIZES), select, lambda elements: exchange(density * elements))
