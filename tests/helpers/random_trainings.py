@@ -164,6 +164,9 @@ class Training:
         """Whether one thing cannot go with another one, in torch and Lightning themselves."""
         yield self.precision == "bf16-true" and bool({"phase", "alias"} & {*self.parts})
         yield "alias" in self.parts and any("memory moves" in name for name in self.may_not_matter)
+        yield (
+            self.steps_unseen and "thawing" in self.parts
+        )  # nobody knows where a step ends, after which one may freeze
         yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
         yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
         in_step = self.renews is not None and self.renews % self.batches % self.accumulates
