@@ -42,6 +42,7 @@ from lightning_sparse.loop.optimizers import (
     keeps_second_moment,
 )
 from lightning_sparse.loop.summary import (
+    CHANGED,
     FEW_ROUNDS,
     RESUMES_ALONE,
     SAFE_STEPS,
@@ -156,6 +157,7 @@ class Loop:
         parameters = dict(self._ddp.module.named_parameters())
         feedback, target_of, memory = self._settings.feedback, self.engine.target_density, self.engine.memory
         self.view = OptimizerView(parameters, optimizers, feedback, target_of, memory)
+        self.view.adam.watch(partial(warn_user, CHANGED), _unscaling_changes(self._scaler, self._device))
         self._handles = []
         for optimizer in optimizers:
             for each in chain_of(optimizer):
@@ -363,8 +365,9 @@ class Loop:
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
 
     def _begin_from_within(self) -> None:
-        """Begin a backward of which nobody has told, before the first of its gradients is taken."""
+        """Begin a backward before the first of its gradients is taken, where nobody has told of it."""
         if self._is_begun:
+            _LATER(lambda: _LATER(self.view.adam.note_arrived))  # as below; users may clip before ``end_backward``
             return
         if self.engine is None:
             raise RuntimeError(CLOSED)
@@ -394,6 +397,7 @@ class Loop:
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
         self._is_begun = False
+        self.view.adam.note_arrived()
         if self.engine is not None:
             self.engine.worker.raise_error()
 
@@ -543,6 +547,15 @@ def _sends(held: Any) -> bool:
     """Tell whether what an optimizer holds is a process group, or an averager that has one."""
     within = getattr(held, "__dict__", {}) if isinstance(held, ModelAverager) else {}
     return isinstance(held, ProcessGroup) or any(isinstance(each, ProcessGroup) for each in within.values())
+
+
+def _unscaling_changes(scaler: Any, device: torch.device) -> int:
+    """Return how many changes of a gradient torch counts where a scaler unscales it; devices differ."""
+    if scaler is None or not scaler.is_enabled():
+        return 0
+    gradient, factor, found = torch.ones(1, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+    return gradient._version
 
 
 def is_torchs_own(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

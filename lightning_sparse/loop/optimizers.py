@@ -64,6 +64,12 @@ class Uncorrected:
     def clip(self, clipping: Clipping, parameters: Iterable[Tensor]) -> None:
         """Leave clipping to those who clip what has arrived."""
 
+    def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
+        """Let users do with gradients what they like."""
+
+    def note_arrived(self) -> None:
+        """Watch nothing."""
+
     def end_step(self, optimizer: Optimizer) -> None:
         """Have nothing to end."""
 

@@ -28,6 +28,16 @@ TAKES_MOMENTUM = (
 )
 
 
+# What a user is told whose clip acts on updates, not on the gradients that they are made of.
+CHANGED = (
+    "gradients were changed between backward and the optimizer's step, such as by torch.nn.utils.clip_grad_norm_. With"
+    " Adam and AdamW they hold updates by then, which have been selected out of what has waited: what is clipped off"
+    " them is lost, and training all but stops. Have the gradients clipped that updates are made of: by"
+    " Trainer(gradient_clip_val=...) or self.clip_gradients(...); in a plain loop by handle.clip(norm=...); with Fabric"
+    " by fabric.clip_gradients(...)."
+)
+
+
 def summary(settings: Settings) -> str:
     """Say what is sent of each gradient, with which warm-up, schedule, exchange, wire and correction."""
     compressor, local = settings.compressor, settings.local_steps

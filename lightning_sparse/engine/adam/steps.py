@@ -79,6 +79,9 @@ class AdamSteps:
         self._counts: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._most_steps: Optional[int] = None  # until somebody steps, or loads
         self._hidden: dict[Parameter, Tensor] = {}
+        self._arrived: dict[Parameter, tuple[Tensor, int]] = {}  # gradients as an exchange has left them, with versions
+        self._tell: Optional[Callable[[], None]] = None
+        self._unscaling_changes = 0
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -87,7 +90,7 @@ class AdamSteps:
 
     def coming(self, is_plain: bool, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return what is known of the coming step; of those in ``continued`` it has had an exchange before."""
-        self._present = {}
+        self._present, self._arrived = {}, {}
         hyperparameters: dict[str, Hyperparameters] = {}
         whole: set[str] = set()
         warm_up = self._warm_up
@@ -147,6 +150,45 @@ class AdamSteps:
             optimizers[number]: _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
             for number, norm, value, together in saved
         }
+
+    def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
+        """Tell once that what has arrived was changed before a step; so many changes are by a scaler."""
+        self._tell, self._unscaling_changes = tell, unscaling_changes
+
+    def note_arrived(self) -> None:
+        """Know gradients as the exchange has left them, from the first time on that this is called after it."""
+        if not self._arrived and self._tell is not None:
+            gradients = {each: each.grad for each in self._present if each.grad is not None}
+            self._arrived = {each: (gradient, gradient._version) for each, gradient in gradients.items()}
+
+    def _look_for_changes(self, optimizer: Optimizer) -> None:
+        own = {each: each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+        arrived = {each: self._arrived.pop(each) for each in own if each in self._arrived}
+        if self._tell is not None and any(self._are_changed(own, arrived)):
+            self._tell()
+            self._tell = None
+
+    def _are_changed(
+        self, own: Mapping[Parameter, Tensor], arrived: Mapping[Parameter, tuple[Tensor, int]]
+    ) -> Iterator[bool]:
+        """Yield of gradients that others than a scaler may have changed whether they have."""
+        together: dict[Tensor, set[Parameter]] = {}
+        for parameter, (gradient, version) in arrived.items():
+            if own[parameter] is not gradient:
+                yield True
+            elif gradient._version != version:
+                together = together or self._in_one_memory()
+                # Views of a bucket have one version, which also counts what was done to those of other optimizers.
+                changed = together[_memory_of(gradient)]
+                unscaled = len(changed) * self._unscaling_changes
+                yield changed <= own.keys() and gradient._version > version + unscaled
+
+    def _in_one_memory(self) -> dict[Tensor, set[Parameter]]:
+        together: dict[Tensor, set[Parameter]] = {}
+        for parameter in self.names:
+            if parameter.grad is not None:
+                together.setdefault(_memory_of(parameter.grad), set()).add(parameter)
+        return together
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
         """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""
@@ -290,6 +332,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
+        self._look_for_changes(optimizer)
         # A fused optimizer skips a step that overflowed by itself, inside its kernel; the host has to ask.
         found_inf = getattr(optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)
@@ -344,12 +387,16 @@ class AdamSteps:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Keep the gradients of corrected parameters out of sight."""
+        """Keep the gradients of corrected parameters out of sight, and look for changes of what is seen no more."""
+        for optimizer in self._optimizers if self._arrived else ():
+            self._look_for_changes(optimizer)
+        self._arrived = {}
         self._hide({parameter: parameter.grad for parameter in self._present if parameter.grad is not None})
         try:
             yield
         finally:
             self._show()
+            self.note_arrived()  # others in the memory of the same bucket have changed
 
     def _hide(self, gradients: Mapping[Parameter, Tensor]) -> None:
         self._hidden.update(gradients)
@@ -373,6 +420,10 @@ def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
     fallen = max(0, steps - warm_up.dense_steps)
     is_over = steps >= warm_up.dense_steps and fallen >= warm_up.fall_steps
     return 1.0 if is_over else fallen / max(1, warm_up.fall_steps)
+
+
+def _memory_of(gradient: Tensor) -> Tensor:
+    return gradient if gradient._base is None else gradient._base
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

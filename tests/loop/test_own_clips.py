@@ -1,0 +1,149 @@
+"""Gradients that users clip themselves, where Adam's updates have arrived in their place."""
+
+import warnings
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse.testing.wrapping import Edges, batch
+from tests.helpers.devices import DEVICE
+from tests.helpers.fits import fit
+from tests.helpers.resuming import Numbered
+
+DENSE = 2
+CORRECTION = AdamCorrection(dense_steps=DENSE, fall_steps=0, refresh_steps=2)
+SETTINGS = {"compressor": "topk", "density": 0.05, "optimizer_correction": CORRECTION}
+
+
+@contextmanager
+def noting_warnings():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield (told := [])
+    told += [each for each in (str(warning.message) for warning in caught) if "clip_grad_norm_" in each]
+
+
+class ClipsItself(Numbered):
+    """AdamW's gradients are clipped in one of the places that users have for it."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def clip_in(self, place):
+        if place == self.place:
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    def on_after_backward(self):
+        self.clip_in("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_in("on_before_optimizer_step")
+
+    def configure_gradient_clipping(self, *clipping, **named_clipping):
+        super().configure_gradient_clipping(*clipping, **named_clipping)
+        self.clip_in("configure_gradient_clipping")
+
+
+def warned_of_fit(rank, place):
+    with noting_warnings() as told:
+        fit(rank, partial(ClipsItself, place), SETTINGS, None, {"gradient_clip_val": 0.05, "max_epochs": 1})
+    return len(told)
+
+
+@pytest.mark.parametrize("place", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", ""])
+def test_a_module_that_clips_what_has_arrived_is_told_once(pair, place):
+    assert pair.run(warned_of_fit, place) == [bool(place), 0]
+
+
+def all_clipped(ddp, handle):
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+
+
+def each_clipped(ddp, handle):
+    for parameter in ddp.parameters():
+        nn.utils.clip_grad_value_(parameter, 1.0)
+
+
+def anew(ddp, handle):
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def those_of_sgd_clipped(ddp, handle):
+    nn.utils.clip_grad_norm_(ddp.module.matrix, 1.0)
+
+
+def clipped_by_handle(ddp, handle):
+    handle.clip(norm=1.0)
+
+
+def train(rank, change, has_sgd=False, has_scaler=False, has_closure=False, **ddp_arguments):
+    """Train with AdamW, two backwards for a step, and ``change`` gradients; return how many warnings there were."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Edges().to(DEVICE), bucket_cap_mb=100, **ddp_arguments)  # one bucket for all
+    given = [each for each in ddp.parameters() if not (has_sgd and each is ddp.module.matrix)]
+    optimizers = [torch.optim.AdamW(given, lr=1e-3)]
+    optimizers += [torch.optim.SGD([ddp.module.matrix], lr=1e-3)] * has_sgd
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0, enabled=has_scaler)
+    with noting_warnings() as told, sparsify(ddp, optimizers, scaler=scaler, **SETTINGS) as handle:
+
+        def backpropagate(step):
+            ddp.zero_grad(set_to_none=False)
+            with nullcontext() if ddp.static_graph else ddp.no_sync():  # which DDP has no way for there
+                scaler.scale(ddp(batch(rank, step))).backward()
+            scaler.scale(ddp(batch(rank, step + 100))).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            change(ddp, handle)
+
+        for step in range(DENSE + 4):
+            closure = partial(backpropagate, step)
+            if not has_closure:
+                closure()
+            for optimizer in optimizers:
+                optimizer.step(closure) if has_closure else scaler.step(optimizer)
+            scaler.update()
+    return len(told)
+
+
+HERE = {
+    "all": (all_clipped, {}),
+    "one by one": (each_clipped, {}),
+    "other tensors": (anew, {}),
+    "in a closure": (all_clipped, {"has_closure": True}),
+    "after unscaling": (all_clipped, {"has_scaler": True}),
+    "views of a bucket": (all_clipped, {"gradient_as_bucket_view": True}),
+    "views of a bucket after unscaling": (all_clipped, {"gradient_as_bucket_view": True, "has_scaler": True}),
+    "a static graph": (each_clipped, {"static_graph": True}),
+}
+NOWHERE = {
+    "by us": (clipped_by_handle, {}),
+    "by us after unscaling": (clipped_by_handle, {"has_scaler": True}),
+    "by us, of views": (clipped_by_handle, {"gradient_as_bucket_view": True, "has_sgd": True}),
+    "of SGD": (those_of_sgd_clipped, {"has_sgd": True}),
+    "of SGD, in the bucket of AdamW": (those_of_sgd_clipped, {"gradient_as_bucket_view": True, "has_sgd": True}),
+    "of SGD after unscaling": (
+        those_of_sgd_clipped,
+        {"gradient_as_bucket_view": True, "has_sgd": True, "has_scaler": True},
+    ),
+    "a static graph": (clipped_by_handle, {"static_graph": True}),
+}
+
+
+@pytest.mark.parametrize(("change", "arguments"), HERE.values(), ids=HERE)
+def test_a_plain_loop_that_clips_what_has_arrived_is_told_once(pair, change, arguments):
+    assert pair.run(partial(train, change=change, **arguments)) == [1, 0]
+
+
+@pytest.mark.parametrize(("change", "arguments"), NOWHERE.values(), ids=NOWHERE)
+def test_whoever_clips_otherwise_is_told_nothing(pair, change, arguments):
+    assert pair.run(partial(train, change=change, **arguments)) == [0, 0]
