@@ -102,7 +102,6 @@ class Loop:
         self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
         self._has_warned_of_validations = False
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
-        self._is_told_clip = False  # how the Trainer clips all gradients, also those that a checkpoint tells of
         self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
 
     def start(
@@ -143,7 +142,7 @@ class Loop:
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
-        self._clipping, self._is_told_clip = clipping, clipping != NOT_CLIPPED
+        self._clipping = clipping
         self.view.adam.clip(clipping, parameters.values())
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._say)
@@ -491,11 +490,10 @@ class Loop:
         assert self.engine is not None
         kept = state["engine"]
         self.engine.load_state_dict(kept)
-        if not self._is_told_clip:  # users clip by hand, after the backward that it is for
-            self.view.adam.restore_clips(state.get("clips", ()))
-            # Earlier versions had one clip, of all that is trained.
-            trained = (parameter for optimizer in self.optimizers for parameter in handled(optimizer))
-            self.view.adam.clip(Clipping(*state.get("clipping", ())), trained)
+        self.view.adam.restore_clips(state.get("clips", ()))
+        # Earlier versions had one clip, of all that is trained.
+        trained = (parameter for optimizer in self.optimizers for parameter in handled(optimizer))
+        self.view.adam.clip(Clipping(*state.get("clipping", ())), trained)
         if self._settings.replicas_diverge:
             for optimizer, own in zip(self.optimizers, state.get("optimizers", ())):
                 present = optimizer.state_dict()

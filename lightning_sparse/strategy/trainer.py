@@ -690,8 +690,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
         self._ddp.require_backward_grad_sync = True
         parameters = dict(self._module.named_parameters())
-        if self._trainer.gradient_clip_val is not None:  # or users clip, after the backward that it is for
-            kept = {kind: each for kind, each in kept.items() if kind not in ("clips", "clipping")}
         unused = restore(self._loop, kept, save, parameters, path)
         self._is_before_validation = bool(kept.get("is_before_validation"))
         is_begun = bool(kept.get("is_accumulating"))

@@ -642,6 +642,17 @@ def test_clips_of_several_optimizers_are_resumed(pair, tmp_path):
     assert_goes_on(pair, tmp_path, {**SOON, "find_unused_parameters": True}, clips, save_after=7)
 
 
+class ClipsAtFirst(NumberedAdam):
+    def configure_gradient_clipping(self, *clipping, **named_clipping):
+        if self.global_step < 7:
+            super().configure_gradient_clipping(*clipping, **named_clipping)
+
+
+@pytest.mark.parametrize("save_after", [7, 8])  # the gradients of the batch after it are clipped, or are not
+def test_a_clip_that_has_stopped_is_not_begun_again_by_a_resume(pair, tmp_path, save_after):
+    assert_goes_on(pair, tmp_path, SOON, ClipsAtFirst, save_after, gradient_clip_val=0.05)
+
+
 LARGEST = 2e-3
 # By the optimizer of the matrix, which is clipped in some steps, and by that of all others, which is in one.
 ASKED = {True: {DENSE, 4, 5, 8}, False: {6}}

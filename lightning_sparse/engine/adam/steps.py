@@ -136,20 +136,23 @@ class AdamSteps:
         self._asking.discard(optimizer)
 
     def clips(self) -> list[list[Any]]:
-        """Return the clips of coming gradients, to be saved."""
+        """Return the clips of coming gradients, and that some have none, to be saved."""
         numbers = {optimizer: number for number, optimizer in enumerate(self._optimizers)}
+        asked = {optimizer: self._clips.get(optimizer, _Asked(NOT_CLIPPED, ())) for optimizer in numbers}
         return [
-            [numbers[optimizer], *asked.clipping, [numbers[each] for each in asked.together]]
-            for optimizer, asked in self._clips.items()
+            [numbers[optimizer], *clipping, [numbers[each] for each in together]]
+            for optimizer, (clipping, together) in asked.items()
         ]
 
     def restore_clips(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Go on from what :meth:`clips` returned, of as many optimizers."""
+        """Go on from what :meth:`clips` returned, of as many optimizers; of those it does not name nothing changes."""
         optimizers = self._optimizers
-        self._clips = {
-            optimizers[number]: _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
-            for number, norm, value, together in saved
-        }
+        for number, norm, value, together in saved:
+            asked = _Asked(Clipping(norm, value), tuple(optimizers[each] for each in together))
+            self._clips[optimizers[number]] = asked
+            self._asking.discard(optimizers[number])
+            if asked.clipping == NOT_CLIPPED:
+                del self._clips[optimizers[number]]
 
     def watch(self, tell: Callable[[], None], unscaling_changes: int) -> None:
         """Tell once that what has arrived was changed before a step; so many changes are by a scaler."""
