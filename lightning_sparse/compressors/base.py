@@ -123,7 +123,8 @@ class Compressor(ABC):
 
     Attributes:
         default_density: fraction of elements sent when the user names none; ``None`` for a method without a density.
-        default_warmup_epochs: epochs over which the density falls to its target when the user does not say.
+        default_warmup_epochs: epochs over which the density falls to its target when the user does not say; at most a
+            tenth of a training of known length.
         has_density_by_parameter: whether each parameter's density is just what is sent, so that rules may raise it.
         wire_format: how its selections travel, see :mod:`lightning_sparse.engine.wire`.
         dense_wire_format: how a parameter of density 1 travels, whole, without :meth:`select`, and any selection

@@ -17,8 +17,9 @@ class DGC(TopK):
     :mod:`lightning_sparse.functional.topk`), and nothing is cut off in the order of indices. The rest is as published:
     momentum correction, momentum factor masking if asked for, clipping of each rank's gradient at ``clip_norm /
     sqrt(ranks)`` before it is accumulated (the released code left out the factor), and a density that falls over four
-    epochs, to 0.1 % as 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %. With Adam and AdamW the optimizer's correction takes the place
-    of the momentum.
+    epochs, to 0.1 % as 25 %, 6.3 %, 1.6 %, 0.4 %, 0.1 %. In a training of known length it falls over a tenth of the
+    steps where that is less than four epochs, unless ``warmup_epochs`` is given. With Adam and AdamW the optimizer's
+    correction takes the place of the momentum.
 
     Args:
         momentum: ``"optimizer"`` takes it, Nesterov's or not, over from the SGD optimizer, whose steps are made

@@ -32,7 +32,7 @@ class SDAGC(TopK):
     exchange of counts, and what does not fit waits. Then ``alpha`` of each layer, on each rank, follows the density
     that came out: ``ln alpha += clip(0.05 ln(density / wanted), -0.1, 0.1)``. A fixed ``alpha`` runs away: the
     residual's deviation grows with what is held back, so that less and less is sent (see
-    ``tests/compressors/test_sdagc.py``).
+    ``tests/compressors/test_sdagc.py``). The density falls as that of :class:`~lightning_sparse.compressors.DGC`.
 
     Args:
         alpha: where the loop starts; ``None`` for what the density needs if elements are distributed as Laplace's.

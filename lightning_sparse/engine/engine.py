@@ -1,6 +1,7 @@
 """The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -16,7 +17,7 @@ from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
-from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.settings import WARM_UP_PART, Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, Stream
 from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
@@ -71,6 +72,8 @@ class Engine(Uncopied):
         self._begin_compressor()
         self._learned: Optional[Mapping[str, Any]] = None  # read from a checkpoint, until an exchange learns more
         self._epoch = 0
+        self._total_steps: Optional[int] = None  # of the training, where the warm-up goes by it
+        self._steps: Counter[int] = Counter()  # by optimizer
         self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
         # Those of frozen parameters, too: they may be unfrozen.
         dtypes = {each.dtype for each in parameters if each.is_floating_point()}
@@ -214,13 +217,24 @@ class Engine(Uncopied):
 
         return StepPlanner(*parts, settings.adapts_density, holds_groups, say)
 
+    def expect_steps(self, total_steps: Optional[int]) -> None:
+        """Have a default warm-up go by a training's length, if that is known and a checkpoint has not told of it."""
+        if self._settings.bounds_warm_up and self._total_steps is None:
+            self._total_steps = total_steps
+
+    @property
+    def warm_up_steps(self) -> Optional[int]:
+        """Optimizer steps after which a default warm-up is over; ``None`` where it goes by epochs alone."""
+        return None if self._total_steps is None else -(-self._total_steps // WARM_UP_PART)
+
     def begin_backward(self, context: StepContext = NOTHING_KNOWN, epoch: int = 0) -> None:
         """Begin a step, before its backward."""
         self._learned = None
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = context.settled >= 1
         self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
-        self.densities.density = self._density_at(epoch, context.settled)
+        stage = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
+        self.densities.density = self._density_at(stage, context.settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
@@ -230,6 +244,7 @@ class Engine(Uncopied):
         """End a step; where a round ends with it, ``agreed`` have to be the same on all ranks."""
         self.recorder.totals.end_step()
         self._epoch = epoch
+        self._steps[optimizer] += 1
         if self.rounds is None:  # which sample when they exchange
             self.recorder.samples_deltas = False
         self.replicas.count_step(optimizer, agreed)
@@ -260,10 +275,15 @@ class Engine(Uncopied):
         state = {"memory": self.memory.state_dict(), "compressor": self.compressor.state_dict()}
         if self.planner.plan is not None:
             state["plan"] = {**self.planner.plan.state_dict(), "schedule": type(self._settings.schedule).__name__}
+        if self._settings.bounds_warm_up:
+            state["warm_up"] = {"steps": dict(self._steps), "total_steps": self._total_steps}
         return {**state, **self.replicas.state_dict(together)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace those parts that ``state`` holds by a copy; the others stay as they are."""
+        if "warm_up" in state and self._settings.bounds_warm_up:
+            self._steps = Counter(state["warm_up"]["steps"])
+            self._total_steps = state["warm_up"]["total_steps"] or self._total_steps
 
         def load() -> None:
             if "memory" in state:

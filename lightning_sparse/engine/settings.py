@@ -21,6 +21,7 @@ from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
 AUTO = "auto"
+WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
 Row = tuple[Any, str]  # whether something is refused, and what is said then
 
 
@@ -143,6 +144,8 @@ class Settings:
         )
         self.density = own.default_density or 1.0 if density is None else checked_density("density", density)
         self.warmup_epochs = own.default_warmup_epochs if warmup_epochs is None else warmup_epochs
+        # Ranks make different numbers of local steps, and their epochs end together.
+        self.bounds_warm_up = warmup_epochs is None and self.warmup_epochs > 0 and local_steps is None
         self.adam: Optional[AdamCorrection] = None
         decay = 1.0
         if local_steps is not None:
@@ -233,12 +236,22 @@ class Settings:
             ),
         )
 
-    def density_at(self, epoch: int, settled: float = 1.0) -> float:
-        """Return an epoch's density, from 0: it falls geometrically, as in Deep Gradient Compression's own code."""
+    def warm_up_stage(self, epoch: int, steps: int, total_steps: Optional[int]) -> int:
+        """Return the warm-up's stage, from 0, of an epoch, or of so many of a training's steps where that is further.
+
+        >>> [Settings("dgc", None, "merged", "float32").warm_up_stage(0, steps, 150) for steps in (0, 8, 15)]
+        [0, 2, 4]
+        """
+        if not total_steps or not self.bounds_warm_up:
+            return epoch
+        return max(epoch, WARM_UP_PART * self.warmup_epochs * steps // total_steps)
+
+    def density_at(self, stage: int, settled: float = 1.0) -> float:
+        """Return the density of a warm-up's stage: it falls geometrically, as in Deep Gradient Compression's code."""
         least = falling_density(self.density, settled)
-        if epoch >= self.warmup_epochs:
+        if stage >= self.warmup_epochs:
             return max(least, self.density)
-        return max(least, same_everywhere(self.density ** ((epoch + 1) / (self.warmup_epochs + 1))))
+        return max(least, same_everywhere(self.density ** ((stage + 1) / (self.warmup_epochs + 1))))
 
     def wires_for(self, rank: int, ranks: int) -> Wires:
         """Build the wire formats; while Adam's second moment is learned, everything is sent whole by one of them."""

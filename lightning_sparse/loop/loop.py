@@ -52,6 +52,7 @@ from lightning_sparse.loop.summary import (
     counted,
     summary,
     takes_adam,
+    tells_default_warm_up,
     tells_warm_up,
     warning_for,
     warning_of_rounds,
@@ -227,7 +228,11 @@ class Loop:
             warn_user(warning_for(optimizer))
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
-        """Know how many optimizer steps the whole training has, if that is known, for the warm-up of Adam."""
+        """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
+        if self.engine is not None:
+            self.engine.expect_steps(total_steps)
+            if self.engine.warm_up_steps is not None:
+                self._say(tells_default_warm_up(self._settings, self.engine.warm_up_steps))
         adam = self.view.adam
         adam.total_steps = total_steps
         if adam.is_dense:
@@ -243,6 +248,11 @@ class Loop:
         self._say(f"up to {counted(total_steps, 'optimizer step')}, that is {rounds}.")
         if count < FEW_ROUNDS and local.every > SAFE_STEPS and not is_trial:
             warn_user(warning_of_rounds(local.every, count, total_steps))
+
+    @property
+    def wants_length(self) -> bool:
+        """Whether a warm-up depends on how many steps the whole training has."""
+        return self.corrects_adam or (self.engine is not None and self._settings.bounds_warm_up)
 
     @property
     def corrects_adam(self) -> bool:
@@ -386,11 +396,11 @@ class Loop:
         """Raise what an exchange has raised, and where nobody has told of the epoch."""
         assert self.engine is not None
         self.engine.worker.raise_error()
-        if self.epoch is None and self._settings.warmup_epochs:
+        if self.epoch is None and self._settings.warmup_epochs and self.engine.warm_up_steps is None:
             raise RuntimeError(
                 f"warmup_epochs={self._settings.warmup_epochs} counts epochs, of which a loop of one's own has to tell:"
                 " call set_epoch(epoch), of what sparsify returned or of fabric.strategy, at the start of each, or give"
-                " warmup_epochs=0"
+                f" warmup_epochs=0{' or total_steps' if self._settings.bounds_warm_up else ''}"
             )
 
     def end_backward(self) -> None:

@@ -77,14 +77,16 @@ def sparsify(
         density: as there, like the following.
         schedule: but not ``"auto"``, which wraps the model anew.
         wire: see there.
-        warmup_epochs: see there; where there are any, call :meth:`Sparsifier.set_epoch` at the start of each.
+        warmup_epochs: see there; where there are any, call :meth:`Sparsifier.set_epoch` at the start of each. For
+            ``None`` and ``total_steps`` there is no need to.
         optimizer_correction: see there.
         exchange: see there.
         overlaps_backward: see there.
         local_steps: see there; all ranks then make equally many steps, evaluate and save the model inside
             :meth:`Sparsifier.shared_model`, and end with :meth:`Sparsifier.close`.
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
-        total_steps: optimizer steps of the whole training, for the warm-up of Adam's correction; ``None`` if not known.
+        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
+            and of a compressor go by it.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
 
     Raises:

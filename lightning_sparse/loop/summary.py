@@ -85,6 +85,14 @@ def _first_steps(adam: AdamCorrection, density: float, total_steps: Optional[int
     return f"sends whole gradients in the first {least}{most} optimizer steps{until}{fall}"
 
 
+def tells_default_warm_up(settings: Settings, steps: int) -> str:
+    """Say how long a warm-up takes that nobody has asked for, in a training of known length."""
+    return (
+        f"the warm-up is over after {counted(steps, 'optimizer step')}, a tenth of the training, or after"
+        f" {counted(settings.warmup_epochs, 'epoch')} where these are fewer steps."
+    )
+
+
 def tells_warm_up(warm_up: WarmUp, density: float) -> str:
     """Say that the second moment is known."""
     dense, fall = warm_up
@@ -172,7 +180,8 @@ def _warm_up(settings: Settings) -> str:
     words = []
     if settings.warmup_epochs:
         first = settings.density ** (1 / (settings.warmup_epochs + 1))
-        words.append(f"over {settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
+        most = "at most " if settings.bounds_warm_up else ""
+        words.append(f"over {most}{settings.warmup_epochs} epochs, from {first:.2g} to {settings.density:g}")
     if settings.adam is not None:
         words.append("whole gradients in Adam's first steps")
     return ", or where it sends more, ".join(words) or "none"

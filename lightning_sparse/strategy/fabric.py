@@ -314,9 +314,11 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
     Args:
         compressor: as there, but not one whose replicas diverge.
         schedule: as there, but not ``"auto"``, which wraps the model anew.
-        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch.
+        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch. For ``None`` and ``total_steps``
+            there is no need to.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
-        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
+        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
+            and of a compressor go by it.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:

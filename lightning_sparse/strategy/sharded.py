@@ -194,7 +194,8 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
 
     Args:
         parallelize_fn: given the model and the mesh of a replica, shards the model.
-        total_steps: optimizer steps of the whole training, if known: the correction of Adam takes its warm-up from it.
+        total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
+            and of a compressor go by it.
         **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
 
     Attributes:

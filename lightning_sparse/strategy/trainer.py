@@ -267,7 +267,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
             catch_up(trainer, self.optimizers, trainer.num_training_batches)
         self._loop.agrees_on_rates = has_one_pace and any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
-        if self._loop.corrects_adam:
+        if self._loop.wants_length:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
         was_before, self._is_before_validation = self._is_before_validation, None
@@ -408,7 +408,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             than the density asks for, or leave steps to DDP.
         wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
             send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
-        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's.
+        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's,
+            but at most a tenth of the steps of a training whose length is known, unless they are local steps.
         resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
         optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge
             sparse gradients, before selection, with a warm-up, and warns of other adaptive optimizers; an

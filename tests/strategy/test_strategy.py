@@ -32,7 +32,8 @@ from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
-from tests.helpers.fits import fit, fits, one_model, refusals, refuse
+from tests.helpers.fits import assert_goes_on, fit, fits, one_model, refusals, refuse
+from tests.helpers.resuming import Numbered
 from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
 from tests.helpers.trainers import Small, WithAdam, accelerator, make_trainer
@@ -183,6 +184,26 @@ def test_a_warm_up_takes_the_published_densities():
     settings = Settings("dgc", 0.001, "merged", "float32")
     densities = [settings.density_at(epoch) for epoch in range(6)]
     assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
+
+
+ONE_EPOCH = {"max_epochs": 1, "limit_train_batches": 40}
+
+
+def test_a_default_warm_up_takes_a_tenth_of_a_short_training_and_a_given_one_its_epochs(pair):
+    settings = {"compressor": "dgc", "density": 0.05}
+    stages = [0.05 ** (stage / 5) for stage in range(1, 5)]
+    by_default, given = (
+        fits(pair, Numbered, {**settings, **warmup}, **ONE_EPOCH) for warmup in ({}, {"warmup_epochs": 4})
+    )
+    for each in by_default:
+        assert [stats["density"] for stats in each.stats] == pytest.approx([*stages, *[0.05] * 36], rel=0.05)
+    for each in given:
+        assert [stats["density"] for stats in each.stats] == pytest.approx(stages[:1] * 40, rel=0.05)
+    assert any("warm-up" in line and "4 optimizer steps" in line for line in by_default[0].said)
+
+
+def test_a_default_warm_up_goes_on_to_the_bit_in_its_midst(pair, tmp_path):
+    assert_goes_on(pair, tmp_path, {"compressor": "dgc", "density": 0.05}, save_after=2, max_epochs=5)
 
 
 class AnotherMachines(float):

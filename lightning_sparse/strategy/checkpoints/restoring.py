@@ -38,7 +38,7 @@ def restore(
         usable["compressor"] = state["compressor"]
     elif state["compressor"]:
         unused.append(f"what {save.compressor} had learned, because {type(compressor).__name__} goes on")
-    usable |= {part: state[part] for part in ("averager", "plan") if part in state}
+    usable |= {part: state[part] for part in ("averager", "plan", "warm_up") if part in state}
     if "rounds" in state and "rounds" in present:
         usable["rounds"] = {**state["rounds"], "momentum": _fitted_momenta(state["rounds"], engine, save, parameters)}
     try:
