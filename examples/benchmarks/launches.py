@@ -335,7 +335,7 @@ class _HostGenerator(torch.Generator):
     """A generator of the host, whichever device is asked for; a class, as modules imported meanwhile name it a type."""
 
     def __new__(cls, device: torch.device) -> "_HostGenerator":
-        return super().__new__(cls, _HOST)
+        return super().__new__(cls, _HOST)  # type: ignore[call-arg]  # which torch annotates as taking none
 
 
 def _gradients(sizes: Sequence[int], bucket_mb: float, device: torch.device) -> dict[int, Tensor]:
