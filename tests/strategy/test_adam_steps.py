@@ -653,6 +653,18 @@ def test_a_clip_that_has_stopped_is_not_begun_again_by_a_resume(pair, tmp_path, 
     assert_goes_on(pair, tmp_path, SOON, ClipsAtFirst, save_after, gradient_clip_val=0.05)
 
 
+class ClipsOtherwiseLater(NumberedAdam):
+    def configure_gradient_clipping(self, optimizer, *clipping, **named_clipping):
+        self.clip_gradients(optimizer, 0.05 if self.global_step < 7 else 0.3, "norm")
+
+
+def test_another_clip_acts_from_the_second_step_after_a_resume_on(pair, tmp_path):
+    path = str(tmp_path / "mid.ckpt")
+    never_stopped = one_model(fits(pair, partial(ClipsOtherwiseLater, 7, path), SOON))
+    resumed = one_model(fits(pair, NumberedAdam, SOON, path, gradient_clip_val=0.3))
+    assert_same(resumed.batches, never_stopped.batches[7:])
+
+
 LARGEST = 2e-3
 # By the optimizer of the matrix, which is clipped in some steps, and by that of all others, which is in one.
 ASKED = {True: {DENSE, 4, 5, 8}, False: {6}}
