@@ -278,8 +278,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
         strict: bool = True,
         weights_only: Optional[bool] = None,
     ) -> dict[str, Any]:
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        rest = super().load_checkpoint(path, state, strict, **given)
+        rest = super().load_checkpoint(path, state, strict, weights_only)
         handles = self._trained_in(state) if isinstance(state, dict) else {}
         if handles:
             self._checkpointer.note(rest, path)

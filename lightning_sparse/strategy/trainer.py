@@ -370,8 +370,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **given)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._checkpointer.note(checkpoint, checkpoint_path)
         position = checkpoint.get(POSITION)
         self._position = None if position is None else Position(**position)

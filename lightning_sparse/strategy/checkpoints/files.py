@@ -42,17 +42,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _wait_for_disk(folder)
 
     @override
-    def load_checkpoint(
-        self, path: PathLike, map_location: Optional[Any] = "cpu", weights_only: Optional[bool] = None
-    ) -> dict[str, Any]:
-        local = _local(path)
-        if weights_only and local is not None:  # for which the oldest Lightning that we know has no argument
-            content: dict[str, Any] = torch.load(local, map_location=map_location, weights_only=True)
-            return content
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        return super().load_checkpoint(path, map_location, **given)
-
-    @override
     def remove_checkpoint(self, path: PathLike) -> None:
         with suppress(FileNotFoundError):  # on a shared file system another node may have been faster
             super().remove_checkpoint(path)
