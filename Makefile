@@ -47,7 +47,7 @@ lint: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
 
 # The oldest and the newest versions that setup.cfg allows, each in an environment of its own; downloads gigabytes.
-WITH_VERSIONS := -m pytest -m "not clock" --numprocesses $(WORKERS) --dist worksteal tests/functional tests/schedule tests/engine \
+WITH_VERSIONS := -m pytest -m "not clock and not exhaustive" $(TOGETHER) tests/functional tests/schedule tests/engine \
 	tests/loop tests/strategy tests/callbacks tests/cli
 versions: $(READY)
 	$(BIN)/python tests/versions.py oldest $(WITH_VERSIONS)

@@ -74,6 +74,7 @@ def test_parameters_and_seconds_are_enough(capsys, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_commands_of_the_pages_draw_a_picture(profiled, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for command in shown_commands("plan"):
         main(["plan", *shlex.split(command)])
@@ -83,6 +84,7 @@ def test_the_commands_of_the_pages_draw_a_picture(profiled, tmp_path, monkeypatc
 
 
 def test_a_picture_of_small_differences_has_plain_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
     profile = BackwardProfile(("only",), (1_000_000,), (1.0,), 0.1)
     draw(profile, Network(1e10, 1e-4, 4), [Candidate("ddp"), Candidate("half", wire_bytes=2)], tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
