@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Optional, Union
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
-from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, averaged
 from lightning_sparse.engine.settings import WARM_UP_PART, Settings
 from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, Stream
 from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
@@ -51,6 +52,9 @@ class Engine(Uncopied):
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
+        if settings.replicas_diverge:
+            # It refuses what cannot be averaged, before a thread runs.
+            averaged(chain(ddp.module.named_parameters(), ddp.module.named_buffers()))
         is_island = settings.asks_for_islands and node_ranks > 1  # DDP is then one of a node
         everybody = dist.get_process_group_ranks(None if is_island else ddp.process_group)
         self._settings, self._begin = settings, begin

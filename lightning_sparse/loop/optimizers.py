@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from operator import is_not
 from typing import Any, NamedTuple, Optional, Union
 
 from torch import Tensor
@@ -304,8 +303,7 @@ class TrainedParameters:
 
     def has_new(self) -> bool:
         """Tell whether the model has parameters that it did not have when it was wrapped."""
-        present = list(self._module.parameters())
-        return len(present) != len(self._parameters) or any(map(is_not, present, self._parameters))
+        return set(map(id, self._module.parameters())) != set(map(id, self._parameters))
 
     def _changed(self) -> dict[str, list[str]]:
         """Return the names of those that were trained and are not any more, and of those that were not and are now."""
