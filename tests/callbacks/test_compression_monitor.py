@@ -130,6 +130,7 @@ def test_ranks_look_together_however_late_an_exchange_is(pair, tmp_path, overlap
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"], ids=lambda bar: f"{bar} progress bar")
 def test_a_progress_bar_shows_ratio_and_exposed_time(pair, bar):
+    pytest.importorskip(bar)
     (printed, shown), _ = pair.run(fit_with_bar, bar)
     assert shown["compression"] > 10
     assert shown["exposed_ms"] > 0
