@@ -237,8 +237,9 @@ class Engine(Uncopied):
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = context.settled >= 1
         self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
-        stage = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
-        self.densities.density = self._density_at(stage, context.settled)
+        if self._total_steps and self._settings.bounds_warm_up:
+            epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
+        self.densities.density = self._density_at(epoch, context.settled)
 
     def begin_plain_backward(self) -> None:
         """Begin a backward whose gradients plain DDP exchanges."""
