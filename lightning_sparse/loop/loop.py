@@ -102,6 +102,7 @@ class Loop:
         self._is_begun = False
         self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
         self._has_warned_of_validations = False
+        self._counts_steps = False  # what is exchanged, or decided, goes by the number of steps
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
         self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
 
@@ -144,6 +145,7 @@ class Loop:
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
         self._clipping = clipping
+        self._counts_steps = settings.replicas_diverge or isinstance(settings.schedule, Auto)
         self.view.adam.clip(clipping, parameters.values())
         if isinstance(settings.schedule, Auto):
             self.choice = BackendChoice(engine, self._device, self._say)
@@ -325,7 +327,7 @@ class Loop:
         if adopts:
             self.replicas.adopt()
         self._keep_silent()
-        if self.engine is not None and (self._settings.replicas_diverge or self.choice is not None):
+        if self._counts_steps:
             self._watch_weights()
 
     def _watch_weights(self) -> None:
