@@ -10,16 +10,16 @@ WORKERS ?= 3
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# What listens to a clock comes last and alone. A worker starts its processes once; one that is done helps the other.
+# A worker starts its processes once; one that is done helps the other.
 TOGETHER := --numprocesses $(WORKERS) --dist worksteal
 test: $(READY)
 	$(BIN)/python -m pytest -m "not clock and not exhaustive" $(TOGETHER)
-	$(BIN)/python -m pytest -m "clock and not exhaustive"
 
-# Everything: after `make test`, every other case of what it samples, and what takes long.
+# Everything: after `make test`, every other case of what it samples, and what takes long. What listens to a clock comes
+# last and alone.
 test-all: test
 	$(BIN)/python -m pytest -m "exhaustive and not clock" $(TOGETHER)
-	$(BIN)/python -m pytest -m "exhaustive and clock"
+	$(BIN)/python -m pytest -m clock
 
 # The loop of a change: functions, doctests, and the laws for every compressor.
 quick: $(READY)

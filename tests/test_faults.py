@@ -67,6 +67,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_only_what_came_after_th
     assert_goes_on(forked, ranks, POINTS[point], path)
 
 
+@pytest.mark.exhaustive
 @each_world
 @pytest.mark.parametrize("point", ["selection", "commit", "planning"] if IS_LONG else ["selection"])
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(forked, tmp_path, point, ranks, victim):

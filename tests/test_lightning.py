@@ -108,6 +108,7 @@ def run(unified, interpreter):
     return run_script
 
 
+@pytest.mark.exhaustive
 def test_strategies_callbacks_and_checkpoints_work_with_the_other_name(run):
     assert "AdaptiveDensity: step 0: 2 parameters at 0.1 (Warmup" in run(FIT, ranks=2)
 

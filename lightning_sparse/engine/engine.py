@@ -237,7 +237,7 @@ class Engine(Uncopied):
         self.recorder.begin_backward()
         self.recorder.current.marks.is_typical = context.settled >= 1
         self.pipeline.begin(context._replace(samples_deltas=self.recorder.samples_deltas))
-        if self._total_steps and self._settings.bounds_warm_up:
+        if self._total_steps:
             epoch = self._settings.warm_up_stage(epoch, max(self._steps.values(), default=0), self._total_steps)
         self.densities.density = self._density_at(epoch, context.settled)
 

@@ -143,7 +143,7 @@ class Settings:
             *_of_the_schedule(own, self.schedule, schedule),
         )
         self.density = own.default_density or 1.0 if density is None else checked_density("density", density)
-        self.warmup_epochs = own.default_warmup_epochs if warmup_epochs is None else warmup_epochs
+        self.warmup_epochs = own.default_warmup_epochs if warmup_epochs is None else int(warmup_epochs)
         # Ranks make different numbers of local steps, and their epochs end together.
         self.bounds_warm_up = warmup_epochs is None and self.warmup_epochs > 0 and local_steps is None
         self.adam: Optional[AdamCorrection] = None
@@ -310,7 +310,7 @@ def _of_the_compressor(
         f"warmup_epochs={warmup_epochs} was given to {name}, which has no density to warm up: leave it out",
     )
     yield (
-        warmup_epochs is not None and (not isinstance(warmup_epochs, int) or warmup_epochs < 0),
+        warmup_epochs is not None and (not isinstance(warmup_epochs, Integral) or warmup_epochs < 0),
         f"warmup_epochs={warmup_epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)",
     )
     yield (

@@ -231,6 +231,7 @@ class Loop:
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Know how many optimizer steps the whole training has, if that is known, for warm-ups."""
+        total_steps = None if total_steps is None else int(total_steps)  # of numpy's, too
         if self.engine is not None:
             self.engine.expect_steps(total_steps)
             if self.engine.warm_up_steps is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Optional, Union
 
@@ -563,11 +564,11 @@ def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], counts_st
         )
 
 
-def check_facts(scaler: Optional[GradScaler], total_steps: Optional[int]) -> None:
+def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
     """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
-    is_number = total_steps is None or (isinstance(total_steps, int) and total_steps >= 1)
+    is_number = total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)
     message = f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
     refuse((not is_number, message))
 

@@ -196,6 +196,7 @@ def fit_drawn(rank, directory):
     run_fit(rank, strategy, Slow(), logger=logger, callbacks=[OverlapTimeline(steps=[2, 7])])
 
 
+@pytest.mark.exhaustive
 def test_the_picture_stands_beside_the_file_and_in_tensorboard(pair, tmp_path):
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")

@@ -150,6 +150,7 @@ def padding_waste(method):
     return sum(waste[-50:]) / 50
 
 
+@pytest.mark.exhaustive
 def test_partitions_of_equal_load_waste_little_on_padding():
     exdyna, micro = padding_waste("exdyna"), padding_waste("micro")
     assert exdyna < 0.5

@@ -101,6 +101,7 @@ def test_trials_and_plan_change_no_bit_and_are_the_same_on_all_ranks(pair):
     assert counts == sorted(set(counts))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.clock
 @pytest.mark.parametrize(("network", "is_single"), [(costly_message, True), (costly_bytes, False)])

@@ -483,6 +483,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_it_imports_no_lightning(interpreter, tmp_path):
     (tmp_path / "script.py").write_text(WITHOUT_LIGHTNING)
     result = interpreter.run(tmp_path / "script.py")

@@ -23,9 +23,9 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_sparse import LocalSteps, SparseDDPStrategy
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, TopK
-from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
+from lightning_sparse.engine.adam.correction import falling_density
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.loop.checks import warning_of_meeting
@@ -555,9 +555,11 @@ def test_names_of_elsewhere_lead_to_ours(given):
 
 
 def test_numbers_of_numpy_are_numbers():
-    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5))}
+    given = {"density": numpy.float32(0.25), "local_steps": LocalSteps(numpy.int64(5)), "warmup_epochs": numpy.int64(2)}
     settings = SparseDDPStrategy(**given).settings
     assert settings.density == 0.25
+    assert settings.density_at(1) < settings.density_at(0)
+    assert AdamCorrection(dense_steps=numpy.int64(3)) == AdamCorrection(dense_steps=3)
     assert settings.local_steps == LocalSteps(5)
     with pytest.raises(ValueError, match="every"):
         LocalSteps(every=0)

@@ -150,6 +150,7 @@ def test_a_rank_that_has_finished_is_told_from_one_that_died(forked, shorter):
     assert "has died" not in message
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_waits_at_the_end_of_its_epoch_is_told_from_one_that_died(forked, tmp_path):
     (_, (kind, message)), _ = forked[2].answers(fit_uneven, (3, 5), str(tmp_path))
     assert kind == "ExchangeError", message

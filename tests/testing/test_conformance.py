@@ -63,6 +63,7 @@ def as_on_the_page(folder):
     return "shared_random:SharedRandom"
 
 
+@pytest.mark.exhaustive
 def test_the_compressor_of_the_page_keeps_the_laws(forked, tmp_path, capsys):
     # Some rows of each law; all of them is what the page's reader runs.
     code = run_kit(forked, tmp_path, as_on_the_page(tmp_path), "-k", ROW, "-vv")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple, Optional
 
 from lightning_sparse.compressors.base import same_everywhere
@@ -54,8 +55,11 @@ class AdamCorrection:
         """Check."""
         for name, least in (("dense_steps", 2), ("fall_steps", 0), ("refresh_steps", 1)):
             given = getattr(self, name)
-            if given is not None and (not isinstance(given, int) or given < least):
+            if given is None:
+                continue
+            if not isinstance(given, Integral) or given < least:
                 raise ValueError(f"{name}={given!r} must be a whole number of optimizer steps, at least {least}")
+            object.__setattr__(self, name, int(given))  # of numpy's, too
 
     def most_dense_steps(self, total_steps: Optional[int]) -> int:
         """Return how many steps are dense at most, of the whole training's (``None`` where they are not known)."""

@@ -44,6 +44,7 @@ def test_from_a_model_to_a_table_and_numbers(interpreter, tmp_path):
     assert [row["density"] for row in plan["rows"] if row["name"] == "sparse_topk"] == [0.1, 0.01]
 
 
+@pytest.mark.exhaustive
 def test_json_may_stand_alone(profiled, capsys):
     main(["plan", "--bandwidth=100mbit", "--latency=1ms", "--workers=2", "--densities", "0.01", "--json=-"])
     plan = json.loads(capsys.readouterr().out)
