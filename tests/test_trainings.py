@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse import LocalSteps
 from lightning_sparse.testing.pool import Pool, RemoteError
 from lightning_sparse.testing.tensors import differences
 from tests.helpers import random_trainings
@@ -27,6 +28,7 @@ from tests.helpers.random_trainings import (
     PARTS,
     REFUSALS,
     STRATEGIES,
+    Training,
     drawn,
     drawn_to_be_refused,
     fit,
@@ -184,6 +186,23 @@ def test_whatever_is_drawn(pools, tmp_path, seed):
     least = minimal(training, fails_alike, _CUTTING_SECONDS)
     again = f"LIGHTNING_SPARSE_DRAWS={seed}:{seed + 1} draws it again"
     pytest.fail("\n".join([repr(training), *failures, f"It is enough to have {least!r}", again]))
+
+
+# What draws have found once, cut down: a round that is resumed while what it has trained is frozen and nothing is left
+# to train; and a save of ranks of which one has had its last batch, and with it a validation.
+FOUND = [
+    Training(0, strategy="micro", local=LocalSteps(4), finds_unused=True, parts=("thawing",), saves=("epoch", 2)).but(
+        by_hand="together"
+    ),
+    Training(0, local=LocalSteps(3), finds_unused=True, by_hand="toggled by turns", batches=4, fewer=1).but(
+        validates=3, saves=("epoch", 1), skips=0
+    ),
+]
+
+
+@pytest.mark.parametrize("training", FOUND, ids=["frozen at a resume", "validated after the last batch"])
+def test_what_was_found_once_stays_right(pools, tmp_path, training):
+    assert failures_of(pools, training, tmp_path) == []
 
 
 @pytest.mark.parametrize("message", REFUSALS)

@@ -25,6 +25,7 @@ from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
+from lightning_sparse.functional.elements import held_of
 from lightning_sparse.schedule import Merged
 
 Wrapper = Union[DistributedDataParallel, ShardedModel]
@@ -293,14 +294,24 @@ class Engine(Uncopied):
         def load() -> None:
             if "memory" in state:
                 self.memory.load_state_dict(state["memory"])
+            self.replicas.load_state_dict(state)
+            self._expect_round()
             if "compressor" in state:
                 self.compressor.load_state_dict(state["compressor"])
                 self._learned = state["compressor"]
-            self.replicas.load_state_dict(state)
 
         # On a device the copies are then memory of the worker's stream, which alone reads them. It drops some of them
         # when it has been told to read them, but has not yet: memory of another stream would be written over.
         self.worker.run(load)
+
+    def _expect_round(self) -> None:
+        """Have the compressor know the parameters of a round that goes on, some of which may be frozen here so far."""
+        if self.rounds is None or self.rounds.trained == set(self._layout.names):
+            return
+        numels = {name: held_of(each).numel() for each, name in self._names.items() if name in self.rounds.trained}
+        frozen = tuple(name for name in self._names.values() if name not in numels)
+        self._layout = self._layout._replace(names=tuple(numels), numels=tuple(numels.values()), frozen=frozen)
+        self._begin_compressor()
 
     def restore_plan(self, state: Mapping[str, Any], topology: Topology) -> bool:
         """Follow the plan of a run before, if it is for these ranks, this schedule, these parameters."""

@@ -136,6 +136,11 @@ class Rounds(Replicas):
         self._last_wait = self._total_wait = 0.0  # seconds
         self.follow(module, names)
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters whose changes are exchanged."""
+        return self._names
+
     @override
     def follow(self, module: Module, names: Sequence[str]) -> None:
         # Between two rounds, when replicas are the same, or where the round that was resumed has these parameters.

@@ -106,6 +106,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _has_failed = _has_own_position = False
     _is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; a validation ends a round
     _seen_batch = 0  # the number of the last one, since the start
+    _validated_batch = 0  # the number of the one after which the last validation came, or was left out
     _termination: Optional[Termination] = None
     _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
@@ -210,6 +211,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
         def validate_as_one() -> Any:
             if not trainer.sanity_checking:
+                self._validated_batch = self._seen_batch
                 if not self._meet("a validation"):
                     return []
                 self._loop.end_round(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
@@ -262,7 +264,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
-        self._seen_batch = 0
+        self._seen_batch = self._validated_batch = 0
         has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
         if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
             catch_up(trainer, self.optimizers, trainer.num_training_batches)
@@ -362,7 +364,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         kept = self._loop.state()
         if kept is None:
             return None
-        if self.rounds is not None and self.rounds.steps_since_ended:
+        is_validated = self._validated_batch == self._seen_batch > 0
+        if self.rounds is not None and self.rounds.steps_since_ended and not is_validated:
             fit_loop = self._trainer.fit_loop
             fetcher = fit_loop._data_fetcher
             kept["is_before_validation"] = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -170,7 +170,9 @@ class Training:
         )  # nobody knows where a step ends, after which one may freeze
         yield self.steps_unseen and not (self.by_hand and self.has_sgd and self.clips is None and not self.falls)
         yield self.optimizer == "sam" and (self.by_hand or self.accumulates > 1 or self.optimizers > 1)
-        in_step = self.renews is not None and self.renews % self.batches % self.accumulates
+        in_step = self.renews is not None and (
+            self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
+        )
         yield self.renews is not None and (self.falls or self.averages or in_step)
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
@@ -261,8 +263,11 @@ class Training:
             return False
         # Nothing waits that momentum could be corrected for, with another optimizer than SGD; masked momentum is gone;
         # of a parameter that several optimizers have there is one velocity; and velocities are what is clipped.
+        # They are also what is in gradients, for whoever makes steps of them; and decay adds up in them otherwise.
         is_other = self.has_adam or self.subject.feedback.masks_momentum or self.shares or self.clips is not None
-        return not (self.has_momentum and (is_other or self.renews is not None) and self.optimizer != "sgd")
+        is_other = is_other or self.renews is not None or self.steps_unseen
+        decays = self.optimizer == "sgd" and self.falls == "cycle"  # which gives it a momentum
+        return not (self.has_momentum and (decays or (is_other and self.optimizer != "sgd")))
 
     def variants(self):
         """Return what must end alike, by name: without what may not matter, with it, and that gone on from its file.
