@@ -9,7 +9,7 @@ from typing import Optional, Union
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import DistributedDataParallelKwargs, set_seed  # type: ignore[import-untyped]
+from accelerate.utils import set_seed  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,10 +38,7 @@ def train(
     """
     set_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 1))
-    buckets = DistributedDataParallelKwargs(bucket_cap_mb=lightning_sparse.bucket_cap_mb(model))
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, kwargs_handlers=[buckets]
-    )
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     inputs = torch.randn(16 * 2 * steps, 32, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-import lightning_sparse
 from lightning_sparse import AdamCorrection
 from lightning_sparse.loop.hugging_face import SparsifyCallback
 
@@ -55,7 +54,7 @@ def train(
         max_grad_norm=1.0,
         ddp_find_unused_parameters=False,
         report_to=[],
-        **{"ddp_bucket_cap_mb": lightning_sparse.bucket_cap_mb(model), **arguments},
+        **arguments,
     )
     trainer = Trainer(model=model, args=settings, train_dataset=Counting())
     if density is not None:

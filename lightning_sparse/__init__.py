@@ -23,7 +23,6 @@ from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
     from lightning_sparse.engine.settings import LocalSteps
-    from lightning_sparse.engine.step.hook import bucket_cap_mb
     from lightning_sparse.engine.wire.owners import Owners
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
@@ -43,7 +42,6 @@ _LATER = {
     "SparseFabricStrategy": "lightning_sparse.strategy.fabric",
     "SparseModelParallelStrategy": "lightning_sparse.strategy.sharded",
     "Sparsifier": "lightning_sparse.loop",
-    "bucket_cap_mb": "lightning_sparse.engine.step.hook",
     "sparsify": "lightning_sparse.loop",
 }
 
@@ -100,7 +98,6 @@ __all__ = [
     "SparseModelParallelStrategy",
     "Sparsifier",
     "available_compressors",
-    "bucket_cap_mb",
     "register_compressor",
     "sparsify",
 ]

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from lightning_sparse.engine.collectives import ExchangeError
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.testing.wrapping import Edges, batch, sgd_steps
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +37,7 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 torch.manual_seed(0)
 model = Edges()
-ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb(model))
+ddp = DistributedDataParallel(model)
 engine = Engine(ddp, Settings("exdyna", 0.05, "layerwise", "float32", 0), timedelta(seconds=8))
 losses = (ddp(batch(rank, step)) for step in range(400))
 print("ready", flush=True)

@@ -38,7 +38,6 @@ from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.step.step import LocalGradient
 from lightning_sparse.engine.wire import EXCHANGES, build_wires
 from lightning_sparse.schedule.network import sent_bytes
@@ -192,7 +191,7 @@ def _work(exchange: str, node_ranks: int) -> float:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb(model))
+    ddp = DistributedDataParallel(model)
     way, _, keep = exchange.partition(":")
     settings = Settings("topk", DENSITY, "merged", "float32", 0, None, Owners(float(keep)) if keep else way)
     engine = Engine(ddp, settings, node_ranks=node_ranks)

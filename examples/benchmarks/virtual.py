@@ -293,13 +293,14 @@ class VirtualRank:
         self._densities.density = settings.density_at(epoch, context.settled)
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]
         # As DDP hands gradients over: the last layer's first.
-        step = [LocalGradient(name, grad.view(-1), None) for name, grad in reversed(named) if grad is not None]
+        step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]
+        used = torch.ones(len(step), dtype=torch.uint8, device=step[0].gradient.device)
         self.recorder.begin_backward()
         self.recorder.add_ready([local.name for local in step])
         self.recorder.end_backward()
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norms(step[::-1])
-        self._pipeline.commit(self._pipeline.exchange(step))
+        self._pipeline.commit(self._pipeline.exchange(step, used=used))
         self.recorder.end_step()
         with self._view.adam.hidden():
             self._clip()

@@ -72,7 +72,7 @@ class ModelLayout(NamedTuple):
     """Which parameters are exchanged, and between whom.
 
     Attributes:
-        names: parameter names in the order of their definition, never in that of DDP's buckets.
+        names: parameter names in the order of their definition, never in that of backward.
         numels: for each its number of elements; of the shards that a rank holds where a model is sharded.
         rank: this rank within the process group that exchanges.
         ranks: size of that process group.

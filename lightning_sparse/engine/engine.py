@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of
 from lightning_sparse.engine.collectives import Collectives, Uncopied
@@ -19,16 +18,15 @@ from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, averaged
 from lightning_sparse.engine.settings import WARM_UP_PART, Settings
-from lightning_sparse.engine.step.hook import ArrivedGradients, GradientStream, Stream
+from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Stream, Wrapper
 from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
-from lightning_sparse.engine.step.shards import ShardedModel, ShardStream
+from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
 from lightning_sparse.engine.wire import Wires
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.schedule import Merged
 
-Wrapper = Union[DistributedDataParallel, ShardedModel]
 _LOGGER = logging.getLogger(__name__)
 _ARRIVAL_BYTES = 12  # of an element that a rank has selected: its value, and its place as int64
 _RESIDUAL_BYTES = 4
@@ -38,8 +36,8 @@ class Engine(Uncopied):
     """Exchange the gradients of one wrapped model, until closed; its communication hook is registered here.
 
     ``node_ranks`` of a node average their gradients first, or have done so where they hold one replica in shards.
-    ``begin`` is called before a step's first gradients are taken, on the thread of backward. Between two steps
-    ``densities`` may be raised, alike on all ranks.
+    ``begin`` is called before a backward's first gradient is taken, and ``end`` when gradients are means. Between two
+    steps ``densities`` may be raised, alike on all ranks.
     """
 
     def __init__(
@@ -50,6 +48,7 @@ class Engine(Uncopied):
         say: Callable[[str], None] = _LOGGER.info,
         node_ranks: int = 1,
         begin: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         parameters = list(ddp.module.parameters())
         device = parameters[0].device
@@ -58,7 +57,7 @@ class Engine(Uncopied):
             averaged(chain(ddp.module.named_parameters(), ddp.module.named_buffers()))
         is_island = settings.asks_for_islands and node_ranks > 1  # DDP is then one of a node
         everybody = dist.get_process_group_ranks(None if is_island else ddp.process_group)
-        self._settings, self._begin = settings, begin
+        self._settings, self._begin, self._end = settings, begin, end
         self.compressor = settings.compressor
         self.arrived = ArrivedGradients()
         is_sharded = isinstance(ddp, ShardedModel)
@@ -137,17 +136,13 @@ class Engine(Uncopied):
         self._numels.update(zip(self._layout.names, numels))
 
     def _stream_from(self, ddp: Wrapper) -> Stream:
-        settings = self._settings
-        if settings.local_steps is not None:
+        settings, are_rounds = self._settings, self._settings.local_steps is not None
+        if are_rounds and (isinstance(ddp, ShardedModel) or isinstance(self.levels, Islands)):
             return Stream()
-        if isinstance(ddp, ShardedModel):
-            return ShardStream(ddp.module, self.pipeline, settings.schedule, self.worker)
-        # Moments are of gradients, without what exchanges have brought before.
-        has_moments = settings.adam is not None or settings.feedback.momentum is not None
-        if has_moments or ddp.find_unused_parameters or ddp.static_graph:
-            self.arrived.watch(ddp.module.parameters())
-        parts = (self.pipeline, settings.schedule, self.worker)
-        return GradientStream(ddp, *parts, settings.overlaps_backward, self._begin, self.arrived)
+        parts = (self.pipeline, settings.schedule, self.worker, self.arrived, self._begin, self._end)
+        exchange = Exchange(ddp, *parts, settings.overlaps_backward)
+        exchange.is_dense = are_rounds
+        return exchange
 
     def _replicas_of(self, module: nn.Module, say: Callable[[str], None]) -> Replicas:
         settings = self._settings

@@ -320,7 +320,7 @@ class Recorder:
         self.current.marks.backward_end = self.clock.mark()
 
     def add_ready(self, names: Sequence[str]) -> None:
-        """Record that gradients are ready, those of a bucket at once."""
+        """Record that gradients are ready, all at once."""
         is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
         self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
 

@@ -23,7 +23,7 @@ _CHECK_EVERY = 50  # steps
 _CHECKED_STEPS = 10
 _DEPARTURE = 0.2  # of the exposed time
 _NOTICEABLE = 0.02  # of the time of a step; less is not worth a new plan
-_FOREIGN_STEPS = 2  # until DDP has rebuilt its buckets, with a static graph too
+_FOREIGN_STEPS = 2  # of a new exchange: the first agrees on an order, without overlap
 _MAX_PATIENCE = 32  # times the first interval, where new trials keep confirming the plan
 
 

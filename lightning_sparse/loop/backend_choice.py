@@ -74,7 +74,7 @@ def spread(values: Sequence[float]) -> float:
     return _TO_SIGMA * median(abs(value - centre) for value in values)
 
 
-_SETTLING_STEPS = 2  # after a change: DDP rebuilds its buckets
+_SETTLING_STEPS = 2  # after a change
 _TIMED_STEPS = 6
 _TURNS = 2  # of each, so that whatever else the machine does hits both alike,
 _MOST_TURNS = 6  # and more while they do not tell which is better

@@ -30,18 +30,13 @@ def check_parameters(model: Module) -> None:
         )
 
 
-def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None, static_graph: bool = False) -> None:
+def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None) -> None:
     """Refuse what would send in each of the local steps, if there are any."""
     if local is None:
         return
     modules = () if model is None else model.modules()
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
     refuse(
-        (
-            static_graph,
-            f"static_graph=True is about gradients that DDP exchanges, and with local_steps={local.every!r} it"
-            " exchanges none, or those of a node alone: leave it out",
-        ),
         (
             has_batch_norm,
             f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
@@ -52,11 +47,11 @@ def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None, st
 
 
 def check_reducer(ddp: DistributedDataParallel) -> None:
-    """Refuse a wrapped model that does not hand its gradients over in buckets."""
+    """Refuse a wrapped model whose gradients torch.compile averages itself."""
     if getattr(ddp, "_use_python_reducer", False):
         raise RuntimeError(
-            "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks with tuples instead of"
-            " buckets; set it to True (the default) or False"
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which averages"
+            " gradients in compiled code; set it to True (the default) or False"
         )
 
 
@@ -71,13 +66,13 @@ def warning_of_meeting(
     if backend != "nccl":
         return None
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
-    if not (is_late or has_batch_norm or ddp.find_unused_parameters or ddp.static_graph):
+    if not (is_late or has_batch_norm):
         return None
     switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
     if not (has_batch_norm or found):
         return None
-    source = "SyncBatchNorm" if has_batch_norm else "find_unused_parameters or static_graph"
+    source = "SyncBatchNorm"
     cure = "overlaps_backward=False"
     if is_late:
         source, cure = "levels=2 with overlap_steps", "local_steps=LocalSteps(..., overlap_steps=0)"

@@ -4,7 +4,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -25,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.settings import Row, Settings, refuse
+from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
@@ -64,8 +62,6 @@ CLOSED = (
     "closed: to train on, wrap the model in a new DistributedDataParallel, or build it and fully_shard it anew, and"
     " sparsify that"
 )
-_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
-
 _UNCOUNTED = 8  # batches in a row, more than hooks change weights in while a step accumulates
 UNCOUNTED = (
     f"{_UNCOUNTED} batches in a row have changed the weights, and no optimizer that is known has made a step. Steps are"
@@ -140,7 +136,8 @@ class Loop:
             self._say(RESUMES_ALONE)
         self._ddp: Wrapper = ddp
         self._scaler = scaler
-        self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, self._begin_from_within)
+        around = (self._begin_from_within, lambda: self.view.adam.note_arrived())
+        self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, *around)
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
@@ -286,31 +283,28 @@ class Loop:
             return False
         return self.choice.wants_plain if is_at_border else self.is_plain
 
-    def detach(self, is_plain: bool) -> Optional[AbstractSet[Parameter]]:
-        """Let go of the wrapped model between two steps, for plain DDP or for another wrapper.
-
-        Return the parameters that have taken part since the last exchange; ``None`` where that is not tracked.
-        """
-        if self.engine is None:
-            return None
-        del self._ddp  # two reducers would both take every gradient
-        if self.is_plain:
-            return None
-        used = self.engine.stream.used
-        if is_plain:
-            self.engine.leave_optimizers()
-        self.engine.detach()
-        return used
-
-    def attach(self, ddp: Wrapper, is_plain: bool) -> None:
-        """Go on with a new wrapper of the same model."""
+    def train_others(self, ddp: Wrapper) -> None:
+        """Go on with a model of which other parameters are trained, between two steps, maybe in another wrapper."""
         if self.engine is None:
             return
-        self._ddp, self.is_plain = ddp, is_plain
+        used = self.engine.stream.used
+        self.engine.detach()
+        self._ddp = ddp
         self.view.know(dict(ddp.module.named_parameters()))
+        self.engine.attach(ddp)
+        self.engine.stream.use(used)
+        self.engine.stream.is_dense = self.engine.stream.is_dense or self.is_plain
+
+    def leave_to_ddp(self, is_plain: bool) -> None:
+        """Have the coming steps send everything, as DDP does, or only what is selected; between two steps."""
+        if self.engine is None:
+            return
+        if is_plain and self.engine.rounds is None:
+            self.engine.leave_optimizers()
+        self.is_plain = is_plain
+        if self.engine.rounds is None:
+            self.engine.stream.is_dense = is_plain
         self.follow_rounds()
-        if not is_plain:
-            self.engine.attach(ddp)
 
     def is_silent(self, is_plain: Optional[bool] = None) -> bool:
         """Tell whether DDP leaves exchanges to rounds of local steps; the steps are its own where ``is_plain``."""
@@ -367,6 +361,7 @@ class Loop:
         self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self.engine is None:
             return
+        self.engine.stream.expect()
         self._is_begun = True
         if self.is_plain and self._ddp.require_backward_grad_sync:
             self.engine.begin_plain_backward()
@@ -379,16 +374,11 @@ class Loop:
     def _begin_from_within(self) -> None:
         """Begin a backward before the first of its gradients is taken, where nobody has told of it."""
         if self._is_begun:
-            _LATER(lambda: _LATER(self.view.adam.note_arrived))  # as below; users may clip before ``end_backward``
             return
-        if self.engine is None:
-            raise RuntimeError(CLOSED)
         self.check_epoch()
         self.wants_plain()
         self.begin()
         self._is_begun = False
-        # DDP waits for the exchange in a callback of its own, which comes after this one and before one of this one.
-        _LATER(lambda: _LATER(self.end_backward))
 
     def is_any(self, flag: bool) -> bool:
         """Tell whether a flag is set on any rank, which all must ask."""
@@ -409,6 +399,8 @@ class Loop:
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
         self._is_begun = False
+        if self.engine is not None:
+            self.engine.stream.finish()
         self.view.adam.note_arrived()
         if self.engine is not None:
             self.engine.worker.raise_error()

@@ -239,8 +239,7 @@ class UnfinishedStep:
             state["arrived"] = {names[parameter]: arrived for parameter, arrived in engine.arrived.state().items()}
             state["begun"] = [names[parameter] for parameter in engine.arrived.begun if parameter in names]
             state["undecayed"] = engine.memory.undecayed()
-            if engine.stream.used is not None:
-                state["used"] = [names[parameter] for parameter in engine.stream.used]
+            state["used"] = [names[parameter] for parameter in engine.stream.used if parameter in names]
         return state
 
     def restore(self, gradients: Mapping[Parameter, Tensor], is_begun: bool, used: Iterable[Parameter]) -> None:
@@ -314,15 +313,12 @@ class TrainedParameters:
         """Say what has changed."""
         return "; ".join(f"{change}: {listed(names)}" for change, names in self._changed().items() if names)
 
-    def check(self, optimizers: Sequence[Optimizer], tolerates_unused: bool) -> None:
-        """Check that the same parameters require a gradient as when the forward of this step began."""
-        if not self.have_changed(optimizers):
-            return
-        if self._changed()["unfrozen"] or not tolerates_unused:
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that no other parameters require a gradient than when the forward of this step began."""
+        if self.have_changed(optimizers) and self._changed()["unfrozen"]:
             raise RuntimeError(
-                f"{self.changes()}, inside training_step, when gradients are already waited for. Do it before,"
-                " such as in on_train_batch_start or on_train_epoch_start; for optimizers that take turns"
-                " (toggle_optimizer) use find_unused_parameters=True"
+                f"{self.changes()}, inside training_step, where other ranks cannot know of it. Do it before, such as in"
+                " on_train_batch_start or on_train_epoch_start"
             )
 
     def agree(self, is_step_begun: bool, rank: int, ranks: int, timeout: Optional[timedelta]) -> None:

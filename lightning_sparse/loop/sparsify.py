@@ -22,11 +22,11 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import Uncopied, copy_from_first
-from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules, reshard
+from lightning_sparse.engine.step.shards import ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
@@ -64,9 +64,9 @@ def sparsify(
 ) -> "Sparsifier":
     """Have a wrapped model send only the part of each gradient that matters most, in a training loop of your own.
 
-    Call it on all ranks, once, before the first backward. Gradients travel while backward goes on, as soon as DDP hands
-    a bucket over: build it with ``bucket_cap_mb=lightning_sparse.bucket_cap_mb(model)``, or they wait for larger ones.
-    On one process it makes the same checks, and does nothing.
+    Call it on all ranks, once, before the first backward. Gradients are taken as backward makes them, and are means
+    when it ends; DDP broadcasts the model and its buffers, and exchanges nothing any more. On one process it makes the
+    same checks, and does nothing.
 
     Args:
         ddp_model: the model, wrapped, of all processes; or one that ``fully_shard`` has cut over the processes of a
@@ -93,7 +93,7 @@ def sparsify(
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
         TypeError: for an object of the wrong kind.
-        RuntimeError: if the model has a communication hook already.
+        RuntimeError: if the model has a communication hook, or was given to ``sparsify`` before.
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
@@ -146,7 +146,7 @@ class Sparsifier(Loop):
             checked.join_hook = _refuse_join  # type: ignore[method-assign]
         module = self._model.module
         _check_optimizers(module, optimizers, settings.local_steps is not None)
-        check_rounds(settings.local_steps, module, getattr(ddp, "static_graph", False))
+        check_rounds(settings.local_steps, module)
         self._has_exchanged = False  # the shards of this step
         self._is_closed = False
         self._is_shared = True  # the model is that of all ranks, as far as this rank knows
@@ -214,12 +214,12 @@ class Sparsifier(Loop):
 
     def exchange_shards(self) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
-        if self.engine is None or not isinstance(self.engine.stream, ShardStream) or self._has_exchanged:
+        is_ours = isinstance(self._model, ShardedModel) and self._settings.local_steps is None
+        if self.engine is None or not is_ours or self._has_exchanged:
             return
         self.check_epoch()
         self.wants_plain()
         self.begin()
-        self.engine.stream.exchange()
         self.end_backward()
         self._has_exchanged = True
 
@@ -410,8 +410,7 @@ class Sparsifier(Loop):
         rounds = self.engine.rounds
         if rounds is None:
             return
-        self.is_plain = rounds.is_synchronous
-        self.follow_rounds()
+        self.leave_to_ddp(rounds.is_synchronous)
         self._model.require_backward_grad_sync = self._model.require_forward_param_sync = self.is_plain
 
     def close(self, has_failed: bool = False) -> None:
@@ -429,10 +428,8 @@ class Sparsifier(Loop):
             has_failed = True
             raise
         finally:
-            if isinstance(self._model, ShardedModel):
+            if engine is not None:
                 self._model.module.register_forward_pre_hook(_refuse_training)
-            elif engine is not None and engine.rounds is not None:
-                self._model.register_forward_pre_hook(_refuse_training)
             self.end(has_failed)
 
     def _layouts(self) -> dict[str, list[Any]]:
@@ -486,14 +483,14 @@ def _checked(ddp: Module) -> DistributedDataParallel:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"ddp_model={type(ddp).__name__} must be a torch.nn.parallel.DistributedDataParallel: wrap the model first,"
-            " DistributedDataParallel(model, bucket_cap_mb=lightning_sparse.bucket_cap_mb(model))"
+            " DistributedDataParallel(model)"
         )
     check_parameters(ddp.module)
     check_reducer(ddp)
-    if ddp._comm_hooks:
+    if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
         raise RuntimeError(
-            "ddp_model has a communication hook already, and DDP takes one: wrap the model in a new"
-            " DistributedDataParallel, and call sparsify once"
+            "ddp_model has a communication hook, or its gradients are already exchanged by sparsify: wrap the model in"
+            " a new DistributedDataParallel, without a hook, and call sparsify once"
         )
     ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
     refuse(

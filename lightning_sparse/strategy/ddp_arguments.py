@@ -10,8 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.loop.checks import check_rounds
+from lightning_sparse.engine.settings import LocalSteps, Settings, refuse
 
 _REFUSED = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -25,7 +24,6 @@ _REFUSED = {
     "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
 }
 _DENSITY = "did you mean density, the fraction of elements that is sent?"
-_UNUSED = "Expected to have finished reduction in the prior iteration"  # so DDP's error begins
 # What people call things elsewhere, where no likeness of letters leads to our name.
 _CALLED_ELSEWHERE = {
     "compress_ratio": _DENSITY,
@@ -59,7 +57,13 @@ def check_ddp_arguments(strategy: type, base: type, settings: Settings, given: M
                 f"{name}={value!r} is no argument of {strategy.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
             )
-    check_rounds(settings.local_steps, static_graph=bool(given.get("static_graph")))
+    refuse(
+        (
+            bool(given.get("static_graph")) and settings.asks_for_islands,
+            "static_graph=True is about gradients that DDP exchanges, and with local_steps and levels=2 it exchanges"
+            " those of a node alone: leave it out",
+        )
+    )
 
 
 def check_device(strategy: type, device: torch.device) -> None:
@@ -69,20 +73,6 @@ def check_device(strategy: type, device: torch.device) -> None:
             f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
             " processes: use accelerator='cpu', or strategy='auto' for one device"
         )
-
-
-def with_advice(error: BaseException, strategy: type, chosen: Any) -> tuple[Any, ...]:
-    """Return what an error says, and to DDP's on unused parameters our advice: Lightning's is to send everything."""
-    said = str(error)
-    if _UNUSED not in said:
-        return error.args
-    name = f"strategy='{chosen}_find_unused_parameters_true' or " if str(chosen).startswith("sparse_") else ""
-    advice = (
-        "It looks like your LightningModule has parameters that were not used in producing the loss that training_step"
-        f" returned. If that is intended, have them looked for: {name}{strategy.__name__}(...,"
-        " find_unused_parameters=True)"
-    )
-    return (advice if said.startswith(_UNUSED) else f"{said}\n{advice}",)  # or it is the traceback of another process
 
 
 def _hint(name: str, compressor: Compressor, own: Sequence[str], theirs: Iterable[str]) -> str:

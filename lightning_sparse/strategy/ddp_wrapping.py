@@ -4,16 +4,44 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.nn import Module, Parameter
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine.step.hook import bucket_cap_mb
+from lightning_sparse.engine.step.exchange import ignored_by
 from lightning_sparse.loop.checks import check_reducer
 
-# The buckets along which torch.compile cuts its graph; DDP's own default.
-_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+# Those that are about a reducer, and about gradients that it does not find.
+_WITHOUT_EFFECT = frozenset({"find_unused_parameters", "static_graph", "bucket_cap_mb"})
+_BROADCAST_BYTES = 250 * 1024 * 1024
+
+
+def align(module: Module, ignored: Iterable[str] = (), group: Optional[ProcessGroup] = None) -> None:
+    """Copy parameters and buffers from rank 0, in place, as DDP does; raise where ranks have other shapes."""
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    left_out = set(ignored)
+    parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
+    _verify_param_shape_across_processes(group, parameters)
+    _sync_module_states(module, group, _BROADCAST_BYTES, 0, left_out, True)
+
+
+class Silent(DistributedDataParallel):
+    """A wrapper that leaves gradients to others, and of which a copy, to which nobody attends, is not to be trained."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.register_forward_pre_hook(_refuse_training)
+
+
+def _refuse_training(wrapper: Module, inputs: Any) -> None:
+    if wrapper.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            "this is a copy of a wrapper whose gradients lightning_sparse exchanges, and those of the copy nobody does:"
+            " copy the module inside, or call eval()"
+        )
 
 
 class DDPWrapping:
@@ -23,50 +51,52 @@ class DDPWrapping:
         self._stream: Optional[torch.cuda.Stream] = None
 
     def wrap(
+        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any], init_sync: bool = True
+    ) -> DistributedDataParallel:
+        """Return the model in a DDP that takes care of the smallest parameter alone: no bucket takes memory."""
+        given = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
+        ignored = ignored_by(module)
+        if given.pop("init_sync", True) and init_sync:
+            align(module, ignored, given.get("process_group"))
+        trained = (each for name, each in module.named_parameters() if each.requires_grad and name not in ignored)
+        kept = min(trained, key=Tensor.numel)
+        others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]
+        others += [f".{name}" for name in others]  # as DDP calls those of the module itself
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*others, *ignored])
+        try:
+            ddp = self._built(Silent, module, device_ids, {**given, "init_sync": False})
+        finally:
+            del module._ddp_params_and_buffers_to_ignore
+            if ignored:
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        check_reducer(ddp)
+        return ddp
+
+    def wrap_whole(
         self,
         module: Module,
         device_ids: Optional[list[int]],
         arguments: Mapping[str, Any],
-        is_plain: bool = False,
-        is_silent: bool = False,
-        island: Optional[ProcessGroup] = None,
+        island: Optional[ProcessGroup],
     ) -> DistributedDataParallel:
-        """Return the model, wrapped for plain DDP, for ranks that exchange no gradients, or else for the engine.
-
-        Ranks of an ``island`` that is silent to others exchange theirs as plain DDP does.
-        """
-        given = {**arguments, "bucket_cap_mb": None if is_plain else bucket_cap_mb(module)}
-        if is_silent:  # broadcast_buffers=False would leave buffers as they are, whose changes its user averages
-            given.pop("broadcast_buffers", None)
-        ddp = self._built(module, device_ids, given)
-        if is_silent:
-            del ddp  # it has made the replicas alike
-            inside = {**arguments, "init_sync": False, "process_group": island}
-            is_alone = island is None
-            ddp = self._silent(module, device_ids, arguments) if is_alone else self._built(module, device_ids, inside)
+        """Return the model in a DDP that averages its gradients itself, over all ranks or those of an ``island``."""
+        if island is not None:
+            align(module, ignored_by(module))
+            arguments = {**arguments, "init_sync": False, "process_group": island}
+        ddp = self._built(DistributedDataParallel, module, device_ids, arguments)
         check_reducer(ddp)
-        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         return ddp
 
-    def _silent(
-        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
-    ) -> DistributedDataParallel:
-        """Wrap in a DDP that takes care of the smallest parameter alone: its buckets are memory that nobody reads."""
-        kept = min((each for each in module.parameters() if each.requires_grad), key=Tensor.numel)
-        others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]
-        others += [f".{name}" for name in others]  # as DDP calls those of the module itself
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
-        try:
-            return self._built(module, device_ids, {**arguments, "init_sync": False})
-        finally:
-            del module._ddp_params_and_buffers_to_ignore
-
     def _built(
-        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
+        self,
+        kind: type[DistributedDataParallel],
+        module: Module,
+        device_ids: Optional[list[int]],
+        arguments: Mapping[str, Any],
     ) -> DistributedDataParallel:
         """Wrap as Lightning does, on a stream beside that of the caller; but always on the same one, and in order."""
         if device_ids is None:
-            return DistributedDataParallel(module=module, device_ids=None, **arguments)
+            return kind(module=module, device_ids=None, **arguments)
         # Gradients are written on the stream on which their parameter was first wrapped, for as long as anybody keeps
         # the graph of a step, such as a loss that is not detached. Those of one group must not come from several.
         if self._stream is None:
@@ -76,7 +106,7 @@ class DDPWrapping:
         # its own: after what the last step writes, and before the next reads these, or writes into the memory of those.
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            ddp = DistributedDataParallel(module=module, device_ids=device_ids, **arguments)
+            ddp = kind(module=module, device_ids=device_ids, **arguments)
         caller.wait_stream(self._stream)
         return ddp
 
@@ -85,7 +115,7 @@ class DDPWrapping:
         self._stream = None
 
 
-def note_use(ddp: DistributedDataParallel, used: Iterable[Parameter]) -> None:
+def note_use(ddp: DistributedDataParallel, used: Iterable[Tensor]) -> None:
     """Tell a new wrapper that looks for unused parameters what the step has used: DDP drops the mean of the others."""
     if not ddp.find_unused_parameters:
         return

@@ -358,11 +358,8 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        local = self.settings.local_steps
-        check_rounds(local, module)
-        is_plain = local is not None and local.synchronous_steps > 0
-        is_silent = local is not None and not is_plain
-        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs, is_plain, is_silent)
+        check_rounds(self.settings.local_steps, module)
+        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
         self._expect(ddp)
         return ddp
 

@@ -13,7 +13,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.shards import ShardedModel, ShardStream, cut_modules
+from lightning_sparse.engine.step.shards import ShardedModel, cut_modules
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
@@ -88,7 +88,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         refuse(*_of_shards(self.settings, model_parallel, self._sizes))
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._is_blocked = False
         self._replaced = []
         super().__init__(**model_parallel)
 
@@ -144,9 +143,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         self._loop.follow_optimizers(self.optimizers)
         if self.engine is not None and self._trained.have_changed(self.optimizers):
             self._trained.agree(self._loop.unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
-            self._loop.detach(is_plain=False)
             self._trained = TrainedParameters(self._sharded.module)
-            self._loop.attach(self._sharded, is_plain=False)
+            self._loop.train_others(self._sharded)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -160,7 +158,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self._synchronize(True)
 
     def _synchronize(self, synchronizes: bool) -> None:
-        self._is_blocked = not synchronizes
+        if self.engine is not None:
+            self._sharded.require_backward_grad_sync = synchronizes
         for module in cut_modules(self._module):
             module.set_requires_gradient_sync(synchronizes, recurse=False)
 
@@ -173,8 +172,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.engine is not None and not self._is_blocked and isinstance(self.engine.stream, ShardStream):
-            self.engine.stream.exchange()
         self._loop.end_backward()
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:

@@ -18,9 +18,9 @@ from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import Collectives, gather_together, leave_word
-from lightning_sparse.engine.engine import Wrapper
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
+from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
 from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
@@ -40,8 +40,8 @@ from lightning_sparse.strategy.checkpoints import (
     restore,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device, with_advice
-from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
+from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
+from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, align, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning import (
     CURE,
@@ -519,14 +519,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         leave_word("")
 
     @override
-    def _setup_model(self, model: Module, is_plain: bool = False, **changes: Any) -> DistributedDataParallel:
+    def _setup_model(self, model: Module, is_plain: bool = False) -> DistributedDataParallel:
         check_parameters(model)
         check_rounds(self.settings.local_steps, model)
         self._trained = TrainedParameters(model)
-        arguments = {**self._ddp_kwargs, **changes}
-        device_ids, is_silent = self.determine_ddp_device_ids(), self._loop.is_silent(is_plain)
-        island = None if self._island is None else self._island.group
-        return self._wrapping.wrap(model, device_ids, arguments, is_plain, is_silent, island)
+        device_ids = self.determine_ddp_device_ids()
+        if self._island is None:
+            return self._wrapping.wrap(model, device_ids, self._ddp_kwargs)
+        return self._wrapping.wrap_whole(model, device_ids, self._ddp_kwargs, None if is_plain else self._island.group)
 
     @override
     def configure_ddp(self) -> None:
@@ -587,7 +587,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_word("")  # a search for a learning rate has come to an end of its own
-        note_use(self._ddp, self._loop.unfinished.put_back(self.optimizers))
+        used = self._loop.unfinished.put_back(self.optimizers)
+        if self.engine is not None:
+            self.engine.stream.use(used)
+        if self._island is not None:
+            note_use(self._ddp, used)
         self._begin_steps()
 
     @override
@@ -601,10 +605,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         unfinished.drop_frozen()
         if self._trained.have_changed(self.optimizers):
             self._trained.agree(unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
-            self._rewrap(is_plain)
+            self._train_others()
             self._say(f"other parameters are trained from now on, {len(self._trained)} in all.")
-        elif is_plain != self.is_plain:
-            self._rewrap(is_plain)
+        if is_plain != self.is_plain:
+            self._leave_to_ddp(is_plain)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -620,8 +624,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._loop.begin(self._module.automatic_optimization)
         if not self._loop.replicas.are_apart or self._loop.is_island:
-            tolerant = ("find_unused_parameters", "static_graph")
-            self._trained.check(self.optimizers, any(self._ddp_kwargs.get(name) for name in tolerant))
+            self._trained.check(self.optimizers)
         super().pre_backward(closure_loss)
 
     @override
@@ -634,21 +637,35 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         whereabouts.leave_end_of_training(self._trainer)
         super().on_train_end()
 
+    def _train_others(self) -> None:
+        """Go on with what is trained now, alike on all ranks; between two steps."""
+        module = self._ddp.module
+        if self._trained.has_new():
+            align(module, ignored_by(module))
+        if self._island is not None:
+            self._rewrap(self.is_plain)
+        self._trained = TrainedParameters(module)
+        self._loop.train_others(self._ddp)
+
+    def _leave_to_ddp(self, is_plain: bool) -> None:
+        """Send everything in the coming steps, or not, or leave them to rounds, which begin with one model."""
+        if self._island is not None:
+            self._rewrap(is_plain)
+        elif not is_plain and self.rounds is not None:
+            align(self._ddp.module, ignored_by(self._ddp.module))
+        self._loop.leave_to_ddp(is_plain)
+
     def _rewrap(self, is_plain: bool) -> None:
-        """Wrap the model for the engine or for plain DDP, and for what is trained now; between two steps."""
+        """Wrap the model of an island anew: DDP averages over its node in rounds, and over all ranks before."""
         module, synchronizes = self._ddp.module, self._ddp.require_backward_grad_sync
-        broadcasts = self._ddp.require_forward_param_sync
-        used = self._loop.detach(is_plain)
-        if used is None:  # those that the step in progress may have used since the last exchange
-            used = set(module.parameters()) if self._loop.unfinished.is_begun else set()
+        broadcasts, used = self._ddp.require_forward_param_sync, set(module.parameters())
+        used = used if self._loop.unfinished.is_begun else set()
         self.model = None  # two reducers would both take every gradient
-        # Replicas are the same already, but not new parameters, and not the buffers that DDP leaves to rounds.
-        begins_rounds = self._loop.is_silent(is_plain) and not self._loop.is_silent()
         with self._loop.unfinished.put_aside():
-            self.model = self._setup_model(module, is_plain, init_sync=begins_rounds or self._trained.has_new())
+            self.model = self._setup_model(module, is_plain)
         self.model.require_backward_grad_sync = synchronizes
         self.model.require_forward_param_sync = broadcasts
-        self._loop.attach(self.model, is_plain)
+        self._loop.train_others(self.model)
         note_use(self.model, used)
 
     @override
@@ -716,15 +733,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._loop.choice is not None and is_ours:
             self._loop.choice.restore(bool(kept["is_plain"]))
         return unused
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        # In the process that has launched the ranks the module has no Trainer.
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        chosen = None if trainer is None else trainer._accelerator_connector._strategy_flag
-        said = with_advice(exception, type(self), chosen)
-        super().on_exception(exception)
-        exception.args = said  # Lightning's advice takes the place of all that there was
 
     @override
     def teardown(self) -> None:

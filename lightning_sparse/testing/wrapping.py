@@ -12,7 +12,6 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.step.hook import bucket_cap_mb
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.testing.subjects import built
@@ -38,7 +37,7 @@ def sparse_ddp(
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
-    arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb(model), **ddp_arguments}
+    arguments = {"gradient_as_bucket_view": True, **ddp_arguments}
     ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
     settings = Settings(
         built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward, local_steps

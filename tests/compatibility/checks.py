@@ -63,10 +63,6 @@ two_steps_in_two_batches = steps_are([0, 2, 2, 4, 4, 6, 6, 8])
 two_epochs_by_turns = steps_are(range(1, 17))
 
 
-def static(first, second):
-    assert all(batch.is_static for batch in first.batches)
-
-
 def normalized_together(first, second):
     assert first.batches[0].total != second.batches[0].total
     for one, other in zip(first.batches, second.batches):

@@ -31,29 +31,23 @@ ROWS = (
     ),
     Feature("manual optimization, two optimizers in turn", checks.one_step_a_batch, module=modules.ByHand),
     Feature(
-        "manual optimization, two optimizers that toggle (GAN), `find_unused_parameters=True`",
-        checks.two_steps_a_batch,
-        module=modules.Adversaries,
-        strategy={"find_unused_parameters": True},
+        "manual optimization, two optimizers that toggle (GAN)", checks.two_steps_a_batch, module=modules.Adversaries
     ),
     Feature(
         "the same, batches accumulated by `toggle_model(sync_grad=...)`",
         checks.two_steps_in_two_batches,
         module=modules.PatientAdversaries,
-        strategy={"find_unused_parameters": True},
     ),
     Feature(
-        "`find_unused_parameters=True`",
+        "parameters that some ranks do not use",
         checks.one_step_a_batch,
         module=modules.Unused,
-        strategy={"find_unused_parameters": True},
         untrained=frozenset({"never.weight", "never.bias"}),
     ),
     Feature(
-        "`static_graph=True`",
-        checks.static,
-        strategy={"static_graph": True},
-        refusals={"sparse_loco": "is about gradients that DDP exchanges"},
+        "`find_unused_parameters=True`, `static_graph=True`",
+        checks.one_step_a_batch,
+        strategy={"find_unused_parameters": True, "static_graph": True},
     ),
     Feature(
         "`sync_batchnorm=True`",
@@ -91,16 +85,16 @@ ROWS = (
         strategy=_SOON,
     ),
     Feature(
-        "AdamW, two optimizers that toggle (GAN), `find_unused_parameters=True`",
+        "AdamW, two optimizers that toggle (GAN)",
         checks.two_steps_a_batch,
         module=partial(modules.Adversaries, modules.adamw),
-        strategy={"find_unused_parameters": True, **_SOON},
+        strategy=_SOON,
     ),
     Feature(
-        "AdamW, `find_unused_parameters=True`",
+        "AdamW, parameters that some ranks do not use",
         checks.one_step_a_batch,
         module=partial(modules.Unused, modules.adamw),
-        strategy={"find_unused_parameters": True, **_SOON},
+        strategy=_SOON,
         untrained=frozenset({"never.weight", "never.bias"}),
         sent_whole=1056 / 6304,  # whose second moment is never learned
     ),

@@ -50,7 +50,6 @@ class Batch(NamedTuple):
     checksum: float  # of all parameters
     logged: dict[str, float]
     buffers: dict[str, list[float]]
-    is_static: bool  # how the model is wrapped
 
     @property
     def is_whole(self):
@@ -103,7 +102,6 @@ class Watch(Callback):
                 float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
                 {name: float(value) for name, value in trainer.callback_metrics.items()},
                 buffers_of(pl_module),
-                strategy.model.static_graph,
             )
         )
 
@@ -179,7 +177,9 @@ def build_strategy(name, arguments):
     settings = STRATEGIES[name]
     if name in ("ddp", "sparse_a2sgd", "sparse_loco"):  # send no part of a gradient late, and have nothing to correct
         arguments = {key: value for key, value in arguments.items() if key != "optimizer_correction"}
-    return DDPStrategy(**arguments) if settings is None else SparseDDPStrategy(**{**settings, **arguments})
+    if settings is None:
+        return DDPStrategy(**{"find_unused_parameters": True, **arguments})  # which only DDP has to be told
+    return SparseDDPStrategy(**{**settings, **arguments})
 
 
 def run_cell(rank, strategy, feature, folder):

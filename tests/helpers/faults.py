@@ -18,7 +18,7 @@ import lightning_sparse.schedule.plan as plan_module
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine.collectives import Collectives
-from lightning_sparse.engine.step.hook import GradientStream
+from lightning_sparse.engine.step.exchange import Exchange
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.tensors import differences
@@ -43,7 +43,7 @@ _ANYWHERE = r"waited in vain in \w+.*: another rank has died.*longer timeout=.*c
 _SAVING = r"stays as it was: another rank could not write its part, or has died: .*waited in vain.*ckpt_path"
 POINTS = {
     "forward": Point(Numbered, "training_step"),
-    "hook": Point(GradientStream, "receive", 1),
+    "hook": Point(Exchange, "_hand_over", 1),
     "selection": Point(TopK, "select"),
     "between two collectives": Point(
         Collectives, "run", 1, ("exdyna", "merged"), message=r"waited in vain in all_\w+ of the group of \d param"
@@ -52,7 +52,7 @@ POINTS = {
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
-    "changing wrappers": Point(SparseDDPStrategy, "_rewrap", 0, ("lags", "auto"), 12, _ANYWHERE),
+    "changing wrappers": Point(SparseDDPStrategy, "_leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}

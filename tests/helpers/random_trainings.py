@@ -153,12 +153,17 @@ class Training:
         Several optimizers are stepped by hand, what is not used is looked for, nothing is validated between two batches
         of a step by hand, where Lightning would drop their gradients, nor frozen, and a loss has a gradient.
         """
-        needs_search = "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
         is_refused = drops or self._freezes or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
         is_refused = is_refused or any(self._needs_other_things)
-        return (self.finds_unused or not needs_search) and is_alone and not is_refused
+        has_ddp = self.are_islands and self.uses_partly  # which looks for what is not used where it is told to
+        return (self.finds_unused or not has_ddp) and is_alone and not is_refused
+
+    @property
+    def uses_partly(self):
+        """Whether some backwards leave parameters out."""
+        return "toggled" in self.by_hand or any(part == "thawing" or "used" in part for part in self.parts)
 
     @property
     def _needs_other_things(self):
@@ -756,9 +761,10 @@ class Saver(Callback):
 
 def build_strategy(training, is_ddp=False):
     """Build the strategy that was drawn, or DDP's for the same model."""
-    common = {"find_unused_parameters": True} if training.finds_unused else {}
     if is_ddp:
-        return DDPStrategy(gradient_as_bucket_view=True, **common)
+        searches = training.finds_unused or training.uses_partly
+        return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=searches)
+    common = {"find_unused_parameters": True} if training.finds_unused else {}
     density = {} if training.subject.default_density is None else {"density": training.density, "warmup_epochs": 0}
     local = {} if training.local is None else {"local_steps": training.local}
     arguments = {

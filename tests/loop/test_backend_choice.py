@@ -46,7 +46,7 @@ def test_a_fast_network_is_left_to_ddp_with_nothing_waiting(pair):
         assert all(were_plain[-60:])
         assert any(waiting)
         assert waiting[-1] == 0
-        assert wrappers > 2
+        assert wrappers == 1
         assert living == [1]
         assert stats["density"] == stats["compression_ratio"] == 1.0
 

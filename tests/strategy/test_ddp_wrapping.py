@@ -1,4 +1,6 @@
-"""The wrapper of rounds of local steps, which exchanges nothing by itself."""
+"""The wrapper, which exchanges nothing by itself."""
+
+import copy
 
 import torch
 from torch import nn
@@ -23,9 +25,28 @@ class Tied(nn.Module):
 def elements_in_buckets(rank):
     """Return how many elements the buckets of the wrapper have memory for."""
     devices = None if DEVICE.type == "cpu" else [0]
-    ddp = DDPWrapping().wrap(Tied().to(DEVICE), devices, {}, is_silent=True)
+    ddp = DDPWrapping().wrap(Tied().to(DEVICE), devices, {})
     return sum(bucket.buffer().numel() for bucket in ddp.reducer._get_zeros_like_grad_buckets())
 
 
-def test_buckets_of_local_steps_take_no_memory(pair):
+def test_buckets_take_no_memory(pair):
     assert pair.run(elements_in_buckets) == [1, 1]
+
+
+def train_a_copy(rank):
+    devices = None if DEVICE.type == "cpu" else [0]
+    ddp = copy.deepcopy(DDPWrapping().wrap(Tied().to(DEVICE), devices, {}))
+    words = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with torch.no_grad():
+        seen = ddp(words).shape
+    try:
+        ddp(words)
+    except RuntimeError as error:
+        return tuple(seen), str(error)
+    return tuple(seen), ""
+
+
+def test_a_copy_may_be_looked_at_and_not_trained(pair):
+    for seen, said in pair.run(train_a_copy):
+        assert seen == (1, 1000)
+        assert "copy the module inside" in said

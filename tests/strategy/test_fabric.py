@@ -263,7 +263,6 @@ def test_mistakes_are_refused_with_their_cure(pair):
     ("arguments", "kind", "message"),
     [
         ({"denstiy": 0.01}, TypeError, "denstiy=0.01 .*density"),
-        ({"local_steps": 4, "static_graph": True}, ValueError, "static_graph=True"),
         ({"local_steps": 4, "compressor": "dgc"}, ValueError, "local_steps=4"),
         ({"levels": 2}, TypeError, "levels=2"),
         ({"density": 1.5}, ValueError, "density=1.5"),

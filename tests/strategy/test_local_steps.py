@@ -325,7 +325,7 @@ def test_ranks_may_skip_different_steps(pair, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "module", "arguments", "unused"),
     [
-        (3, Local, {}, False),
+        (2, Local, {}, False),
         (2, Narrow, {}, False),
         (2, Local, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, False),
         (2, Overflowing, {"plugins": scaling()}, False),

@@ -191,7 +191,7 @@ class Booked(Sharded):
     def on_train_start(self):
         strategy = self.trainer.strategy
         stream = strategy.engine.stream
-        exchange, memory = stream.exchange, strategy.engine.memory
+        finish, memory = stream.finish, strategy.engine.memory
 
         def books():
             parameters = dict(self.named_parameters())
@@ -202,10 +202,10 @@ class Booked(Sharded):
 
         def book():
             before = {f"{kind} before": each for kind, each in books().items()}
-            exchange()
+            finish()
             self.notes.append({**before, **{f"{kind} after": each for kind, each in books().items()}})
 
-        stream.exchange = book
+        stream.finish = book
 
 
 SPARSE = {"compressor": "topk", "density": 0.05}

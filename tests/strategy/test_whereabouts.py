@@ -88,7 +88,7 @@ def fit_struck(rank, owner, name, victim, how, arguments, batch=3, model=Busy, f
         (SparseDDPStrategy, "barrier", 1, {"saves": True}, "broadcast"),  # by a callback, after the error
         (SparseDDPStrategy, "on_train_start", 1, {"batch": None, "timeout": timedelta(seconds=3)}, ""),
         (Signals, "tell", 0, {}, f"{BUFFERS}|barrier|all_to_all_single"),
-        (SparseDDPStrategy, "pre_backward", 1, {"local_steps": FIRST_DDPS}, "_engine_run_backward"),
+        (SparseDDPStrategy, "pre_backward", 1, {"local_steps": FIRST_DDPS}, "all_reduce"),
     ],
 )
 def test_a_rank_that_dies_is_told_of_wherever_others_wait(forked, tmp_path, owner, name, victim, more, where):

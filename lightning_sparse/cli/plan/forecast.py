@@ -212,7 +212,9 @@ def _system_work(
         finish_seconds += network.inside.seconds("all_gather", _GRADIENT_BYTES * share)
     sent = sum(sent_bytes(*transfer, peers.workers) * often for transfer, often in afterwards)
     for group in groups:
-        for transfer in sent_by(settings, [profile.sizes[position] for position in group], network):
+        # With the last message travels which parameters were used.
+        flags = len(profile.sizes) if group is groups[-1] and settings.local_steps is None else 0
+        for transfer in sent_by(settings, [profile.sizes[position] for position in group], network, flags):
             sent += sent_bytes(*transfer, peers.workers)
     return _Work(groups, select_cost, exchange_cost, sent, finish_seconds)
 
@@ -224,21 +226,21 @@ def levels(settings: Settings, network: Network) -> tuple[int, Network]:
     return 1, network
 
 
-def sent_by(settings: Settings, sizes: Sequence[int], network: Network) -> list[Transfer]:
+def sent_by(settings: Settings, sizes: Sequence[int], network: Network, flags: int = 0) -> list[Transfer]:
     """Return what each worker hands to collectives for a group of tensors; with two levels, to those between nodes."""
     shared_by, peers = levels(settings, network)
-    return transfers(settings, [-(-size // shared_by) for size in sizes], peers.workers)
+    return transfers(settings, [-(-size // shared_by) for size in sizes], peers.workers, flags)
 
 
-def transfers(settings: Settings, sizes: Sequence[int], workers: int) -> list[Transfer]:
-    """Return what each worker hands to collectives for a group of tensors of some sizes."""
+def transfers(settings: Settings, sizes: Sequence[int], workers: int, flags: int = 0) -> list[Transfer]:
+    """Return what each worker hands to collectives for a group of tensors of some sizes; a step's last has flags."""
     compressor, density = settings.compressor, settings.density
     wires = settings.wires_for(0, workers)
     if compressor.dense_wire_format is not None and density >= 1:
-        return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes])
+        return wires.transfers([SelectionSize(size, size, is_whole=True) for size in sizes], flags)
     if compressor.selects_across_group:
         sizes = [sum(sizes)]
-    return wires.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes])
+    return wires.transfers([compressor.selection_size(size, element_count(size, density)) for size in sizes], flags)
 
 
 def step_transfers(settings: Settings, elements: int, has_adam: bool = False) -> list[tuple[Transfer, float]]:

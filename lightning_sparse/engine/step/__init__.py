@@ -1,1 +1,1 @@
-"""THE WAY OF ONE GRADIENT, from DDP's bucket to ``p.grad``: hook, worker, step, selecting, levels."""
+"""THE WAY OF ONE GRADIENT, from backward to the mean in ``p.grad``: exchange, worker, step, selecting, levels."""

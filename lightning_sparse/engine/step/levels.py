@@ -25,7 +25,7 @@ class LocalGradient(NamedTuple):
 
     name: str
     gradient: Tensor  # flat view of the gradient's storage; the mean over ranks is written here
-    is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where that is not tracked
+    is_used: Optional[bool]  # whether backward gave it anything on this rank; ``None`` where it is no gradient
 
 
 class Topology(NamedTuple):
@@ -89,7 +89,7 @@ class OneLevel:
         """Write what became of the shares into the gradients, whole, on all ranks of the node; end the step."""
 
     def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
-        """Tell which flags, a vector of bool, are set on any rank that holds a shard of the same replica."""
+        """Tell which flags, uint8, are set on any rank with whose gradients this one's are averaged in its node."""
         return flags
 
     def mean_gradients(self, gradients: Mapping[str, Tensor], numels: Sequence[int]) -> Sequence[Tensor]:
@@ -204,10 +204,6 @@ class Shards(Divided):
     def total_of(self, numbers: Tensor) -> Tensor:
         return self._inside.call(Payload("all_gather", numbers), ["squared norms"]).sum(dim=0)
 
-    @override
-    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
-        return self._inside.call(Payload("all_gather", flags.byte()), names).bool().any(dim=0)
-
 
 class TwoLevels(Divided):
     """The ranks of a node, on a fast network of their own, average gradients, and each sees to a share of the means.
@@ -238,12 +234,11 @@ class TwoLevels(Divided):
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:
         names = [local.name for local in group]
         shares = self._inside.run(self._average([local.gradient for local in group]), names)
-        are_used = [local.is_used for local in group]
-        if are_used[0] is not None:
-            flags = torch.tensor(list(map(bool, are_used)), dtype=torch.uint8).to(shares[0].device, non_blocking=True)
-            everywhere = self._inside.call(Payload("all_gather", flags), names)
-            are_used = [bool(flag) for flag in everywhere.bool().any(dim=0).tolist()]  # the host waits for a GPU
-        return [LocalGradient(*local) for local in zip(names, shares, are_used)]
+        return [local._replace(gradient=share) for local, share in zip(group, shares)]
+
+    @override
+    def any_of(self, flags: Tensor, names: Sequence[str]) -> Tensor:
+        return self._inside.call(Payload("all_gather", flags), names).amax(dim=0)
 
     @override
     def write_back(self, names: Sequence[str]) -> None:

@@ -80,6 +80,7 @@ class StepContext(NamedTuple):
 
 
 NOTHING_KNOWN = StepContext()
+_NO_PLACES: Mapping[str, int] = {}
 
 
 class Exchanged(NamedTuple):
@@ -136,10 +137,13 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float32, device=self.collectives.device)
         return norm_of([self._shares[name].gradient for name in names])
 
-    def exchange(self, group: Sequence[LocalGradient], ready: Optional[Mark] = None) -> list[Exchanged]:
+    def exchange(
+        self, group: Sequence[LocalGradient], ready: Optional[Mark] = None, used: Optional[Tensor] = None
+    ) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients, the last of them there at ``ready``, are working memory until :meth:`commit`.
+        The gradients, the last of them there at ``ready``, are working memory until :meth:`commit`. With a step's last
+        group travels which parameters of the step this rank has ``used``, uint8.
         """
         names = [local.name for local in group]
         with self.recorder.group(names, ready):
@@ -153,8 +157,10 @@ class Pipeline:
                     torch._foreach_div_(gradients, self.context.loss_scale)
                 accumulated = self.memory.compensate(names, gradients, self.context.hyperparameters)
                 densities, are_used = list(map(self.density_of, names)), [local.is_used for local in group]
-                parts = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
-            return [self._exchange_part(part, group, accumulated) for part in parts]
+                *parts, last = self.selector.select(names, accumulated, densities, are_used, self.context.whole)
+            used = None if used is None else self.levels.any_of(used, names)
+            exchanged = [self._exchange_part(part, group, accumulated) for part in parts]
+            return [*exchanged, self._exchange_part(last, group, accumulated, used)]
 
     def exchange_in_groups(
         self, gradients: Sequence[LocalGradient], closes_group: Callable[[str, int], bool]
@@ -174,10 +180,12 @@ class Pipeline:
                 group, numel = [], 0
         return exchanged + (self.exchange(group) if group else [])
 
-    def _exchange_part(self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor]) -> Exchanged:
+    def _exchange_part(
+        self, part: Part, group: Sequence[LocalGradient], accumulated: Sequence[Tensor], used: Optional[Tensor] = None
+    ) -> Exchanged:
         members, tensors = [group[each] for each in part.positions], [accumulated[each] for each in part.positions]
         names = [local.name for local in members]
-        arrival = part.exchange(self.levels.across, names, self._used(members))
+        arrival = part.exchange(self.levels.across, names, used)
         return Exchanged(names, members, tensors, part.counts, arrival)
 
     def check_arrived(self, arrived: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -191,21 +199,26 @@ class Pipeline:
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
 
-    def commit(self, step: Sequence[Exchanged]) -> None:
-        """Keep what was not sent, if all is finite, and write the means over ranks into the gradients of the step."""
+    def commit(self, step: Sequence[Exchanged], places: Mapping[str, int] = _NO_PLACES) -> None:
+        """Keep what was not sent, if all is finite, and write the means over ranks into the gradients of the step.
+
+        What travelled with the last message, whether any rank used a parameter, is at these ``places``, by name.
+        """
         are_finite, self._are_finite = self._are_finite, []
         if not step:
             return  # every gradient had a sparse layout
         finite = torch.stack([*are_finite, *(exchanged.arrival.finite for exchanged in step)]).all()
         finite = self.levels.all_of(finite, step[0].names)  # what is not finite is in one rank's share
         means = self._finish_step(step, finite)
-        travelled = [(exchanged.names, exchanged.arrival.used) for exchanged in step]
+        used = [self._used_anywhere(exchanged, step[-1].arrival.used, places) for exchanged in step]
+        travelled = [(exchanged.names, flags) for exchanged, flags in zip(step, used)]
         if self.memory.after_exchange(travelled, finite, self.levels):
             self.recorder.current.marks.is_typical = False  # no plan is made from its times
         with self.recorder.span("commit"):
-            for exchanged, mean in zip(step, means):
+            for exchanged, mean, flags in zip(step, means, used):
+                accepted = finite if flags is None else flags & finite
                 with self._deltas_sampled(exchanged):
-                    self._keep(exchanged, finite)
+                    self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
                     mean.scatter(exchanged.accumulated)  # the means are in its memory from here on
                 self._write_back(exchanged, mean)
         self.levels.write_back(step[0].names)
@@ -221,20 +234,20 @@ class Pipeline:
             self.recorder.last_samples, self.recorder.samples = samples, None
         self._planner.see_step(marks)
 
-    def _keep(self, exchanged: Exchanged, finite: Tensor) -> None:
-        used = exchanged.arrival.used
-        accepted = finite if used is None else used & finite
-        self.memory.update(exchanged.names, exchanged.accumulated, exchanged.arrival.kept, accepted)
+    def _used_anywhere(
+        self, exchanged: Exchanged, used: Optional[Tensor], places: Mapping[str, int]
+    ) -> Optional[Tensor]:
+        """Return whether any rank used each of what travelled together, bool; ``None`` where this one used all."""
+        if used is None or all(local.is_used for local in exchanged.group):
+            return None
+        return torch.stack([used[places[name]] for name in exchanged.names])
 
     def _write_back(self, exchanged: Exchanged, mean: GroupSelection) -> None:
         means = exchanged.accumulated
         self.memory.to_gradients(exchanged.names, means, mean)
         if self.context.loss_scale is not None:
             torch._foreach_mul_(means, self.context.loss_scale)
-        used = exchanged.arrival.used
-        for position, (local, tensor) in enumerate(zip(exchanged.group, means)):
-            if used is not None and not local.is_used:
-                tensor.mul_(used[position])  # zero where no rank used it: its residual has stayed
+        for local, tensor in zip(exchanged.group, means):
             if tensor is not local.gradient:
                 local.gradient.copy_(round_to(tensor, local.gradient.dtype))
 
@@ -292,10 +305,3 @@ class Pipeline:
         with encoding:
             encoding.enter_context(self.recorder.span("encode"))
             return self.compressor.finish_step(names, means, finite, all_gather)
-
-    def _used(self, group: Sequence[LocalGradient]) -> Optional[Tensor]:
-        if group[0].is_used is None:
-            return None
-        used = torch.tensor([local.is_used for local in group], dtype=torch.uint8)
-        # Not blocking is safe: a copy from memory that is not pinned has read its source when it returns.
-        return used.to(self.collectives.device, non_blocking=True)

@@ -96,14 +96,16 @@ class Wires(NamedTuple):
             return self.elements
         return self.whole if whole <= owned else self.owners
 
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the payloads of a group, see :meth:`WireFormat.transfers`."""
         ways: dict[WireFormat, list[SelectionSize]] = {wire: [] for wire in self.formats}
         for size in sizes:
             wire = self.whole if size.is_whole else self.format_for(size.numel, size.selected)
             is_sent_whole = wire is self.whole and wire is not self.elements
             ways[wire].append(SelectionSize(size.numel, size.numel, is_whole=True) if is_sent_whole else size)
-        return [transfer for wire, part in ways.items() if part for transfer in wire.transfers(part)]
+        parts = [(wire, part) for wire, part in ways.items() if part]
+        flags_of = [0] * (len(parts) - 1) + [flags]
+        return [transfer for (wire, part), told in zip(parts, flags_of) for transfer in wire.transfers(part, told)]
 
     def _received(self, wire: WireFormat, size: SelectionSize) -> float:
         """Return the bytes that a rank receives from each other for a tensor that travels alone."""

@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
     """Result of an exchange; values are divided by the number of ranks before they are added: sums stay finite."""
 
     finite: Tensor  # bool []: whether everything that any rank sent is
-    used: Optional[Tensor]  # bool [tensors]: whether any rank used the parameter; None where that is not tracked
+    used: Optional[Tensor]  # bool: which parameters of the step any rank used; None where none was told
     means: GroupSelection  # of each tensor the received elements: rows add up to the mean over ranks
     kept: GroupSelection  # of each tensor what stays here at the places sent; elsewhere all does
 
@@ -53,8 +53,8 @@ class WireFormat(ABC):
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         """Write what is selected of a group; each ``yield`` is one collective and receives its result. Changes nothing.
 
-        ``accumulated`` is selected from, for formats in which ranks send at each other's choices; ``used`` is uint8
-        ``[tensors]``, whether this rank used each parameter, ``None`` where that is not tracked.
+        ``accumulated`` is selected from, for formats in which ranks send at each other's choices; ``used``, uint8, says
+        with a step's last message which of its parameters this rank has used, and is ``None`` with all others.
         """
 
     def release(self) -> None:
@@ -62,8 +62,8 @@ class WireFormat(ABC):
         return
 
     @abstractmethod
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        """Return what :meth:`exchange` hands to collectives for a group in which unused parameters are not tracked."""
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
+        """Return what :meth:`exchange` hands to collectives for a group, with so many ``flags`` of what was used."""
 
 
 class LocalFormat(WireFormat):
@@ -76,11 +76,11 @@ class LocalFormat(WireFormat):
         yield from ()
         return Arrival(
             finite=torch.ones((), dtype=torch.bool, device=accumulated[0].device),
-            used=None,
+            used=None if used is None else used.bool(),  # each rank steps by itself
             means=selection,
             kept=WholeSelection.of([tensor.new_zeros(()).expand_as(tensor) for tensor in accumulated]),
         )
 
     @override
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         return []

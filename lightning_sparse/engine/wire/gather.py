@@ -27,7 +27,7 @@ class GatherFormat(WireFormat):
 
         values   count x 2 or 4 bytes; with ``bits``, 2 for each bin of each tensor and so many bits for each value
         indices  count x 1 or 2 bytes, and a count for each block (see lightning_sparse.functional.elements)
-        used     1 byte a tensor, only where unused parameters are tracked
+        used     1 byte for each parameter of the step, only with its last message
         padding  up to a multiple of 16 bytes
     """
 
@@ -74,10 +74,10 @@ class GatherFormat(WireFormat):
         return values_of_bins(codes[:, : sum(counts)], means, counts, self._bits)
 
     @override
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         numel = sum(size.numel for size in sizes)
         count = sum(size.selected for size in sizes)
         nbytes = count * self.dtype.itemsize
         if self._bits is not None:
             nbytes = len(sizes) * BIN_MEANS.itemsize * 2**self._bits + packed_nbytes(count, self._bits)
-        return [Transfer("all_gather", aligned(nbytes + index_codec(numel, count).nbytes))]
+        return [Transfer("all_gather", aligned(nbytes + index_codec(numel, count).nbytes + flags))]

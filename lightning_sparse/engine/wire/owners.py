@@ -97,13 +97,13 @@ class OwnersFormat(WireFormat):
         self._values.release()
 
     @override
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
         shares = _shares_of(numels, counts, self.ranks, self._keep)
         message = shares.room * _PROPOSED.itemsize + index_codec(shares.universe, shares.room).nbytes
         return [
             Transfer("all_to_all", self.ranks * aligned(message)),
-            Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes)),
+            Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes + flags)),
             *self._values.average_transfers([self.ranks * final for final in shares.finals]),
         ]
 

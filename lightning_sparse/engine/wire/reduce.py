@@ -31,8 +31,8 @@ class ReduceFormat(WireFormat):
     The sum's fixed order makes the result independent of where in a group a tensor lies. A narrow wire rounds twice
     instead of at every hop: what the first drops stays with the sender, the second with the owner (the "server error"
     of 1-bit Adam, arXiv 2102.02888). With ``bits``, values travel as codes of so many bits, in blocks that share a
-    scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Where unused parameters are
-    tracked, one byte a tensor travels in a third, small phase.
+    scale (:mod:`lightning_sparse.functional.codes`), and shards are whole blocks. Which parameters were used travels
+    as one more tensor, or where values are codes in a third, small phase.
 
     With ``gathers_short``, a short message goes to all ranks whole (all-gather), and every rank computes what owners
     would have sent back: the same bits in one round trip, for some more bytes.
@@ -52,7 +52,9 @@ class ReduceFormat(WireFormat):
     @override
     def exchange(self, selection: GroupSelection, accumulated: Sequence[Tensor], used: Optional[Tensor]) -> Phases:
         self._is_in_use = True
-        values = self._end_to_end([each.values for each in selection])
+        # Flags travel as one more tensor; codes would round a flag of few ranks to none.
+        flags = [] if used is None or self._bits is not None else [used.to(selection[0].values.dtype)]
+        values = self._end_to_end([*(each.values for each in selection), *flags])
         written, sent = self._write(values)
         if self._is_gathered(written.nbytes):
             everything = (yield Payload("all_gather", written.flatten())).view(-1, *written.shape[1:])
@@ -65,13 +67,15 @@ class ReduceFormat(WireFormat):
             written, read_back = self._write(mean.unsqueeze(0))
             received = self._read((yield Payload("all_gather", written.squeeze(0))), values).to(values.dtype)
             returned = read_back.squeeze(0)
-        used_by_any = None if used is None else (yield Payload("all_gather", used)).bool().any(dim=0)
-        return Arrival(
-            finite=torch.stack(torch.aminmax(received)).isfinite().all(),
-            used=used_by_any,
-            means=self._split(received, selection.numels),
-            kept=self._split(self._left_here(values, sent, mean, returned), selection.numels),
-        )
+        numels = [*selection.numels, *map(Tensor.numel, flags)]
+        arrived = self._split(received, numels)
+        left = self._split(self._left_here(values, sent, mean, returned), numels)
+        if flags and used is not None:
+            (arrived, by_any), (left, _) = _last_apart(arrived), _last_apart(left)
+            used = by_any.values.reshape(-1)[: len(used)] > 0
+        elif used is not None:
+            used = (yield Payload("all_gather", used)).bool().any(dim=0)
+        return Arrival(torch.stack(torch.aminmax(received)).isfinite().all(), used, means=arrived, kept=left)
 
     @override
     def release(self) -> None:
@@ -80,8 +84,10 @@ class ReduceFormat(WireFormat):
         self._is_in_use = False
 
     @override
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
-        shard = sum(self._shard_numel(size.numel) for size in sizes)
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
+        if flags and self._bits is not None:
+            return [*self.transfers(sizes), Transfer("all_gather", flags)]
+        shard = sum(self._shard_numel(numel) for numel in (*(size.numel for size in sizes), flags))
         nbytes = aligned(shard * self.dtype.itemsize if self._bits is None else quantized_nbytes(shard, self._bits))
         if self._is_gathered(nbytes * self.ranks):
             return [Transfer("all_gather", nbytes * self.ranks)]
@@ -168,6 +174,11 @@ class ReduceFormat(WireFormat):
         left = values - sent.to(values.dtype)
         left[self.rank] += (mean - returned.to(mean.dtype)).mul_(self.ranks)
         return left
+
+
+def _last_apart(selections: WholeSelection) -> tuple[WholeSelection, Selection]:
+    *others, last = selections
+    return WholeSelection(others), last
 
 
 def _laid(received: GroupSelection) -> Tensor:

@@ -18,8 +18,8 @@ _COUNT_BYTES = 8
 class UnionFormat(WireFormat):
     """The mean over all ranks of the elements that any rank selected, in two phases.
 
-    1. How many elements each rank selected of the group, 8 bytes, whether it used each parameter, 1 byte a tensor where
-       that is tracked, and their positions in the tensors laid end to end (see
+    1. How many elements each rank selected of the group, 8 bytes, with a step's last message which parameters it used,
+       1 byte each, and their positions in the tensors laid end to end (see
        :mod:`lightning_sparse.functional.elements`; all-gather). There is room for some more positions than any rank
        selected in the last steps, filled with positions beyond the last element. Positions for which there is no room
        follow in a phase of their own: in a first step, for one, all of them.
@@ -76,11 +76,11 @@ class UnionFormat(WireFormat):
         return union, None if used is None else received[:, _COUNT_BYTES : header.numel()].bool().any(dim=0)
 
     @override
-    def transfers(self, sizes: Sequence[SelectionSize]) -> list[Transfer]:
+    def transfers(self, sizes: Sequence[SelectionSize], flags: int = 0) -> list[Transfer]:
         """Return the transfers of a step in which all ranks select equally many elements, all of them different."""
         numel, selected = sum(size.numel for size in sizes), sum(size.selected for size in sizes)
         room = _room_after(0, -(-selected // self.ranks))
-        first = Transfer("all_gather", aligned(_COUNT_BYTES + _codec_of(numel, room).nbytes))
+        first = Transfer("all_gather", aligned(_COUNT_BYTES + flags + _codec_of(numel, room).nbytes))
         return [first, *self._values.average_transfers([size.selected for size in sizes])] if selected else [first]
 
 

@@ -103,7 +103,8 @@ def test_replicas_of_shards_exchange_equal_shares_and_hide_nothing(profiled, cap
     dense, whole, sparse = plan["rows"]
     # 1.4 MB of a shard take 224 ms at half of 100 Mbit/s, of which HSDP's backward hides less than 30.
     assert dense["step_seconds"] == pytest.approx(0.06 + 0.224, abs=0.03)
-    assert dense["sent_bytes"] == whole["sent_bytes"] == 1.4e6
+    assert dense["sent_bytes"] == 1.4e6
+    assert whole["sent_bytes"] == pytest.approx(1.4e6, rel=1e-4)  # which parameters were used, too
     assert whole["exposed_seconds"] > 0.224  # all of it, where backward is over
     assert sparse["exposed_seconds"] == pytest.approx(sparse["step_seconds"] - 0.06)
     assert sparse["sent_bytes"] < dense["sent_bytes"] / 30

@@ -6,14 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 import lightning_sparse.engine.engine as engine_module
 import lightning_sparse.strategy.ddp_wrapping as wrapping_module
-from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
-from lightning_sparse.engine.step.hook import GradientStream
+from lightning_sparse.engine.step.exchange import Exchange
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.compressors.virtual import Net
 from tests.helpers.sparse_ddp import batch, sparse_ddp
@@ -82,29 +80,29 @@ def test_a_task_starts_after_what_the_stream_of_its_caller_holds(played):
     assert seen == [{"gradient"}]
 
 
-def test_a_group_starts_after_all_of_its_buckets_whatever_streams_wrote_them(pair):
+def test_a_group_starts_after_all_of_its_gradients_whatever_streams_wrote_them(pair):
     assert pair.run(exchange_from_two_streams) == [True] * 2
 
 
 def exchange_from_two_streams(rank):
-    """Have each bucket written on a stream of its own; return whether the group of all of them follows each."""
+    """Have each gradient written on a stream of its own; return whether the group of all of them follows each."""
     PlayedWorker.played = played = PlayedDevice()
-    receive, written, seen = GradientStream.receive, list[str](), list[set[str]]()
+    ready, written, seen = Exchange._ready, list[str](), list[set[str]]()
 
-    def write(stream, bucket):
+    def write(exchange, member, parameter):
         written.append(f"piece {len(written)}")
         with played.stream(Stream()):
             played.current_stream().done.add(written[-1])
-            return receive(stream, bucket)
+            ready(exchange, member, parameter)
 
     with (
         mock.patch.object(engine_module, "ExchangeWorker", PlayedWorker),
-        mock.patch.object(GradientStream, "receive", write),
-        sparse_ddp(Net(), "topk", 0.05, "single", bucket_cap_mb=1e-4) as (ddp, engine),
+        mock.patch.object(Exchange, "_ready", write),
+        sparse_ddp(Net(), "topk", 0.05, "single") as (ddp, engine),
     ):
         exchange = engine.pipeline.exchange
         engine.pipeline.exchange = lambda *group: (seen.append(set(played.current_stream().done)), exchange(*group))[1]
-        for step in range(2):  # DDP makes small buckets after the first
+        for step in range(2):  # the first only tells the order
             ddp(batch(rank, step)).backward()
         engine.worker.settle()
     return len(written) > 3 and seen[-1] == set(written)
@@ -168,11 +166,10 @@ def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next
 
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(played, name))
-    monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cuda", 0))
     monkeypatch.setattr(wrapping_module, "DistributedDataParallel", wrap)
-    caller, strategy, model = played.current_stream(), SparseDDPStrategy(), nn.Linear(2, 2)
+    caller, wrapping, model = played.current_stream(), wrapping_module.DDPWrapping(), nn.Linear(2, 2)
     for written, arrived in (("parameters written", "broadcast 1"), ("step written", "broadcast 2")):
         caller.done.add(written)
-        strategy._setup_model(model)
+        wrapping.wrap_whole(model, [0], {}, None)
         assert arrived in caller.done
     assert streams[0] is streams[1] is not caller

@@ -37,8 +37,9 @@ def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
         for step in range(STEPS):
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
-        sizes = [parameter.numel() for parameter in ddp.module.parameters()]
-        return engine.compression_stats()[kind], sizes
+        numels = {name: parameter.numel() for name, parameter in ddp.module.named_parameters()}
+        travelled = [name for group in engine.recorder.last.marks.groups for name in group.names]
+        return engine.compression_stats()[kind], [numels[name] for name in travelled]
 
 
 def ratio_of_rounds(rank, settings):
@@ -57,7 +58,9 @@ def ratio_of_rounds(rank, settings):
 def announced(compressor, density, wire, groups, ranks):
     settings = SettingsOf(compressor, density, wire).build()
     announced = [transfer for transfer, share in step_transfers(settings, 0) if share == 1.0]
-    announced += [transfer for sizes in groups for transfer in transfers(settings, sizes, ranks)]
+    flags = [0] * (len(groups) - 1) + [sum(map(len, groups))]
+    for sizes, told in zip(groups, flags, strict=True):
+        announced += transfers(settings, sizes, ranks, told)
     return sum(sent_bytes(*transfer, ranks) for transfer in announced)
 
 
@@ -82,7 +85,9 @@ def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
     choices = SettingsOf(compressor, DENSITY[compressor]).build()
     for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "link_bytes"):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
-        assert sent == sum(sent_bytes(*transfer, 2) for group in groups for transfer in sent_by(choices, group, nodes))
+        flags = [0] * (len(groups) - 1) + [len(sizes)]
+        told = [sent_by(choices, group, nodes, each) for group, each in zip(groups, flags, strict=True)]
+        assert sent == sum(sent_bytes(*transfer, 2) for transfers in told for transfer in transfers)
 
 
 @pytest.mark.sampled
@@ -92,8 +97,9 @@ def test_a_rehearsal_sends_what_is_announced(compressor, ranks):
     sizes = [1, 2, 997, 70_000]
     settings_of = SettingsOf(compressor, DENSITY[compressor])
     pipeline = rehearsed_pipeline(settings_of.build(), sizes, ranks, torch.device("cpu"))
-    group = [LocalGradient(str(position), torch.randn(size), None) for position, size in enumerate(sizes)]
-    pipeline.commit(pipeline.exchange(group))
+    group = [LocalGradient(str(position), torch.randn(size), True) for position, size in enumerate(sizes)]
+    used = torch.ones(len(sizes), dtype=torch.uint8)
+    pipeline.commit(pipeline.exchange(group, used=used))
     expected = announced(compressor, DENSITY[compressor], "float32", [sizes], ranks)
     assert pipeline.recorder.current.wire_bytes == pytest.approx(expected)
 

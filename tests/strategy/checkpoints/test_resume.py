@@ -1,7 +1,6 @@
 """Nothing is lost at a restart: what the ranks keep is saved, and taken up to the bit, or in the mean."""
 
 import re
-import weakref
 from functools import partial
 
 import pytest
@@ -159,31 +158,6 @@ def test_nothing_that_is_kept_is_left_out(pair, tmp_path, name):
 def test_three_ranks_divide_what_was_restored_as_what_backward_brings(pools, tmp_path):
     settings = {"compressor": "topk", "local_steps": SYNCHRONOUS, **UNUSED}
     assert_goes_on(pools[3], tmp_path, settings, save_after=7, **IN_PAIRS)
-
-
-class Holding(Numbered):
-    """A model that notes how many of the gradients that it starts with are still held when the optimizer steps."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if not self.history:
-            self.taken_up = [weakref.ref(parameter.grad) for parameter in self.parameters()]
-            self.notes = []
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        self.notes.append(self.count())
-
-    def on_before_optimizer_step(self, optimizer):
-        self.notes.append(self.count())
-
-    def count(self):
-        return sum(gradient() is not None for gradient in self.taken_up)
-
-
-def test_what_had_been_accumulated_is_held_until_no_stream_reads_it(pair, tmp_path):
-    path = str(tmp_path / "held.ckpt")
-    fits(pair, partial(Numbered, 7, path), DGC_, **IN_PAIRS)
-    assert [each.notes[:2] for each in fits(pair, Holding, DGC_, path, **IN_PAIRS)] == [[4, 0], [4, 0]]
 
 
 class Idle(Numbered):

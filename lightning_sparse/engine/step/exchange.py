@@ -1,0 +1,546 @@
+"""The border: gradients are taken as backward makes them, travel in groups, and are means when ``finish`` returns."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.step.shards import ShardedModel, shard_of
+from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
+from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.functional.elements import laid_flat
+from lightning_sparse.schedule import Schedule
+
+Wrapper = Union[DistributedDataParallel, ShardedModel]
+_SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
+_DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as DDP's default
+_LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
+_graph_number = torch._C._current_graph_task_id  # of backwards, one inside another; later ones have larger ones
+
+_TWICE = (
+    "the gradient of {name!r} came twice in one backward, or the backward before ended in an error: parameters that"
+    " several checkpointed parts of a model share need torch.utils.checkpoint(..., use_reentrant=False)"
+)
+_INSIDE = (
+    "a backward inside another one, of torch.utils.checkpoint(..., use_reentrant=True), came before the other's first"
+    " gradient, and was taken for all of it: use use_reentrant=False"
+)
+
+
+class SilentReducer:
+    """What stands in the place of DDP's reducer: DDP broadcasts buffers, and hands no gradient to anybody."""
+
+    def prepare_for_forward(self) -> None:
+        """Expect nothing."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Expect no gradient."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Do without: a static graph's first step is like any other."""
+
+
+def ignored_by(module: Module) -> frozenset[str]:
+    """Return the names of what users have told DDP to leave alone."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+class ArrivedGradients:
+    """Tell apart what exchanges have brought of a gradient, the same on all ranks, and what this rank has added since.
+
+    A step of several backwards has several exchanges: each is given only what was added after the one before.
+    """
+
+    def __init__(self) -> None:
+        self.begun: set[Tensor] = set()  # parameters exchanged since their step, whatever became of their gradients
+        self._written: dict[Tensor, Tensor] = {}  # gradients that are means, as nothing has been added since
+        self._copies: dict[Tensor, Tensor] = {}  # of means to which something has been added
+        self._handles: dict[Tensor, Any] = {}
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a gradient holds what an exchange has brought, so that backward would add to it."""
+        return bool(self._written or self._copies)
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Watch what backward adds to, from the next one on; what is frozen for a while is left to a later call."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
+
+    def unwatch(self) -> None:
+        """Watch no more; means stay known, also when gradients lie in the memory of a new wrapper."""
+        for parameter in list(self._written):
+            self._keep(parameter)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _keep(self, parameter: Tensor, *addend: Tensor) -> None:
+        """Copy the mean in a gradient that backward is about to add to."""
+        gradient = self._written.pop(parameter, None)
+        if parameter.grad is None:
+            self._copies.pop(parameter, None)
+        elif gradient is not None and parameter.grad is gradient:  # else somebody has replaced it
+            self._copies[parameter] = gradient.detach().clone()
+
+    def state(self) -> dict[Tensor, Tensor]:
+        """Return the means that have arrived, by parameter (not copied)."""
+        known = {**self._copies, **self._written}
+        return {parameter: arrived for parameter, arrived in known.items() if parameter.grad is not None}
+
+    def restore(self, arrived: Mapping[Parameter, Tensor], begun: Iterable[Tensor]) -> None:
+        """Go on from what :meth:`state` returned, and from ``begun``."""
+        self._written.clear()
+        self.begun = set(begun)
+        self._copies = {parameter: tensor.clone() for parameter, tensor in arrived.items()}
+
+    def take(self, parameter: Tensor) -> Optional[Tensor]:
+        """Return the mean that a gradient holds, ``None`` for none, and forget it."""
+        if not self._written and not self._copies:
+            return None
+        written, copy = self._written.pop(parameter, None), self._copies.pop(parameter, None)
+        return None if parameter.grad is None else written if parameter.grad is written else copy
+
+    def note(self, parameters: Iterable[Tensor], unused: Set[Tensor]) -> None:
+        """Take gradients for means after an exchange, also of what no rank has used: there is nothing of one rank."""
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                self._written[parameter] = gradient
+                if parameter not in unused:
+                    self.begun.add(parameter)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """End the step of parameters: what their gradients hold from now on is of the next."""
+        for parameter in parameters:
+            self.begun.discard(parameter)
+            self._written.pop(parameter, None)
+            self._copies.pop(parameter, None)
+
+    def clear(self) -> None:
+        """Take all gradients for the rank's own."""
+        self.begun.clear()
+        self._written.clear()
+        self._copies.clear()
+
+
+class Stream(Uncopied):
+    """Where gradients come from; this is for rounds of local steps, which exchange none."""
+
+    is_due = False  # a backward goes on whose gradients are to be exchanged when it ends, and none has come yet
+    is_dense = False  # the coming steps send everything, as DDP does, and keep nothing
+
+    @property
+    def used(self) -> set[Tensor]:
+        """Parameters that backward has reached since the last exchange."""
+        return set()
+
+    def use(self, parameters: Iterable[Tensor]) -> None:
+        """Take parameters for used."""
+
+    def expect(self) -> None:
+        """Know that a backward begins."""
+
+    def finish(self) -> None:
+        """Exchange what has not been, all ranks together, and have gradients be means."""
+
+    def close(self) -> None:
+        """Take back what was registered on the parameters."""
+
+
+class _Member:
+    """A parameter whose gradient is exchanged; as an attribute is read faster than a tensor is looked up."""
+
+    __slots__ = ("is_ready", "is_sparse", "is_used", "name", "parameter")
+
+    def __init__(self, name: str, parameter: Tensor, is_sparse: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.is_sparse = is_sparse  # its gradient's layout
+        self.is_used = False  # backward has reached it since the last exchange
+        self.is_ready = False  # in this backward
+
+
+class _Missing(NamedTuple):
+    """A parameter that this rank has not used."""
+
+    parameter: Tensor
+    gradient: Tensor  # zeros, and then the mean
+    arrived: Optional[Tensor]  # that its gradient holds
+
+
+class Exchange(Stream):
+    """Take gradients as backward makes them, and hand them to the exchange worker in groups.
+
+    All ranks hand over all parameters in one order, whatever each has used: that in which rank 0's first backward made
+    them. A group goes when it, and all before it, are complete; what is missing in the end goes as zeros. The last
+    message of a step tells which parameters each rank has used: where none has, gradient and residual stay.
+
+    Without ``overlaps_backward`` groups go when backward has ended. Shards of a model (``wrapper`` is a
+    :class:`ShardedModel`) are exchanged when :meth:`finish` is called, all others at the end of every backward. While
+    ``is_dense``, groups are averaged as by DDP, in one all-reduce each.
+
+    Args:
+        begin: called before a backward's first gradient is taken, on the thread of backward.
+        end: called when gradients are means.
+    """
+
+    def __init__(
+        self,
+        wrapper: Wrapper,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        worker: ExchangeWorker,
+        arrived: ArrivedGradients,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        overlaps_backward: bool,
+    ) -> None:
+        self._wrapper = wrapper
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._recorder = pipeline.recorder
+        self._arrived = arrived
+        self._begin = begin
+        self._end = end
+        self._everybody = pipeline.levels.everybody.collectives
+        self._overlaps_backward = overlaps_backward
+        self._is_sharded = isinstance(wrapper, ShardedModel)
+        module = wrapper.module
+        ignored = ignored_by(module)
+        sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
+        self._members = [
+            _Member(name, each, each in sparse)
+            for name, each in module.named_parameters()
+            if each.requires_grad and name not in ignored
+        ]
+        self._positions = {each.name: position for position, each in enumerate(self._members)}
+        self._order: Sequence[_Member] = ()  # agreed, after the first backward
+        self._places: Mapping[str, int] = {}  # in that order
+        self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(pipeline.collectives.device)
+        self._last_graph = -1  # the backward whose end was seen last
+        self._views_now: dict[tuple[str, ...], Sequence[Tensor]] = {}
+        self._reset()
+        self._handles = [
+            each.parameter.register_post_accumulate_grad_hook(partial(self._ready, each)) for each in self._members
+        ]
+        if isinstance(wrapper, DistributedDataParallel):
+            wrapper.reducer = SilentReducer()  # type: ignore[assignment]
+
+    def _reset(self) -> None:
+        """Forget the backward that has ended."""
+        self._is_open = self._goes_dense = False
+        self._used_by_any: Optional[Tensor] = None  # of parameters in the agreed order
+        self._came: list[_Member] = []  # in the order of backward
+        self._place = 0  # in the order, of the next parameter that is handed over
+        self._travelling: list[str] = []
+        self._group: list[LocalGradient] = []
+        self._group_numel = 0
+        self._held: list[list[LocalGradient]] = []
+        self._exchanged: list[Exchanged] = []
+        # Gradients, and where they lie side by side; the memory of a step's groups is that of the step before.
+        self._packages: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._views, self._views_now = self._views_now, {}
+        self._missing: list[_Missing] = []
+        self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
+        self._taken: list[tuple[Tensor, Tensor]] = []  # gradients, and what was taken out of them for the exchange
+        self._copied: list[tuple[Tensor, Tensor]] = []  # gradients, and what is exchanged in the place of their memory
+        self._committed: Optional[threading.Event] = None
+
+    @property
+    def parameters(self) -> Iterable[Any]:
+        """The parameters whose gradients are exchanged."""
+        return [each.parameter for each in self._members]
+
+    @property
+    @override
+    def used(self) -> set[Tensor]:
+        return {each.parameter for each in self._members if each.is_used}
+
+    @override
+    def use(self, parameters: Iterable[Tensor]) -> None:
+        used = set(parameters)
+        for each in self._members:
+            each.is_used = each.is_used or each.parameter in used
+
+    @override
+    def close(self) -> None:
+        self._arrived.unwatch()
+        for handle in self._handles:
+            handle.remove()
+
+    @override
+    def expect(self) -> None:
+        self.is_due = self._wrapper.require_backward_grad_sync
+        if self._arrived.has_means:
+            self._arrived.watch(self.parameters)
+
+    def _ready(self, member: _Member, parameter: Tensor) -> None:
+        """Take a gradient that backward has added to for the last time."""
+        member.is_used = True
+        if self._is_sharded or not self._wrapper.require_backward_grad_sync:
+            return
+        if not self._is_open:
+            if -1 < _graph_number() < self._last_graph:
+                raise RuntimeError(_INSIDE)
+            is_told = self.is_due
+            self._begin()
+            self._open()
+            _LATER(self.finish if is_told else self._finish_untold)
+        if member.is_ready:
+            raise RuntimeError(_TWICE.format(name=member.name))
+        member.is_ready = True
+        self._came.append(member)
+        if not self._goes_dense:
+            self._recorder.add_ready((member.name,))
+        self._worker.follow()  # a graph that was kept from before may write gradients on several streams
+        order = self._order
+        while self._place < len(order) and order[self._place].is_ready:
+            self._hand_over(order[self._place])
+        if order and self._place == len(order):
+            self._end_backward()
+
+    def _finish_untold(self) -> None:
+        """Finish a backward of which nobody has told: of the next one nobody will tell before it adds to gradients."""
+        self.finish()
+        if not self._goes_dense:
+            self._arrived.watch(self.parameters)
+
+    def _open(self) -> None:
+        self._is_open, self.is_due, self._goes_dense = True, False, self.is_dense
+
+    @override
+    def finish(self) -> None:
+        self._last_graph = max(self._last_graph, _graph_number())
+        if not self._is_open and self.is_due:
+            self._open()
+        if not self._is_open:
+            return
+        if self._committed is None:
+            if not self._order:
+                self._order = self._agreed_order()
+                self._places = {each.name: place for place, each in enumerate(self._order)}
+            for member in self._order[self._place :]:
+                self._hand_over(member)
+            self._end_backward()
+        assert self._committed is not None
+        self._worker.wait(self._committed)
+        self._write_missing()
+        for member in self._members:
+            member.is_used = member.is_ready = False
+        self._reset()
+        self._end()
+
+    def _write_missing(self) -> None:
+        """Write means where this rank has no gradient to write them into; nothing where no rank has one."""
+        for gradient, copy in self._copied:
+            gradient.copy_(copy)
+        unused = self._unused_anywhere()
+        for parameter, gradient, arrived in self._missing:
+            if parameter not in unused:
+                parameter.grad = gradient if arrived is None else gradient.add_(arrived)
+        if not self._goes_dense:
+            self._arrived.note([each.parameter for each in self._order], unused)
+
+    def _agreed_order(self) -> list[_Member]:
+        """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
+        if self._is_sharded:
+            return list(self._members)
+        order = self._came + [each for each in reversed(self._members) if not each.is_ready]
+        own = torch.tensor([self._positions[each.name] for each in order]).to(self._pipeline.collectives.device)
+        rows = self._worker.run(lambda: self._everybody.run("all_gather", own))
+        return [self._members[position] for position in rows[0].tolist()]
+
+    def _hand_over(self, member: _Member) -> None:
+        """Add a gradient to its group, and the group to what travels if it is complete."""
+        self._place += 1
+        if member.is_sparse:
+            self._reduce_sparse_layout(member)
+            return
+        is_used = self._is_used(member)
+        gradient = self._gradient_of(member.parameter, is_used)
+        numel, dtype = gradient.numel(), gradient.dtype
+        if not numel:  # of some parameters a rank has nothing
+            return
+        if self._group and dtype is not self._group[0].gradient.dtype and not self._goes_with(dtype):
+            self._submit_group()  # a message has values of one type
+        self._travelling.append(member.name)
+        self._group.append(LocalGradient(member.name, gradient, is_used))
+        self._group_numel += numel
+        # The last message waits for backward's end: it tells what was used.
+        if self._goes_dense:
+            closes = self._group_numel * gradient.element_size() >= _DENSE_BYTES
+        else:
+            closes = self._schedule.closes_group(member.name, self._group_numel)
+        if closes and self._place < len(self._order):
+            self._submit_group()
+
+    def _goes_with(self, dtype: torch.dtype) -> bool:
+        """Tell whether gradients of another type than those of the group go with them."""
+        return not self._goes_dense and widened(dtype) is widened(self._group[0].gradient.dtype)
+
+    def _is_used(self, member: _Member) -> bool:
+        return (member.is_used or self._is_sharded) and member.parameter.grad is not None
+
+    def _gradient_of(self, parameter: Tensor, is_used: bool) -> Tensor:
+        """Return what this rank has added to a gradient, flat, where the mean is to be written."""
+        arrived = None if self._goes_dense else self._arrived.take(parameter)
+        if arrived is not None:
+            self._means.append(arrived)
+        if not is_used and self._goes_dense and parameter.grad is not None:
+            held = parameter.grad.detach().clone()  # others may have added to the same
+            self._missing.append(_Missing(parameter, held, None))
+            return laid_flat(held, parameter)
+        if not is_used:
+            zeros = torch.zeros_like(parameter)
+            self._missing.append(_Missing(parameter, zeros, arrived))
+            return shard_of(parameter, zeros) if self._is_sharded else laid_flat(zeros)
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._is_sharded:
+            return shard_of(parameter, gradient)
+        if gradient.requires_grad:  # by create_graph=True
+            gradient = gradient.detach()
+        flat = laid_flat(gradient, parameter)
+        if arrived is None and gradient.stride() == parameter.stride():
+            return flat
+        if flat.data_ptr() != gradient.data_ptr():
+            self._copied.append((gradient, flat.as_strided(parameter.shape, parameter.stride())))
+        if arrived is not None:
+            self._taken.append((flat, laid_flat(arrived, parameter)))
+            # What is not finite does not become zero, so that the exchange hears of it.
+            self._worker.submit(partial(_subtract, *self._taken[-1]))
+        return flat
+
+    def _submit_group(self, flags: Optional[Tensor] = None) -> None:
+        group, self._group, self._group_numel = self._group, [], 0
+        if not group:
+            return
+        if flags is None and (self._clips or not self._overlaps_backward):
+            self._held.append(group)
+        else:
+            self._submit_exchange(group, flags)
+
+    @property
+    def _clips(self) -> bool:
+        return self._pipeline.memory.clips_gradients and not self._goes_dense
+
+    def _submit_exchange(self, group: list[LocalGradient], flags: Optional[Tensor] = None) -> None:
+        if self._goes_dense:
+            self._worker.submit(partial(self._average, [local.gradient for local in group], flags))
+            return
+        exchanged, ready = self._exchanged, self._recorder.current.marks.ready.get(group[-1].name)
+        if not self._clips:  # norms have been measured of gradients where they are
+            group = self._packed(group)
+        self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, ready, flags)))
+
+    def _packed(self, group: list[LocalGradient]) -> list[LocalGradient]:
+        """Have the small gradients of a group be copied side by side, and the means back: many calls become few."""
+        small = [local for local in group if local.gradient.numel() < _SMALL]
+        if len(small) < 2 or len({local.gradient.dtype for local in small}) > 1:
+            return group
+        names = tuple(local.name for local in small)
+        sources = [local.gradient for local in small]
+        if (views := self._views.get(names)) is None:
+            numels = list(map(Tensor.numel, sources))
+            views = sources[0].new_empty(sum(numels)).split(numels)
+        self._views_now[names] = views
+        self._worker.submit(partial(torch._foreach_copy_, list(views), sources))
+        self._packages.append((sources, list(views)))
+        view_of = dict(zip(names, views))
+        return [local._replace(gradient=view_of.get(local.name, local.gradient)) for local in group]
+
+    def _reduce_sparse_layout(self, member: _Member) -> None:
+        parameter = member.parameter
+        gradient = parameter.grad if self._is_used(member) else None
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            self._missing.append(_Missing(parameter, gradient, None))
+        reduce = self._average_sparse if self._goes_dense else self._pipeline.reduce_sparse_layout
+        self._worker.submit(partial(reduce, member.name, gradient))
+
+    def _average_sparse(self, name: str, gradient: Tensor) -> None:
+        self._everybody.run("all_reduce", gradient).div_(self._everybody.ranks)
+
+    def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
+        """Average flat gradients of one type over ranks, in place, with the flags of what was used; on the worker."""
+        flat = torch.cat([*gradients, *([] if flags is None else [flags.to(gradients[0].dtype)])])
+        flat = self._everybody.run("all_reduce", flat.div_(self._everybody.ranks))
+        *means, rest = flat.split([*map(Tensor.numel, gradients), 0 if flags is None else len(flags)])
+        torch._foreach_copy_(list(gradients), means)
+        self._used_by_any = rest > 0
+
+    def _end_backward(self) -> None:
+        """Let the last group go, and what was held, and have the means written when all have arrived."""
+        if not self._goes_dense:
+            self._mark_ready()
+        if self._clips and (self._held or self._group):
+            together = [*(local for group in self._held for local in group), *self._group]
+            together.sort(key=lambda local: self._positions[local.name])
+            self._worker.submit(lambda: self._pipeline.measure_norms(together))
+        for group in self._held:
+            self._submit_exchange(group)
+        self._submit_group(self._flags())
+        self._committed = threading.Event()
+        commit = (lambda: None) if self._goes_dense else self._commit_of_step()
+        self._worker.submit(commit, settle=self._committed.set)
+
+    def _mark_ready(self) -> None:
+        """Have all that travels be marked as ready, on all ranks in one order: what is missing since backward's end."""
+        marks = self._recorder.current.marks
+        self._recorder.add_ready([name for name in self._travelling if name not in marks.ready])
+        marks.ready = {name: marks.ready[name] for name in self._travelling}
+        self._recorder.end_backward()
+
+    def _commit_of_step(self) -> Callable[[], None]:
+        exchanged, taken, means, packages = self._exchanged, self._taken, self._means, self._packages
+        begun = self._arrived.begun
+        continues_step = bool(begun) and any(each.parameter in begun for each in self._order)
+
+        def commit() -> None:
+            if continues_step and exchanged:
+                self._pipeline.check_arrived(means, exchanged[0].names)
+            self._pipeline.commit(exchanged, self._places)
+            for gradients, views in packages:
+                torch._foreach_copy_(gradients, views)
+            self._pipeline.close_step()
+            for gradient, arrived in taken:
+                gradient.add_(arrived)
+            self._used_by_any = exchanged[-1].arrival.used if exchanged else None
+
+        return commit
+
+    def _flags(self) -> Tensor:
+        """Return which parameters this rank has used, uint8, in the agreed order."""
+        if not self._missing:
+            return self._all_used
+        missing = {each.parameter for each in self._missing}
+        flags = torch.tensor([each.parameter not in missing for each in self._order], dtype=torch.uint8)
+        # Not blocking is safe: a copy from memory that is not pinned has read its source when it returns.
+        return flags.to(self._all_used.device, non_blocking=True)
+
+    def _unused_anywhere(self) -> set[Tensor]:
+        """Return those of the missing that no rank has used; the host waits for a GPU in such a step only."""
+        if not self._missing or self._used_by_any is None:
+            return set()
+        return {each.parameter for each, is_used in zip(self._order, self._used_by_any.tolist()) if not is_used}
+
+
+def _subtract(gradient: Tensor, arrived: Tensor) -> None:
+    gradient.sub_(arrived)
+
+
+def _makes_sparse_layout(module: Module) -> bool:
+    return isinstance(module, (Embedding, EmbeddingBag)) and module.sparse

@@ -1,0 +1,126 @@
+"""Whatever each rank used, however often it went backward: a training runs without a flag, and makes DDP's steps."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparse import AdamCorrection
+from lightning_sparse.testing.tensors import assert_same
+from tests.helpers.fits import fits, one_model
+from tests.helpers.resuming import Numbered
+
+STRATEGIES = {
+    "lags": {"compressor": "lags", "density": 0.1},
+    "exdyna": {"compressor": "exdyna", "density": 0.1},
+    "dgc": {"compressor": "dgc", "density": 0.1, "warmup_epochs": 0},
+    "auto": {"compressor": "lags", "density": 0.1, "schedule": "auto"},
+    "local steps": {"density": 0.1, "local_steps": 3},
+}
+
+
+class Optimized(Numbered):
+    def __init__(self, kind, *arguments):
+        super().__init__(*arguments)
+        self.kind = kind
+
+    def build(self, parameters):
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(parameters, lr=0.01)
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    def configure_optimizers(self):
+        return self.build(self.parameters())
+
+
+class Partly(Optimized):
+    """One layer is never used, one by one rank alone, one by all ranks in some batches, one by one rank in some."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.never, self.apart, self.at_times, self.seldom = (nn.Linear(32, 32) for _ in range(4))
+
+    def training_step(self, batch, batch_index):
+        rows = self.rows(batch_index)
+        for layer, is_used in (
+            (self.apart, self.global_rank == 0),
+            (self.at_times, batch_index % 2),
+            (self.seldom, self.global_rank == 1 and batch_index % 3 == 0),
+        ):
+            rows = layer(rows) if is_used else rows
+        return (self.network(rows) - self.rows(batch_index)).square().mean()
+
+
+class Idle(Optimized):
+    """No rank uses anything in one batch, and one rank uses nothing in another."""
+
+    def training_step(self, batch, batch_index):
+        if batch_index == 1 or (batch_index == 2 and self.global_rank == 1):
+            return torch.zeros((), requires_grad=True, device=self.device)
+        return super().training_step(batch, batch_index)
+
+
+class Adversaries(Optimized):
+    """The form of Lightning's tutorial: two optimizers that toggle, two backwards for a step of one of them."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+        self.generator, self.discriminator = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.network = nn.Identity()
+
+    def training_step(self, batch, batch_index):
+        rows = self.rows(batch_index)
+        generator, discriminator = self.optimizers()
+        self.toggle_optimizer(generator)
+        generator.zero_grad()
+        self.manual_backward(self.discriminator(self.generator(rows)).square().mean())
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(discriminator)
+        discriminator.zero_grad()
+        self.manual_backward((self.discriminator(rows) - 1).square().mean())
+        self.manual_backward(self.discriminator(self.generator(rows).detach()).square().mean())
+        discriminator.step()
+        self.untoggle_optimizer(discriminator)
+
+    def configure_optimizers(self):
+        return [self.build(self.generator.parameters()), self.build(self.discriminator.parameters())]
+
+
+class Freezing(Optimized):
+    """A layer is frozen in mid-epoch, and unfrozen again."""
+
+    def on_train_batch_start(self, batch, batch_index):
+        self.network[0].requires_grad_(batch_index not in (2, 3))
+
+
+MODELS = {"partly used": Partly, "idle": Idle, "adversaries": Adversaries, "freezing": Freezing}
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_runs_without_a_flag(pair, strategy, model, kind):
+    settings = dict(STRATEGIES[strategy])
+    if kind == "AdamW" and strategy in ("lags", "exdyna"):
+        settings["optimizer_correction"] = AdamCorrection(3, 2, 2)
+    if kind == "AdamW" and strategy == "dgc":
+        pytest.skip("momentum that is taken over is SGD's")
+    trained, other = fits(pair, partial(MODELS[model], kind), settings)
+    assert_same(trained.end, other.end)
+    if strategy != "local steps":
+        assert_same(trained.batches, other.batches)
+    for name, before in trained.start.items():
+        assert torch.equal(before, trained.end[name]) == name.startswith("never")
+
+
+@pytest.mark.parametrize(("model", "accumulated"), [("partly used", 1), ("partly used", 2), ("adversaries", 1)])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_with_everything_sent_it_makes_ddps_steps(pair, kind, model, accumulated):
+    module, more = partial(MODELS[model], kind), {"accumulate_grad_batches": accumulated} if accumulated > 1 else {}
+    ours = one_model(fits(pair, module, {"density": 1.0, "optimizer_correction": None}, **more))
+    theirs = fits(pair, module, {"ddp": {"find_unused_parameters": True}}, **more)[0]
+    torch.testing.assert_close(ours.batches, theirs.batches, rtol=1e-5, atol=1e-6)
