@@ -1,7 +1,7 @@
 """What travels between the nouns: elements of a tensor, with their values; those of a group are one flat thing.
 
-A model's many small tensors cost more in calls than in elements. Gradients that DDP hands over together lie beside each
-other in a group, and are read, written and added at once.
+A model's many small tensors cost more in calls than in elements. The small gradients of a group are laid beside each
+other, and are read, written and added at once.
 """
 
 from abc import abstractmethod

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
-from torch.nn import functional
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
+from torch.nn import Module, functional
 from typing_extensions import Self
 
 from lightning_sparse.schedule.network import DIRECT_BYTES, sent_bytes
+
+_BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -171,6 +174,14 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
     for tensor in tensors:
         if tensor.numel():
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+
+def align(module: Module, ignored: Iterable[str]) -> None:
+    """Copy parameters and buffers from rank 0, in place, but what is ignored; raise where ranks have other shapes."""
+    group, left_out = dist.distributed_c10d._get_default_group(), set(ignored)
+    parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
+    _verify_param_shape_across_processes(group, parameters)
+    _sync_module_states(module, group, _BROADCAST_BYTES, 0, left_out, True)
 
 
 def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:

@@ -33,7 +33,7 @@ _RESIDUAL_BYTES = 4
 
 
 class Engine(Uncopied):
-    """Exchange the gradients of one wrapped model, until closed; its communication hook is registered here.
+    """Exchange the gradients of one wrapped model, until closed; they are taken from here on.
 
     ``node_ranks`` of a node average their gradients first, or have done so where they hold one replica in shards.
     ``begin`` is called before a backward's first gradient is taken, and ``end`` when gradients are means. Between two

@@ -46,6 +46,12 @@ def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None) ->
     )
 
 
+def refuse_training(message: str, module: Module, inputs: Any) -> None:
+    """Raise where a module is about to be trained: once the message is given, a hook before its forward."""
+    if module.training and torch.is_grad_enabled():
+        raise RuntimeError(message)
+
+
 def check_reducer(ddp: DistributedDataParallel) -> None:
     """Refuse a wrapped model whose gradients torch.compile averages itself."""
     if getattr(ddp, "_use_python_reducer", False):

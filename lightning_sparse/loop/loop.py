@@ -299,11 +299,11 @@ class Loop:
         """Have the coming steps send everything, as DDP does, or only what is selected; between two steps."""
         if self.engine is None:
             return
-        if is_plain and self.engine.rounds is None:
-            self.engine.leave_optimizers()
         self.is_plain = is_plain
         if self.engine.rounds is None:
             self.engine.stream.is_dense = is_plain
+            if is_plain:
+                self.engine.leave_optimizers()
         self.follow_rounds()
 
     def is_silent(self, is_plain: Optional[bool] = None) -> bool:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from types import TracebackType
@@ -12,7 +13,6 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.distributed.utils import _sync_module_states
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,10 +21,10 @@ from typing_extensions import Self, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Uncopied, copy_from_first
+from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
@@ -37,13 +37,13 @@ from lightning_sparse.loop.checks import (
     of_the_model,
     of_the_settings,
     refuse_together,
+    refuse_training,
 )
 from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
 from lightning_sparse.loop.optimizers import handled, listed
 from lightning_sparse.schedule import Auto, FixedSize, Schedule
 
 _LOGGER = logging.getLogger(__name__)
-_BROADCAST_BYTES = 250 << 20  # at a time, as DDP does
 
 
 def sparsify(
@@ -401,8 +401,7 @@ class Sparsifier(Loop):
         was_plain, self._is_shared = self.is_plain, self.is_plain
         self._turn()
         if was_plain and not self.is_plain:  # where DDP broadcasts buffers, it does so before each of its forwards
-            assert isinstance(self._model, DistributedDataParallel)  # of shards no step is left to it
-            _sync_module_states(self._model.module, self._model.process_group, _BROADCAST_BYTES, 0, (), True)
+            align(self._model.module, ignored_by(self._model.module))
 
     def _turn(self) -> None:
         """Leave the coming step to DDP, or keep it silent, as rounds want; between two steps."""
@@ -429,7 +428,9 @@ class Sparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                self._model.module.register_forward_pre_hook(_refuse_training)
+                # Of a wrapped model the wrapper alone is of no more use: the model may get another one.
+                closed = self._model if isinstance(self._model, DistributedDataParallel) else self._model.module
+                closed.register_forward_pre_hook(partial(refuse_training, CLOSED))
             self.end(has_failed)
 
     def _layouts(self) -> dict[str, list[Any]]:
@@ -462,11 +463,6 @@ def _refuse_join(**settings: Any) -> Any:
         " made: leave it out, and give all ranks equally many batches (DistributedSampler, or as many as the shortest"
         " has), or train by the Trainer with local_steps, where they may have different numbers"
     )
-
-
-def _refuse_training(ddp: Module, inputs: Any) -> None:
-    if ddp.training and torch.is_grad_enabled():
-        raise RuntimeError(CLOSED)
 
 
 # What a state has to have in common with where it is loaded.

@@ -1,31 +1,25 @@
-"""The DDP wrapper: built for the engine or for plain DDP, and anew when other parameters are trained."""
+"""The DDP wrapper: one that leaves gradients to the engine, or that of an island, which averages those of a node."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.engine.collectives import align
 from lightning_sparse.engine.step.exchange import ignored_by
-from lightning_sparse.loop.checks import check_reducer
+from lightning_sparse.loop.checks import check_reducer, refuse_training
 
+_COPIED = (
+    "this is a copy of a wrapper whose gradients lightning_sparse exchanges, and those of the copy nobody does: copy"
+    " the module inside, or call eval()"
+)
 # Those that are about a reducer, and about gradients that it does not find.
 _WITHOUT_EFFECT = frozenset({"find_unused_parameters", "static_graph", "bucket_cap_mb"})
-_BROADCAST_BYTES = 250 * 1024 * 1024
-
-
-def align(module: Module, ignored: Iterable[str] = (), group: Optional[ProcessGroup] = None) -> None:
-    """Copy parameters and buffers from rank 0, in place, as DDP does; raise where ranks have other shapes."""
-    group = dist.distributed_c10d._get_default_group() if group is None else group
-    left_out = set(ignored)
-    parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
-    _verify_param_shape_across_processes(group, parameters)
-    _sync_module_states(module, group, _BROADCAST_BYTES, 0, left_out, True)
 
 
 class Silent(DistributedDataParallel):
@@ -33,31 +27,23 @@ class Silent(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.register_forward_pre_hook(_refuse_training)
-
-
-def _refuse_training(wrapper: Module, inputs: Any) -> None:
-    if wrapper.training and torch.is_grad_enabled():
-        raise RuntimeError(
-            "this is a copy of a wrapper whose gradients lightning_sparse exchanges, and those of the copy nobody does:"
-            " copy the module inside, or call eval()"
-        )
+        self.register_forward_pre_hook(partial(refuse_training, _COPIED))
 
 
 class DDPWrapping:
-    """Wrap a model, anew when parameters are frozen, unfrozen, or added to model and optimizer."""
+    """Wrap a model once; that of an island anew when other parameters are trained, or rounds begin."""
 
     def __init__(self) -> None:
         self._stream: Optional[torch.cuda.Stream] = None
 
     def wrap(
-        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any], init_sync: bool = True
+        self, module: Module, device_ids: Optional[list[int]], arguments: Mapping[str, Any]
     ) -> DistributedDataParallel:
         """Return the model in a DDP that takes care of the smallest parameter alone: no bucket takes memory."""
         given = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
         ignored = ignored_by(module)
-        if given.pop("init_sync", True) and init_sync:
-            align(module, ignored, given.get("process_group"))
+        if given.pop("init_sync", True):
+            align(module, ignored)
         trained = (each for name, each in module.named_parameters() if each.requires_grad and name not in ignored)
         kept = min(trained, key=Tensor.numel)
         others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]

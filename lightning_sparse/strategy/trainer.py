@@ -17,7 +17,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Collectives, gather_together, leave_word
+from lightning_sparse.engine.collectives import Collectives, align, gather_together, leave_word
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
@@ -41,7 +41,7 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, align, note_use
+from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning import (
     CURE,
@@ -400,7 +400,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     Everything else is :class:`~pytorch_lightning.strategies.DDPStrategy`. Gradients are exchanged on a thread (on CUDA
     also a stream) and a process group of their own, group after group during backward. What is not sent stays in a
     residual for each parameter (error feedback) and is added to its next gradient. A ``fit`` without a checkpoint
-    starts with empty residuals. Parameters may be frozen and unfrozen between two steps: all ranks then wrap anew.
+    starts with empty residuals. Parameters may be frozen and unfrozen between two steps, on all ranks.
 
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
@@ -421,7 +421,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
             half the bytes or less, from about 15 ranks on. See the page on scaling.
         overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it: on NCCL no
-            other collective of backward (SyncBatchNorm, ``find_unused_parameters``) then meets theirs.
+            other collective of backward, such as SyncBatchNorm's, then meets theirs.
         local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
             parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
             :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.
@@ -639,11 +639,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     def _train_others(self) -> None:
         """Go on with what is trained now, alike on all ranks; between two steps."""
+        if self._island is not None:
+            self._rewrap(self.is_plain)
+            return
         module = self._ddp.module
         if self._trained.has_new():
             align(module, ignored_by(module))
-        if self._island is not None:
-            self._rewrap(self.is_plain)
         self._trained = TrainedParameters(module)
         self._loop.train_others(self._ddp)
 

@@ -73,8 +73,10 @@ class ArrivedGradients:
         """Whether a gradient holds what an exchange has brought, so that backward would add to it."""
         return bool(self._written or self._copies)
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Sequence[Tensor]) -> None:
         """Watch what backward adds to, from the next one on; what is frozen for a while is left to a later call."""
+        if len(self._handles) == len(parameters):
+            return
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
@@ -226,12 +228,13 @@ class Exchange(Stream):
             for name, each in module.named_parameters()
             if each.requires_grad and name not in ignored
         ]
+        self._parameters = [each.parameter for each in self._members]
         self._positions = {each.name: position for position, each in enumerate(self._members)}
         self._order: Sequence[_Member] = ()  # agreed, after the first backward
         self._places: Mapping[str, int] = {}  # in that order
         self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(pipeline.collectives.device)
         self._last_graph = -1  # the backward whose end was seen last
-        self._views_now: dict[tuple[str, ...], Sequence[Tensor]] = {}
+        self._views_now: dict[tuple[str, ...], list[Tensor]] = {}
         self._reset()
         self._handles = [
             each.parameter.register_post_accumulate_grad_hook(partial(self._ready, each)) for each in self._members
@@ -260,11 +263,6 @@ class Exchange(Stream):
         self._committed: Optional[threading.Event] = None
 
     @property
-    def parameters(self) -> Iterable[Any]:
-        """The parameters whose gradients are exchanged."""
-        return [each.parameter for each in self._members]
-
-    @property
     @override
     def used(self) -> set[Tensor]:
         return {each.parameter for each in self._members if each.is_used}
@@ -285,7 +283,7 @@ class Exchange(Stream):
     def expect(self) -> None:
         self.is_due = self._wrapper.require_backward_grad_sync
         if self._arrived.has_means:
-            self._arrived.watch(self.parameters)
+            self._arrived.watch(self._parameters)
 
     def _ready(self, member: _Member, parameter: Tensor) -> None:
         """Take a gradient that backward has added to for the last time."""
@@ -316,7 +314,7 @@ class Exchange(Stream):
         """Finish a backward of which nobody has told: of the next one nobody will tell before it adds to gradients."""
         self.finish()
         if not self._goes_dense:
-            self._arrived.watch(self.parameters)
+            self._arrived.watch(self._parameters)
 
     def _open(self) -> None:
         self._is_open, self.is_due, self._goes_dense = True, False, self.is_dense
@@ -352,7 +350,7 @@ class Exchange(Stream):
             if parameter not in unused:
                 parameter.grad = gradient if arrived is None else gradient.add_(arrived)
         if not self._goes_dense:
-            self._arrived.note([each.parameter for each in self._order], unused)
+            self._arrived.note(self._parameters, unused)
 
     def _agreed_order(self) -> list[_Member]:
         """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
@@ -414,14 +412,13 @@ class Exchange(Stream):
         if gradient.requires_grad:  # by create_graph=True
             gradient = gradient.detach()
         flat = laid_flat(gradient, parameter)
-        if arrived is None and gradient.stride() == parameter.stride():
-            return flat
-        if flat.data_ptr() != gradient.data_ptr():
+        if gradient.stride() != parameter.stride():
             self._copied.append((gradient, flat.as_strided(parameter.shape, parameter.stride())))
         if arrived is not None:
-            self._taken.append((flat, laid_flat(arrived, parameter)))
+            mean = laid_flat(arrived, parameter)
+            self._taken.append((flat, mean))
             # What is not finite does not become zero, so that the exchange hears of it.
-            self._worker.submit(partial(_subtract, *self._taken[-1]))
+            self._worker.submit(partial(torch._foreach_sub_, [flat], [mean]))
         return flat
 
     def _submit_group(self, flags: Optional[Tensor] = None) -> None:
@@ -455,10 +452,10 @@ class Exchange(Stream):
         sources = [local.gradient for local in small]
         if (views := self._views.get(names)) is None:
             numels = list(map(Tensor.numel, sources))
-            views = sources[0].new_empty(sum(numels)).split(numels)
+            views = list(sources[0].new_empty(sum(numels)).split(numels))
         self._views_now[names] = views
-        self._worker.submit(partial(torch._foreach_copy_, list(views), sources))
-        self._packages.append((sources, list(views)))
+        self._worker.submit(partial(torch._foreach_copy_, views, sources))
+        self._packages.append((sources, views))
         view_of = dict(zip(names, views))
         return [local._replace(gradient=view_of.get(local.name, local.gradient)) for local in group]
 
@@ -536,10 +533,6 @@ class Exchange(Stream):
         if not self._missing or self._used_by_any is None:
             return set()
         return {each.parameter for each, is_used in zip(self._order, self._used_by_any.tolist()) if not is_used}
-
-
-def _subtract(gradient: Tensor, arrived: Tensor) -> None:
-    gradient.sub_(arrived)
 
 
 def _makes_sparse_layout(module: Module) -> bool:
