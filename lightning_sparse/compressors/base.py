@@ -101,13 +101,19 @@ class ModelLayout(NamedTuple):
         return dict(zip(self.names, accumulate(self.numels, initial=0)))
 
 
-def layout_of(module: Module, rank: int, ranks: int, device: torch.device) -> ModelLayout:
-    """Lay out a model whose parameters are exchanged where they require a gradient, and have an element."""
-    parameters = dict(module.named_parameters())
-    numels = {name: held_of(tensor).numel() for name, tensor in parameters.items() if tensor.requires_grad}
-    trained = {name: numel for name, numel in numels.items() if numel}
-    frozen = tuple(name for name in parameters if name not in trained)
-    return ModelLayout(tuple(trained), tuple(trained.values()), rank, ranks, device, frozen)
+def trained_in(module: Module) -> dict[str, Tensor]:
+    """Return the parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def layout_of(
+    module: Module, rank: int, ranks: int, device: torch.device, trained: Optional[Mapping[str, Tensor]] = None
+) -> ModelLayout:
+    """Lay out a model of which those parameters are exchanged that are ``trained``, and have an element."""
+    trained = trained_in(module) if trained is None else trained
+    numels = {name: numel for name, tensor in trained.items() if (numel := held_of(tensor).numel())}
+    frozen = tuple(name for name, _ in module.named_parameters() if name not in numels)
+    return ModelLayout(tuple(numels), tuple(numels.values()), rank, ranks, device, frozen)
 
 
 Gather = Callable[[Tensor], Tensor]

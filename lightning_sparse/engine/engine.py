@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Any, Optional
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of
+from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.observe import Recorder, mean_stats
@@ -36,8 +36,8 @@ class Engine(Uncopied):
     """Exchange the gradients of one wrapped model, until closed; they are taken from here on.
 
     ``node_ranks`` of a node average their gradients first, or have done so where they hold one replica in shards.
-    ``begin`` is called before a backward's first gradient is taken, and ``end`` when gradients are means. Between two
-    steps ``densities`` may be raised, alike on all ranks.
+    ``begin`` is called before a backward's first gradient is taken, and told whether anybody has told of it; ``end`` is
+    called when gradients are means. Between two steps ``densities`` may be raised, alike on all ranks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Engine(Uncopied):
         timeout: Optional[timedelta] = None,
         say: Callable[[str], None] = _LOGGER.info,
         node_ranks: int = 1,
-        begin: Callable[[], None] = lambda: None,
+        begin: Callable[[bool], None] = lambda is_told: None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
         parameters = list(ddp.module.parameters())
@@ -55,8 +55,8 @@ class Engine(Uncopied):
         if settings.replicas_diverge:
             # It refuses what cannot be averaged, before a thread runs.
             averaged(chain(ddp.module.named_parameters(), ddp.module.named_buffers()))
-        is_island = settings.asks_for_islands and node_ranks > 1  # DDP is then one of a node
-        everybody = dist.get_process_group_ranks(None if is_island else ddp.process_group)
+        is_island = settings.asks_for_islands and node_ranks > 1
+        everybody = list(range(dist.get_world_size()))
         self._settings, self._begin, self._end = settings, begin, end
         self.compressor = settings.compressor
         self.arrived = ArrivedGradients()
@@ -70,7 +70,8 @@ class Engine(Uncopied):
         self.levels = self._levels_of(everybody, node_ranks, timeout, kind)
         across = self.levels.across.collectives
         wires = self._wires_of(across, say)
-        self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device)
+        trained = trained_in(ddp.module)
+        self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device, trained)
         self._numels: dict[str, int] = {}
         self._names: dict[nn.Parameter, str] = {each: name for name, each in ddp.module.named_parameters()}
         self._begin_compressor()
@@ -87,8 +88,13 @@ class Engine(Uncopied):
         self.planner = self._planner_of(settings, say)
         self.pipeline = Pipeline(self.compressor, self.memory, wires, self.levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
+        # Gradients of an island's steps do not wait for a round that is on its way: they have a thread of their own.
+        self._step_worker = ExchangeWorker(device) if is_island else self.worker
+        self._wrapper, self._whole_group = ddp, ddp.process_group
         self.stream = self._stream_from(ddp)
+        self.stream.follow(ddp.module, trained)
         self.replicas = self._replicas_of(ddp.module, say)
+        self.leave_to_ddp(False)
 
     def _levels_of(
         self, everybody: list[int], node_ranks: int, timeout: Optional[timedelta], kind: type[Divided]
@@ -103,7 +109,10 @@ class Engine(Uncopied):
         inside = Collectives(nodes[number], collectives.device, timeout, nodes)
         inside.check(("all_to_all", "all_gather"))
         across = Collectives(rows[place], collectives.device, timeout, rows)
-        return kind(Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder))
+        channels = Channel(inside, recorder, True), Channel(across, recorder), Channel(collectives, recorder)
+        if kind is not Islands:
+            return kind(*channels)
+        return Islands(*channels, Collectives(nodes[number], collectives.device, timeout, nodes))
 
     def _wires_of(self, across: Collectives, say: Callable[[str], None]) -> Wires:
         wires = self._settings.wires_for(across.rank, across.ranks)
@@ -137,10 +146,10 @@ class Engine(Uncopied):
 
     def _stream_from(self, ddp: Wrapper) -> Stream:
         settings, are_rounds = self._settings, self._settings.local_steps is not None
-        if are_rounds and (isinstance(ddp, ShardedModel) or isinstance(self.levels, Islands)):
+        if are_rounds and isinstance(ddp, ShardedModel):
             return Stream()
-        parts = (self.pipeline, settings.schedule, self.worker, self.arrived, self._begin, self._end)
-        exchange = Exchange(ddp, *parts, settings.overlaps_backward)
+        parts = (self.pipeline, settings.schedule, self._step_worker, self.arrived, self._begin, self._end)
+        exchange = Exchange(ddp, *parts, settings.overlaps_backward, self.levels.in_step)
         exchange.is_dense = are_rounds
         return exchange
 
@@ -159,22 +168,18 @@ class Engine(Uncopied):
         """Rounds of local steps; ``None`` where gradients are exchanged in every step."""
         return self.replicas if isinstance(self.replicas, Rounds) else None
 
-    def detach(self) -> None:
-        """Let go of the wrapped model, between two steps; what is kept stays."""
-        self.replicas.detach()
-        self.stream.close()
-
-    def attach(self, ddp: Wrapper) -> None:
-        """Exchange the gradients of a new wrapper of the same model, whichever are trained now."""
-        layout = layout_of(ddp.module, *self._layout[2:5])
-        names: dict[nn.Parameter, str] = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    def follow(self, module: nn.Module, trained: Optional[Mapping[str, Tensor]] = None) -> None:
+        """Exchange what is trained of the model from now on, between two backwards; what is kept stays."""
+        trained = trained_in(module) if trained is None else trained
+        layout = layout_of(module, *self._layout[2:5], trained)
+        self.replicas.follow(module, layout.names)
+        names: dict[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
         renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}
         self._names = names
         if layout != self._layout:
             self.worker.run(lambda: self._train_others(layout, renamed))
         self.planner.expect_other_order()
-        self.stream = self._stream_from(ddp)
-        self.replicas.follow(ddp.module, layout.names)
+        self.stream.follow(module, trained)
 
     def _train_others(self, layout: ModelLayout, renamed: Mapping[str, str]) -> None:
         compressor = self.compressor
@@ -186,10 +191,19 @@ class Engine(Uncopied):
         if renamed:
             self.memory.load_state_dict(_with_names(self.memory.state_dict(), renamed))
 
-    def leave_optimizers(self) -> None:
-        """Prepare for steps of plain DDP, in which optimizers learn from gradients again."""
-        self.arrived.clear()
-        self.worker.run(self.memory.leave)
+    def leave_to_ddp(self, is_plain: bool) -> None:
+        """Have the coming steps send everything, as DDP does, or only what is selected, or nothing but in rounds."""
+        if self.rounds is None:
+            self.stream.is_dense = is_plain
+            if is_plain:  # optimizers learn from gradients again
+                self.arrived.clear()
+                self.worker.run(self.memory.leave)
+            return
+        in_step = self.levels.everybody.collectives if is_plain else self.levels.in_step
+        self.stream.among = in_step
+        if isinstance(self.levels, Islands):
+            # Of those whose buffers are one.
+            self._wrapper.process_group = self._whole_group if is_plain else in_step.group
 
     def target_density(self, name: str) -> float:
         """Return the density of a parameter when warm-up is over, as the user asked for it."""
@@ -316,8 +330,9 @@ class Engine(Uncopied):
     def close(self, has_failed: bool = False) -> bool:
         """End the worker, give the process groups back, and return whether what is kept is that of a whole step."""
         self.stream.close()
+        self._wrapper.process_group = self._whole_group
         # A worker that hangs in a collective still needs the process group that it hangs in.
-        has_ended = self.worker.close()
+        has_ended = min(worker.close() for worker in (self._step_worker, self.worker))
         if has_ended:
             self.levels.close(has_failed or self.worker.error is not None)
         return has_ended and self.worker.error is None

@@ -134,7 +134,7 @@ class Rounds(Replicas):
         self._away: Optional[dict[str, Tensor]] = None
         self.covered_steps = self._every  # local steps that the last exchange was about
         self._last_wait = self._total_wait = 0.0  # seconds
-        self.follow(module, names)
+        self._know(module, names)
 
     @property
     def trained(self) -> frozenset[str]:
@@ -143,9 +143,12 @@ class Rounds(Replicas):
 
     @override
     def follow(self, module: Module, names: Sequence[str]) -> None:
-        # Between two rounds, when replicas are the same, or where the round that was resumed has these parameters.
-        if self._is_resumed and self._names == frozenset(names):
-            return
+        if not (self._is_resumed and self._names == frozenset(names)):  # the round that was resumed has these
+            self.synchronize()
+            self._know(module, names)
+
+    def _know(self, module: Module, names: Sequence[str]) -> None:
+        """Know what is exchanged, where replicas are the same."""
         self._module = module
         renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
         shared, momenta = (
@@ -226,8 +229,7 @@ class Rounds(Replicas):
     @override
     def begin(self) -> None:
         if self._is_resumed and (trained := self._trained()) != self._names:
-            # As without a stop, where the model is wrapped anew for them before their first step.
-            self.synchronize()
+            # As without a stop, where they are followed before their first step.
             self._is_resumed = False
             self.follow(self._module, [name for name, _ in self._module.named_parameters() if name in trained])
         if self._has_begun:
@@ -332,11 +334,6 @@ class Rounds(Replicas):
                 self._shared[name].copy_(rest[name])
         self._seen = self._fingerprints()
         self._origin = self._step
-
-    @override
-    def detach(self) -> None:
-        if not (self._is_resumed and self._names == self._trained()):
-            self.synchronize()
 
     def _trained(self) -> set[str]:
         """Return the names of the parameters that are trained now."""
@@ -599,7 +596,7 @@ class Rounds(Replicas):
         self._is_resumed = False
         present = (name for name, _ in self._module.named_parameters())
         if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
-            self.follow(self._module, names)  # others may be frozen here until training goes on
+            self._know(self._module, names)  # others may be frozen here until training goes on
         for name, tensor in state["local"].items():
             if name in self._shared and self._shared[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
+from lightning_sparse.engine.collectives import align
 from lightning_sparse.engine.settings import Row, Settings, refuse
-from lightning_sparse.engine.step.exchange import Wrapper
+from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
@@ -32,6 +33,7 @@ from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.loop.optimizers import (
     OptimizerView,
+    TrainedParameters,
     UnfinishedStep,
     can_correct,
     chain_of,
@@ -95,7 +97,6 @@ class Loop:
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
         self._is_at_border = True  # no batch has begun since the last optimizer step
-        self._is_begun = False
         self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
         self._has_warned_of_validations = False
         self._counts_steps = False  # what is exchanged, or decided, goes by the number of steps
@@ -135,12 +136,14 @@ class Loop:
         if dist.get_world_size(ddp.process_group) == 1:
             self._say(RESUMES_ALONE)
         self._ddp: Wrapper = ddp
+        self._timeout = timeout
         self._scaler = scaler
-        around = (self._begin_from_within, lambda: self.view.adam.note_arrived())
+        around = (self._open, lambda: self.view.adam.note_arrived())
         self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, *around)
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
+        self._trained = TrainedParameters(ddp.module)
         self._clipping = clipping
         self._counts_steps = settings.replicas_diverge or isinstance(settings.schedule, Auto)
         self.view.adam.clip(clipping, parameters.values())
@@ -283,41 +286,51 @@ class Loop:
             return False
         return self.choice.wants_plain if is_at_border else self.is_plain
 
-    def train_others(self, ddp: Wrapper) -> None:
-        """Go on with a model of which other parameters are trained, between two steps, maybe in another wrapper."""
-        if self.engine is None:
+    def _follow_model(self, forgets: bool = False) -> None:
+        """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen."""
+        if self.engine is None or not self._trained.have_changed(self.optimizers, forgets):
             return
-        used = self.engine.stream.used
-        self.engine.detach()
-        self._ddp = ddp
-        self.view.know(dict(ddp.module.named_parameters()))
-        self.engine.attach(ddp)
-        self.engine.stream.use(used)
-        self.engine.stream.is_dense = self.engine.stream.is_dense or self.is_plain
+        trained, module = self._trained, self._ddp.module
+        has_new = trained.has_new()
+        trained.agree(forgets, self._timeout)
+        if has_new:
+            align(module, ignored_by(module))
+        self.view.know(dict(module.named_parameters()))
+        self.engine.follow(module, trained.parameters)
+        self._say(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
+
+    def _turn(self) -> None:
+        """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""
+        assert self.engine is not None
+        is_plain, rounds = self.wants_plain(), self.engine.rounds
+        if is_plain == self.is_plain:
+            return
+        if rounds is not None and not is_plain:  # they begin with one model
+            align(self._ddp.module, ignored_by(self._ddp.module))
+        self.leave_to_ddp(is_plain)
 
     def leave_to_ddp(self, is_plain: bool) -> None:
-        """Have the coming steps send everything, as DDP does, or only what is selected; between two steps."""
-        if self.engine is None:
-            return
-        self.is_plain = is_plain
-        if self.engine.rounds is None:
-            self.engine.stream.is_dense = is_plain
-            if is_plain:
-                self.engine.leave_optimizers()
-        self.follow_rounds()
-
-    def is_silent(self, is_plain: Optional[bool] = None) -> bool:
-        """Tell whether DDP leaves exchanges to rounds of local steps; the steps are its own where ``is_plain``."""
-        return self._settings.local_steps is not None and not (self.is_plain if is_plain is None else is_plain)
-
-    def follow_rounds(self) -> None:
-        """Have the model be one after every step that is left to plain DDP, before rounds."""
+        """Have the coming steps send everything, as DDP does, or not; between two steps."""
         assert self.engine is not None
-        is_left = self.engine.rounds is not None and not self.is_silent()
-        self.replicas = Replicas() if is_left else self.engine.replicas
+        self.is_plain = is_plain
+        self.engine.leave_to_ddp(is_plain)
+        # The model is one after every step that comes before rounds.
+        self.replicas = Replicas() if is_plain and self.engine.rounds is not None else self.engine.replicas
 
-    def begin_batch(self, adopts: bool = False) -> None:
-        """Begin a batch, before its forward; rounds go on from the model that there is now if it ``adopts`` that."""
+    @property
+    def is_silent(self) -> bool:
+        """Whether exchanges are left to rounds of local steps."""
+        return self._settings.local_steps is not None and not self.is_plain
+
+    def begin_batch(self, adopts: bool = False, forgets: bool = False) -> None:
+        """Begin a batch, before its forward.
+
+        Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
+        ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
+        """
+        self._follow_model(forgets and not self.unfinished.is_begun)
+        if self.engine is not None:
+            self._turn()
         self.replicas.begin()
         if adopts:
             self.replicas.adopt()
@@ -335,7 +348,7 @@ class Loop:
             warn_user(UNCOUNTED)
 
     def _keep_silent(self) -> None:
-        if self.engine is None or not self.is_silent():
+        if self.engine is None or not self.is_silent:
             return
         if self.is_island:
             # DDP would leave buffers as they are in the batch after a validation, but not after a resume.
@@ -359,26 +372,25 @@ class Loop:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.unfinished.add_backward(self.optimizers, is_automatic)
         self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
-        if self.engine is None:
-            return
-        self.engine.stream.expect()
-        self._is_begun = True
-        if self.is_plain and self._ddp.require_backward_grad_sync:
+        if self.engine is not None:
+            self._follow_model()
+            self.engine.stream.expect()
+
+    def _open(self, is_told: bool) -> None:
+        """Begin a step's exchange, before the first of its gradients is taken."""
+        assert self.engine is not None
+        if not is_told:
+            self.check_epoch()
+            self._follow_model()
+            self._turn()
+            self.unfinished.add_backward(self.optimizers, False)
+        if self.is_plain:
             self.engine.begin_plain_backward()
         if self._settings.local_steps is None:
             context = self.view.coming_step(self.is_plain, self.engine.arrived.state().keys())
             # Scaling a one gives the scale without asking the device for its value.
             scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
             self.engine.begin_backward(context._replace(loss_scale=scale), self.epoch or 0)
-
-    def _begin_from_within(self) -> None:
-        """Begin a backward before the first of its gradients is taken, where nobody has told of it."""
-        if self._is_begun:
-            return
-        self.check_epoch()
-        self.wants_plain()
-        self.begin()
-        self._is_begun = False
 
     def is_any(self, flag: bool) -> bool:
         """Tell whether a flag is set on any rank, which all must ask."""
@@ -398,7 +410,6 @@ class Loop:
 
     def end_backward(self) -> None:
         """End a backward; raise what its exchange has raised."""
-        self._is_begun = False
         if self.engine is not None:
             self.engine.stream.finish()
         self.view.adam.note_arrived()

@@ -1,11 +1,13 @@
 """A view of the optimizers: their settings, the momentum that the memory takes over, and the step in progress."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from operator import gt
 from typing import Any, NamedTuple, Optional, Union
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
@@ -223,8 +225,6 @@ class UnfinishedStep:
         """End a step of an optimizer."""
         self.is_begun = False
         self._waiting = [each for each in self._waiting if each is not optimizer]
-        # Only now: DDP puts views of its buckets in their place while, on a GPU, a stream that their memory's allocator
-        # has not heard of still reads them. That memory would be given to the gradient of another layer.
         self._restored = {}
 
     def state(self, module: Module, engine: Optional[Engine]) -> dict[str, Any]:
@@ -248,22 +248,6 @@ class UnfinishedStep:
         self.is_begun = is_begun
         self._used = list(used)
 
-    @contextmanager
-    def put_aside(self) -> Iterator[None]:
-        """Have a new wrapper not find restored gradients: DDP would divide them otherwise than those of a backward."""
-        gradients = {parameter: parameter.grad for parameter in self._restored}
-        for parameter in gradients:
-            parameter.grad = None
-        yield
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-
-    def drop_frozen(self) -> None:
-        """Drop restored gradients of parameters that are not trained any more, once users have frozen them."""
-        for parameter in [each for each in self._restored if not each.requires_grad]:
-            parameter.grad = None
-            del self._restored[parameter]
-
     def put_back(self, optimizers: Sequence[Optimizer]) -> list[Parameter]:
         """Put restored gradients in their place; Lightning sets all to zero between the two."""
         for parameter, gradient in self._restored.items():
@@ -275,63 +259,55 @@ class UnfinishedStep:
 
 
 class TrainedParameters:
-    """Notice that other parameters are trained than those that a model was wrapped for.
+    """Notice that other parameters are trained than those whose gradients are exchanged, alike on all ranks.
 
-    What is unfrozen later, DDP leaves alone, so replicas drift apart unnoticed; for what is frozen it waits for ever.
+    Attributes:
+        parameters: whose gradients are exchanged, by name.
     """
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._parameters = list(module.parameters())
-        self._are_trained = [parameter.requires_grad for parameter in self._parameters]
-        self._trained = self._present()
         self._handled: list[int] = []  # identities of the parameters that optimizers train
+        self.parameters: dict[str, Tensor] = {}
+        self._know(self._present(forgets=True))
 
-    def __len__(self) -> int:
-        """Return how many were trained when the model was wrapped."""
-        return len(self._trained)
+    def _know(self, parameters: dict[str, Tensor]) -> None:
+        self.parameters = parameters
+        self._all = list(self._module.parameters())
+        known = set(parameters.values())
+        self._are_known = [parameter in known for parameter in self._all]
 
-    def have_changed(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds."""
+    def _present(self, forgets: bool) -> dict[str, Tensor]:
+        """Return what is trained now; also what is frozen, unless it ``forgets`` that."""
+        kept = set() if forgets else set(self.parameters.values())
+        named = self._module.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad or parameter in kept}
+
+    def have_changed(self, optimizers: Sequence[Optimizer], forgets: bool = True) -> bool:
+        """Tell whether others are trained now; on a few hundred parameters it takes some ten microseconds.
+
+        What is frozen counts if it ``forgets`` that.
+        """
         present = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         if present != self._handled:
             self._handled = present
             if self.has_new():  # which takes longer, and without an optimizer they are not trained
                 return True
-        return [parameter.requires_grad for parameter in self._parameters] != self._are_trained
+        are_trained = [parameter.requires_grad for parameter in self._all]
+        return are_trained != self._are_known and (forgets or any(map(gt, are_trained, self._are_known)))
 
     def has_new(self) -> bool:
-        """Tell whether the model has parameters that it did not have when it was wrapped."""
-        return set(map(id, self._module.parameters())) != set(map(id, self._parameters))
+        """Tell whether the model has parameters that it did not have before."""
+        return set(map(id, self._module.parameters())) != set(map(id, self._all))
 
-    def _changed(self) -> dict[str, list[str]]:
-        """Return the names of those that were trained and are not any more, and of those that were not and are now."""
-        present = self._present()
-        return {"frozen": _without(self._trained, present), "unfrozen": _without(present, self._trained)}
-
-    def changes(self) -> str:
-        """Say what has changed."""
-        return "; ".join(f"{change}: {listed(names)}" for change, names in self._changed().items() if names)
-
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that no other parameters require a gradient than when the forward of this step began."""
-        if self.have_changed(optimizers) and self._changed()["unfrozen"]:
-            raise RuntimeError(
-                f"{self.changes()}, inside training_step, where other ranks cannot know of it. Do it before, such as in"
-                " on_train_batch_start or on_train_epoch_start"
-            )
-
-    def agree(self, is_step_begun: bool, rank: int, ranks: int, timeout: Optional[timedelta]) -> None:
-        """Raise, on every rank, unless all are about to train the same parameters."""
-        names = [name for name in self._changed()["frozen"] if self._trained[name].grad is not None]
-        if is_step_begun and names:
-            raise RuntimeError(
-                f"frozen: {listed(names)}, between two batches of one optimizer step, with gradients that no other rank"
-                " has heard of. Freeze after optimizer steps, such as at the start of an epoch"
-            )
-        changes = self.changes()
+    def agree(self, forgets: bool, timeout: Optional[timedelta]) -> str:
+        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike."""
+        present, rank = self._present(forgets), dist.get_rank()
+        both = {"frozen": (self.parameters, present), "unfrozen": (present, self.parameters)}
+        found = {change: _without(*sides) for change, sides in both.items()}
+        changes = "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
         try:
-            everywhere = gather_apart(changes, timeout) if ranks > 1 else [changes]
+            everywhere = gather_apart(changes, timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
@@ -340,9 +316,8 @@ class TrainedParameters:
         if len(set(everywhere)) > 1:
             said = ". ".join(f"Rank {each}: {theirs or 'nothing'}" for each, theirs in enumerate(everywhere))
             raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
-
-    def _present(self) -> dict[str, Parameter]:
-        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        self._know(present)
+        return changes
 
 
 def listed(names: Sequence[object]) -> str:
@@ -357,7 +332,7 @@ def listed(names: Sequence[object]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _without(ones: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> list[str]:
+def _without(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
     known = set(map(id, others.values()))  # under whatever name
     return [name for name, parameter in ones.items() if id(parameter) not in known]
 

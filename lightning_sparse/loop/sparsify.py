@@ -21,10 +21,10 @@ from typing_extensions import Self, override
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
+from lightning_sparse.engine.collectives import Uncopied, copy_from_first
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
@@ -328,7 +328,7 @@ class Sparsifier(Loop):
     def load(self, state: Mapping[str, Any], topology: Optional[Topology] = None) -> bool:
         is_followed = super().load(state, topology)
         self._is_shared = self._settings.local_steps is None
-        self._turn()
+        self._follow_rounds()
         return is_followed
 
     def _print_of_shared(self) -> Optional[list[int]]:
@@ -351,7 +351,18 @@ class Sparsifier(Loop):
         ]
         if self._scaler is not None:
             self._count_skipped(self._scaler)
-        self._turn()
+        self._follow_rounds()
+
+    @override
+    def leave_to_ddp(self, is_plain: bool) -> None:
+        super().leave_to_ddp(is_plain)
+        if self._settings.local_steps is not None:
+            self._model.require_backward_grad_sync = self._model.require_forward_param_sync = is_plain
+
+    def _follow_rounds(self) -> None:
+        """Leave the coming step to DDP, or not, as rounds want, if there are any."""
+        if self.engine is not None and self.engine.rounds is not None:
+            self.leave_to_ddp(self.engine.rounds.is_synchronous)
 
     def _count_skipped(self, scaler: GradScaler) -> None:
         """Count also steps that a scaler leaves out, on one rank maybe: rounds begin and end on all ranks."""
@@ -372,8 +383,6 @@ class Sparsifier(Loop):
             self._begin_rounds()
             self.check_epoch()
             self.begin_batch()
-            self.begin()
-            self._is_begun = False
         elif not (torch.is_grad_enabled() or is_training):
             self._check_shared()
 
@@ -398,19 +407,8 @@ class Sparsifier(Loop):
         self._has_exchanged = False
         if self.engine is None or self.engine.rounds is None:
             return
-        was_plain, self._is_shared = self.is_plain, self.is_plain
+        self._is_shared = self.is_plain
         self._turn()
-        if was_plain and not self.is_plain:  # where DDP broadcasts buffers, it does so before each of its forwards
-            align(self._model.module, ignored_by(self._model.module))
-
-    def _turn(self) -> None:
-        """Leave the coming step to DDP, or keep it silent, as rounds want; between two steps."""
-        assert self.engine is not None
-        rounds = self.engine.rounds
-        if rounds is None:
-            return
-        self.leave_to_ddp(rounds.is_synchronous)
-        self._model.require_backward_grad_sync = self._model.require_forward_param_sync = self.is_plain
 
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.

@@ -29,7 +29,7 @@ from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
+from lightning_sparse.strategy.ddp_wrapping import wrap
 from lightning_sparse.strategy.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
@@ -348,7 +348,6 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
         self._prepare(settings, resume_compression, total_steps)
         check_ddp_arguments(type(self), FabricDDPStrategy, settings, ddp_kwargs)
-        self._wrapping = DDPWrapping()
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
 
     @override
@@ -359,7 +358,7 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
         check_rounds(self.settings.local_steps, module)
-        ddp = self._wrapping.wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        ddp = wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
         self._expect(ddp)
         return ddp
 

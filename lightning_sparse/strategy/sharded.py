@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 from typing_extensions import override
@@ -18,7 +17,7 @@ from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import TrainedParameters, listed
+from lightning_sparse.loop.optimizers import listed
 from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import Checkpointer, CheckpointError, Save, restore, saved_layouts
@@ -124,7 +123,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self._say(_ONE_REPLICA)
             return
         self._sharded = ShardedModel(module)
-        self._trained = TrainedParameters(module)
         self._start(self._sharded, trainer)
 
     @override
@@ -136,16 +134,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self._say("one replica: what several had kept for later steps is not used.")
         self._checkpointer.loaded = None
         self._begin_steps()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._loop.epoch = self._trainer.current_epoch
-        self._loop.follow_optimizers(self.optimizers)
-        if self.engine is not None and self._trained.have_changed(self.optimizers):
-            self._trained.agree(self._loop.unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
-            self._trained = TrainedParameters(self._sharded.module)
-            self._loop.train_others(self._sharded)
-        return super().training_step(*args, **kwargs)
 
     @override
     @contextmanager
@@ -162,17 +150,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
             self._sharded.require_backward_grad_sync = synchronizes
         for module in cut_modules(self._module):
             module.set_requires_gradient_sync(synchronizes, recurse=False)
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._loop.wants_plain()  # it looks whether Adam's second moment is known; no step is left to others
-        self._loop.begin(is_automatic=True)
-        super().pre_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._loop.end_backward()
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""

@@ -1,7 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
@@ -17,16 +16,16 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Collectives, align, gather_together, leave_word
+from lightning_sparse.engine.collectives import gather_together, leave_word
 from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
-from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
+from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import TrainedParameters, handled
+from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan, Schedule
 from lightning_sparse.strategy import whereabouts
@@ -41,7 +40,7 @@ from lightning_sparse.strategy.checkpoints import (
     saved_layouts,
 )
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import DDPWrapping, note_use
+from lightning_sparse.strategy.ddp_wrapping import wrap
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.lightning import (
     CURE,
@@ -285,17 +284,11 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         return self._loop.replicas.are_apart and bool(self._trainer.fit_loop._skip_backward)
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        if self.engine is not None:
-            raise RuntimeError(
-                "strategy.setup_optimizers(trainer) in the midst of training would begin the exchange anew, in a model"
-                " that has one: assign trainer.optimizers = [...] (or trainer.strategy.optimizers), between two batches"
-            )
-        super().setup_optimizers(trainer)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._loop.begin_batch(adopts=self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0)
+        self._loop.epoch = self._trainer.current_epoch
+        self._loop.follow_optimizers(self.optimizers)
+        adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
+        self._loop.begin_batch(adopts, forgets=True)
         batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if self.settings.local_steps is not None and batch != self._seen_batch:  # or a closure has asked once more
             self._seen_batch = batch
@@ -304,6 +297,16 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
         return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._loop.begin(self._module.automatic_optimization)
+        super().pre_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._loop.end_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -469,9 +472,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self.settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps), levels)
         check_ddp_arguments(type(self), DDPStrategy, self.settings, ddp_kwargs)
         self._loop = Loop(self.settings, self._say)
-        self._wrapping = DDPWrapping()
         self._checkpointer = Checkpointer(self, resume_compression)
-        self._island: Optional[Collectives] = None  # of ranks of this node that make their local steps together
         self._reader: Optional[Reader] = None
         self._replaced = []
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
@@ -519,24 +520,16 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         leave_word("")
 
     @override
-    def _setup_model(self, model: Module, is_plain: bool = False) -> DistributedDataParallel:
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
         check_parameters(model)
         check_rounds(self.settings.local_steps, model)
-        self._trained = TrainedParameters(model)
-        device_ids = self.determine_ddp_device_ids()
-        if self._island is None:
-            return self._wrapping.wrap(model, device_ids, self._ddp_kwargs)
-        return self._wrapping.wrap_whole(model, device_ids, self._ddp_kwargs, None if is_plain else self._island.group)
+        return wrap(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
 
     @override
     def configure_ddp(self) -> None:
         checkpointer = self._checkpointer
         count = checkpointer.node_ranks = self._ranks_of_node()
         checkpointer.are_islands = count > 1 and self.settings.asks_for_islands
-        if checkpointer.are_islands and self._island is None:
-            nodes = [list(range(first, first + count)) for first in range(0, self.world_size, count)]
-            own = nodes[self.global_rank // count]
-            self._island = Collectives(own, self.root_device, self._timeout, nodes)
         super().configure_ddp()
 
     @override
@@ -548,7 +541,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._let_go()  # of what was there before, where users have optimizers set up anew
+        if self.engine is not None:  # users have them set up anew; the next batch follows them
+            return
+        self._let_go()
         self._has_failed = False
         self._begin_at_position(trainer)
         self._start(self._ddp, trainer)
@@ -590,84 +585,18 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         used = self._loop.unfinished.put_back(self.optimizers)
         if self.engine is not None:
             self.engine.stream.use(used)
-        if self._island is not None:
-            note_use(self._ddp, used)
         self._begin_steps()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.is_last_batch:
             whereabouts.leave_end_of_epoch(self._trainer)
-        self._loop.epoch = self._trainer.current_epoch
-        self._loop.follow_optimizers(self.optimizers)
-        # Only here: where users step their optimizers themselves, a step ends inside the wrapper's own forward.
-        is_plain, unfinished = self._loop.wants_plain(), self._loop.unfinished
-        unfinished.drop_frozen()
-        if self._trained.have_changed(self.optimizers):
-            self._trained.agree(unfinished.is_begun, self.global_rank, self.world_size, self._timeout)
-            self._train_others()
-            self._say(f"other parameters are trained from now on, {len(self._trained)} in all.")
-        if is_plain != self.is_plain:
-            self._leave_to_ddp(is_plain)
         return super().training_step(*args, **kwargs)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync():
-            yield
-        if isinstance(self.model, DistributedDataParallel):
-            # Of a wrapper that came meanwhile nobody else would take the block.
-            self.model.require_backward_grad_sync = True
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._loop.begin(self._module.automatic_optimization)
-        if not self._loop.replicas.are_apart or self._loop.is_island:
-            self._trained.check(self.optimizers)
-        super().pre_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._loop.end_backward()
 
     @override
     def on_train_end(self) -> None:
         whereabouts.leave_end_of_training(self._trainer)
         super().on_train_end()
-
-    def _train_others(self) -> None:
-        """Go on with what is trained now, alike on all ranks; between two steps."""
-        if self._island is not None:
-            self._rewrap(self.is_plain)
-            return
-        module = self._ddp.module
-        if self._trained.has_new():
-            align(module, ignored_by(module))
-        self._trained = TrainedParameters(module)
-        self._loop.train_others(self._ddp)
-
-    def _leave_to_ddp(self, is_plain: bool) -> None:
-        """Send everything in the coming steps, or not, or leave them to rounds, which begin with one model."""
-        if self._island is not None:
-            self._rewrap(is_plain)
-        elif not is_plain and self.rounds is not None:
-            align(self._ddp.module, ignored_by(self._ddp.module))
-        self._loop.leave_to_ddp(is_plain)
-
-    def _rewrap(self, is_plain: bool) -> None:
-        """Wrap the model of an island anew: DDP averages over its node in rounds, and over all ranks before."""
-        module, synchronizes = self._ddp.module, self._ddp.require_backward_grad_sync
-        broadcasts, used = self._ddp.require_forward_param_sync, set(module.parameters())
-        used = used if self._loop.unfinished.is_begun else set()
-        self.model = None  # two reducers would both take every gradient
-        with self._loop.unfinished.put_aside():
-            self.model = self._setup_model(module, is_plain)
-        self.model.require_backward_grad_sync = synchronizes
-        self.model.require_forward_param_sync = broadcasts
-        self._loop.train_others(self.model)
-        note_use(self.model, used)
 
     @override
     def save_checkpoint(
@@ -734,14 +663,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._loop.choice is not None and is_ours:
             self._loop.choice.restore(bool(kept["is_plain"]))
         return unused
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        if self._island is not None:
-            self._island.close(self._has_failed)
-            self._island = None
-        self._wrapping.close()
 
 
 def total_steps_of(trainer: Trainer) -> Optional[int]:

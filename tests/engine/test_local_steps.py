@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.settings import LocalSteps
 from tests.helpers.devices import DEVICE
@@ -366,8 +365,7 @@ def change_shapes(rank):
             if step == 3:
                 module.pair = nn.Parameter(torch.ones(5, device=DEVICE))
                 del module.prime
-                engine.detach()
-                engine.attach(DistributedDataParallel(module))
+                engine.follow(module)
         engine.replicas.synchronize()
         return [each.detach().clone() for each in module.parameters()]
 

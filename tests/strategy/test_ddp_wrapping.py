@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from lightning_sparse.strategy.ddp_wrapping import DDPWrapping
+from lightning_sparse.strategy.ddp_wrapping import wrap
 from tests.helpers.devices import DEVICE
 
 
@@ -25,7 +25,7 @@ class Tied(nn.Module):
 def elements_in_buckets(rank):
     """Return how many elements the buckets of the wrapper have memory for."""
     devices = None if DEVICE.type == "cpu" else [0]
-    ddp = DDPWrapping().wrap(Tied().to(DEVICE), devices, {})
+    ddp = wrap(Tied().to(DEVICE), devices, {})
     return sum(bucket.buffer().numel() for bucket in ddp.reducer._get_zeros_like_grad_buckets())
 
 
@@ -35,7 +35,7 @@ def test_buckets_take_no_memory(pair):
 
 def train_a_copy(rank):
     devices = None if DEVICE.type == "cpu" else [0]
-    ddp = copy.deepcopy(DDPWrapping().wrap(Tied().to(DEVICE), devices, {}))
+    ddp = copy.deepcopy(wrap(Tied().to(DEVICE), devices, {}))
     words = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
         seen = ddp(words).shape

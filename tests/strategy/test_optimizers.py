@@ -213,9 +213,14 @@ def test_an_optimizer_that_sends_in_its_step_is_refused_where_replicas_drift_apa
         assert re.match("ValueError: ZeroRedundancyOptimizer holds a process group", answer)
 
 
-def test_setting_up_optimizers_anew_in_mid_training_is_refused_with_the_cure(pair):
-    for answer in refusals(pair, partial(Replacing, torch.optim.SGD, lr=0.01), {"compressor": "topk"}):
-        assert re.match(r"RuntimeError: strategy.setup_optimizers.* assign trainer\.optimizers = ", answer)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_may_be_set_up_anew_in_mid_training(pair, kind):
+    anew, replaced = (
+        fits(pair, partial(Replacing, kind, then, lr=0.01), {"compressor": "topk", "density": 0.1})
+        for then in (None, kind)
+    )
+    assert_same(anew[0].end, anew[1].end)
+    assert_same(anew[0].batches, replaced[0].batches)
 
 
 class MuonOfMatrices(torch.optim.Muon):

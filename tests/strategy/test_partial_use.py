@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from unittest import mock
 
 import pytest
@@ -206,7 +206,7 @@ class OnOneRank(Parts):
 
 
 class Inside(Parts):
-    """The backbone is frozen, or unfrozen, when its gradients are already waited for."""
+    """The backbone is frozen, or unfrozen, inside a training_step."""
 
     def __init__(self, unfreezes):
         super().__init__()
@@ -217,6 +217,23 @@ class Inside(Parts):
         if batch_index == 2:
             self.backbone.requires_grad_(self.unfreezes)
         return super().training_step(batch, batch_index)
+
+
+class InsideDiscarding(Parts):
+    """What that should come to: the backbone's gradients are dropped before, or from then on."""
+
+    def __init__(self, unfreezes):
+        super().__init__()
+        self.unfreezes = unfreezes
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.unfreezes != (self.batches_before >= 2):
+            self.backbone.zero_grad(set_to_none=True)
+
+
+class FreezingAdam(Freezing):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
 
 
 SOON = settings_of("topk", timeout=timedelta(seconds=3))
@@ -273,17 +290,22 @@ def test_ranks_that_freeze_differently_say_so_at_once(pair):
         assert f"Rank 0: {BACKBONE}. Rank 1: frozen: 'head.weight', 'head.bias'" in message
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "where"),
-    [
-        (partial(Inside, True), {}, f"un{BACKBONE}, inside training_step"),
-        (Freezing, {"accumulate_grad_batches": 3}, f"{BACKBONE}, between two batches"),
-    ],
-    ids=["unfrozen", "within a window"],
-)
-def test_a_change_inside_training_step_is_refused_with_a_cure(pair, module, arguments, where):
-    for message in refusals(pair, module, SOON, **arguments):
-        assert message.startswith(f"RuntimeError: {where}")
+@pytest.mark.parametrize("unfreezes", [True, False], ids=["unfrozen", "frozen"])
+@pytest.mark.parametrize("compressor", ["topk", "exdyna"])
+def test_a_change_inside_training_step_is_followed(pair, with_ddp, compressor, unfreezes):
+    history = [each["backbone.weight"] for each in one_model(fits(pair, partial(Inside, unfreezes), SOON)).batches]
+    trained = [not torch.equal(*each) for each in pairwise(history)]
+    assert trained == [unfreezes == (batch >= 2) for batch in range(1, 12)]
+    ours = one_model(fits(pair, partial(Inside, unfreezes), whole(compressor)))
+    assert_close(ours, with_ddp(partial(InsideDiscarding, unfreezes)))
+
+
+@pytest.mark.parametrize("module", [Freezing, FreezingAdam])
+def test_what_is_frozen_within_a_step_is_stepped_with_once_more(pair, module):
+    first = one_model(fits(pair, module, settings_of("topk"), accumulate_grad_batches=3))
+    history = [each["backbone.weight"] for each in first.batches]
+    moved = [batch for batch, each in enumerate(pairwise(history), 1) if not torch.equal(*each)]
+    assert moved == [2, 5, 8, 11]  # frozen from the second of the batches 3, 4, 5 to the second of 6, 7, 8
 
 
 def test_a_rank_that_freezes_alone_does_not_wait_for_ever(forked):
@@ -380,7 +402,7 @@ def test_one_process_freezes_and_unfreezes_too(forked):
     assert not torch.equal(history[8], history[7])
 
 
-def test_a_parameter_that_is_replaced_is_another_one():
+def replace(rank):
     model = Parts()
     trained = TrainedParameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -388,4 +410,10 @@ def test_a_parameter_that_is_replaced_is_another_one():
     model.head.weight = nn.Parameter(torch.zeros(32, 64))
     optimizer.add_param_group({"params": [model.head.weight]})
     assert trained.have_changed([optimizer])
-    assert trained.changes() == "frozen: 'head.weight'; unfrozen: 'head.weight'"
+    assert trained.agree(True, None) == "frozen: 'head.weight'; unfrozen: 'head.weight'"
+    assert not trained.have_changed([optimizer])
+    return True
+
+
+def test_a_parameter_that_is_replaced_is_another_one(pair):
+    assert pair.run(replace) == [True, True]

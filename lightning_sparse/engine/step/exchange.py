@@ -11,7 +11,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.shards import ShardedModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
@@ -140,8 +140,11 @@ class ArrivedGradients:
 class Stream(Uncopied):
     """Where gradients come from; this is for rounds of local steps, which exchange none."""
 
-    is_due = False  # a backward goes on whose gradients are to be exchanged when it ends, and none has come yet
     is_dense = False  # the coming steps send everything, as DDP does, and keep nothing
+    among: Collectives  # the ranks that average what is dense, and agree on the order of gradients
+
+    def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
+        """Take the gradients of these parameters of a model from now on, between two backwards."""
 
     @property
     def used(self) -> set[Tensor]:
@@ -194,8 +197,10 @@ class Exchange(Stream):
     ``is_dense``, groups are averaged as by DDP, in one all-reduce each.
 
     Args:
-        begin: called before a backward's first gradient is taken, on the thread of backward.
+        begin: called before a backward's first gradient is taken, on the thread of backward, and told whether
+            :meth:`expect` was called for it.
         end: called when gradients are means.
+        among: the ranks that average what is dense, and agree on the order of gradients.
     """
 
     def __init__(
@@ -205,9 +210,10 @@ class Exchange(Stream):
         schedule: Schedule,
         worker: ExchangeWorker,
         arrived: ArrivedGradients,
-        begin: Callable[[], None],
+        begin: Callable[[bool], None],
         end: Callable[[], None],
         overlaps_backward: bool,
+        among: Collectives,
     ) -> None:
         self._wrapper = wrapper
         self._pipeline = pipeline
@@ -217,30 +223,34 @@ class Exchange(Stream):
         self._arrived = arrived
         self._begin = begin
         self._end = end
-        self._everybody = pipeline.levels.everybody.collectives
+        self.among = among
         self._overlaps_backward = overlaps_backward
         self._is_sharded = isinstance(wrapper, ShardedModel)
-        module = wrapper.module
-        ignored = ignored_by(module)
-        sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
-        self._members = [
-            _Member(name, each, each in sparse)
-            for name, each in module.named_parameters()
-            if each.requires_grad and name not in ignored
-        ]
-        self._parameters = [each.parameter for each in self._members]
-        self._positions = {each.name: position for position, each in enumerate(self._members)}
-        self._order: Sequence[_Member] = ()  # agreed, after the first backward
-        self._places: Mapping[str, int] = {}  # in that order
-        self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(pipeline.collectives.device)
+        self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
+        self._hooked: dict[Tensor, _Member] = {}  # also what is frozen: it may be unfrozen within a step
+        self._handles: list[Any] = []
         self._last_graph = -1  # the backward whose end was seen last
         self._views_now: dict[tuple[str, ...], list[Tensor]] = {}
         self._reset()
-        self._handles = [
-            each.parameter.register_post_accumulate_grad_hook(partial(self._ready, each)) for each in self._members
-        ]
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = SilentReducer()  # type: ignore[assignment]
+
+    @override
+    def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
+        ignored = ignored_by(module)
+        sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
+        for name, parameter in module.named_parameters():
+            if name not in ignored and parameter not in self._hooked and parameter.is_floating_point():
+                self._hooked[parameter] = _Member(name, parameter, parameter in sparse)
+                self._handles.append(_hook(parameter, partial(self._ready, self._hooked[parameter])))
+        self._members = [self._hooked[parameter] for name, parameter in trained.items() if name not in ignored]
+        for member, name in zip(self._members, (name for name in trained if name not in ignored)):
+            member.name = name
+        self._parameters = [each.parameter for each in self._members]
+        self._positions = {each.name: position for position, each in enumerate(self._members)}
+        self._order: Sequence[_Member] = ()  # agreed, after the next backward
+        self._places: Mapping[str, int] = {}  # in that order
+        self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(self._pipeline.collectives.device)
 
     def _reset(self) -> None:
         """Forget the backward that has ended."""
@@ -281,7 +291,7 @@ class Exchange(Stream):
 
     @override
     def expect(self) -> None:
-        self.is_due = self._wrapper.require_backward_grad_sync
+        self._is_due = self._wrapper.require_backward_grad_sync
         if self._arrived.has_means:
             self._arrived.watch(self._parameters)
 
@@ -293,10 +303,7 @@ class Exchange(Stream):
         if not self._is_open:
             if -1 < _graph_number() < self._last_graph:
                 raise RuntimeError(_INSIDE)
-            is_told = self.is_due
-            self._begin()
-            self._open()
-            _LATER(self.finish if is_told else self._finish_untold)
+            _LATER(self.finish if self._open() else self._finish_untold)
         if member.is_ready:
             raise RuntimeError(_TWICE.format(name=member.name))
         member.is_ready = True
@@ -316,13 +323,17 @@ class Exchange(Stream):
         if not self._goes_dense:
             self._arrived.watch(self._parameters)
 
-    def _open(self) -> None:
-        self._is_open, self.is_due, self._goes_dense = True, False, self.is_dense
+    def _open(self) -> bool:
+        """Begin a step's exchange; return whether anybody has told of its backward."""
+        is_told, self._is_due = self._is_due, False
+        self._begin(is_told)
+        self._is_open, self._is_due, self._goes_dense = True, False, self.is_dense
+        return is_told
 
     @override
     def finish(self) -> None:
         self._last_graph = max(self._last_graph, _graph_number())
-        if not self._is_open and self.is_due:
+        if not self._is_open and self._is_due:
             self._open()
         if not self._is_open:
             return
@@ -358,7 +369,7 @@ class Exchange(Stream):
             return list(self._members)
         order = self._came + [each for each in reversed(self._members) if not each.is_ready]
         own = torch.tensor([self._positions[each.name] for each in order]).to(self._pipeline.collectives.device)
-        rows = self._worker.run(lambda: self._everybody.run("all_gather", own))
+        rows = self._worker.run(lambda: self.among.run("all_gather", own))
         return [self._members[position] for position in rows[0].tolist()]
 
     def _hand_over(self, member: _Member) -> None:
@@ -469,12 +480,12 @@ class Exchange(Stream):
         self._worker.submit(partial(reduce, member.name, gradient))
 
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        self._everybody.run("all_reduce", gradient).div_(self._everybody.ranks)
+        self.among.run("all_reduce", gradient).div_(self.among.ranks)
 
     def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Average flat gradients of one type over ranks, in place, with the flags of what was used; on the worker."""
         flat = torch.cat([*gradients, *([] if flags is None else [flags.to(gradients[0].dtype)])])
-        flat = self._everybody.run("all_reduce", flat.div_(self._everybody.ranks))
+        flat = self.among.run("all_reduce", flat.div_(self.among.ranks))
         *means, rest = flat.split([*map(Tensor.numel, gradients), 0 if flags is None else len(flags)])
         torch._foreach_copy_(list(gradients), means)
         self._used_by_any = rest > 0
@@ -533,6 +544,15 @@ class Exchange(Stream):
         if not self._missing or self._used_by_any is None:
             return set()
         return {each.parameter for each, is_used in zip(self._order, self._used_by_any.tolist()) if not is_used}
+
+
+def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
+    """Register what is called when a gradient has been added to, also where it is frozen for now."""
+    is_trained = parameter.requires_grad
+    try:
+        return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
+    finally:
+        parameter.requires_grad_(is_trained)
 
 
 def _makes_sparse_layout(module: Module) -> bool:

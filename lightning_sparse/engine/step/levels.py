@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Uncopied
+from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
@@ -48,6 +48,11 @@ class OneLevel:
     def __init__(self, across: Channel, everybody: Optional[Channel] = None) -> None:
         self.across = across
         self.everybody = across if everybody is None else everybody
+
+    @property
+    def in_step(self) -> Collectives:
+        """The ranks whose steps are of one mean of gradients."""
+        return self.holders.collectives
 
     @property
     def holders(self) -> Channel:
@@ -149,11 +154,8 @@ class Replicas(Uncopied):
     def synchronize(self) -> None:
         """Make all replicas one; all ranks must call."""
 
-    def detach(self) -> None:
-        """Prepare for another wrapper of the model, between two steps."""
-
     def follow(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Know a model whose parameters of these names are trained from now on, between two steps."""
+        """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
 
     def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
         """Return the statistics of the last exchange with those of the replicas."""
@@ -320,6 +322,20 @@ class Islands(TwoLevels):
     """The ranks of a node train one model in step, so that all hold each change, and every rank exchanges its share."""
 
     are_in_step = True
+
+    def __init__(self, inside: Channel, across: Channel, everybody: Channel, in_step: Collectives) -> None:
+        super().__init__(inside, across, everybody)
+        self._in_step = in_step  # beside a round that is on its way between islands
+
+    @property
+    @override
+    def in_step(self) -> Collectives:
+        return self._in_step
+
+    @override
+    def close(self, has_failed: bool) -> None:
+        super().close(has_failed)
+        self._in_step.close(has_failed)
 
     @override
     def shares(self, group: Sequence[LocalGradient]) -> Sequence[LocalGradient]:

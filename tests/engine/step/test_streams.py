@@ -141,8 +141,7 @@ def take_up(rank, freezes):
         caller.done.add("read from a file")
         if freezes:
             next(ddp.module.parameters()).requires_grad_(False)
-            engine.detach()
-            engine.attach(torch.nn.parallel.DistributedDataParallel(ddp.module))
+            engine.follow(ddp.module)
         else:
             engine.load_state_dict(engine.state_dict())
         return compressor.stream not in (None, caller), "read from a file" in compressor.done
@@ -154,22 +153,23 @@ def test_a_state_is_taken_up_on_the_stream_that_reads_it_from_then_on(pair, free
     assert pair.run(take_up, freezes) == [(True, True)] * 2
 
 
-def test_wrappers_are_made_on_one_stream_after_the_last_step_and_before_the_next(monkeypatch):
-    played, streams = PlayedDevice(), []
+def test_a_model_is_wrapped_on_another_stream_after_what_is_written_and_before_more_is(monkeypatch):
+    played, wrapped = PlayedDevice(), []
 
-    def wrap(**arguments):
-        stream = played.current_stream()
-        streams.append(stream)
-        assert caller.done <= stream.done
-        stream.done.add(f"broadcast {len(streams)}")
-        return nn.Identity()
+    class Wrapped(nn.Identity):
+        def __init__(self, **arguments):
+            super().__init__()
+            stream = played.current_stream()
+            wrapped.append((stream, set(stream.done)))
+            stream.done.add("wrapped")
 
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(played, name))
-    monkeypatch.setattr(wrapping_module, "DistributedDataParallel", wrap)
-    caller, wrapping, model = played.current_stream(), wrapping_module.DDPWrapping(), nn.Linear(2, 2)
-    for written, arrived in (("parameters written", "broadcast 1"), ("step written", "broadcast 2")):
-        caller.done.add(written)
-        wrapping.wrap_whole(model, [0], {}, None)
-        assert arrived in caller.done
-    assert streams[0] is streams[1] is not caller
+    monkeypatch.setattr(wrapping_module, "Silent", Wrapped)
+    caller = played.current_stream()
+    caller.done.add("parameters written")
+    wrapping_module.wrap(nn.Linear(2, 2), [0], {"init_sync": False})
+    ((stream, done),) = wrapped
+    assert stream is not caller
+    assert "parameters written" in done
+    assert "wrapped" in caller.done
