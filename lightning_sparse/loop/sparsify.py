@@ -76,7 +76,7 @@ def sparsify(
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, but none that lets replicas drift apart.
         density: as there, like the following.
-        schedule: but not ``"auto"``, which wraps the model anew.
+        schedule: see there.
         wire: see there.
         warmup_epochs: see there; where there are any, call :meth:`Sparsifier.set_epoch` at the start of each. For
             ``None`` and ``total_steps`` there is no need to.
@@ -145,7 +145,7 @@ class Sparsifier(Loop):
             self._model = checked = _checked(ddp)
             checked.join_hook = _refuse_join  # type: ignore[method-assign]
         module = self._model.module
-        _check_optimizers(module, optimizers, settings.local_steps is not None)
+        _check_optimizers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
         self._has_exchanged = False  # the shards of this step
         self._is_closed = False
@@ -518,6 +518,10 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
                     " size, two or more, exchange: call fully_shard with the mesh of one replica",
                 ),
                 (
+                    isinstance(settings.schedule, Auto),
+                    "schedule='auto' compares with DDP, which does not train shards: leave schedule out",
+                ),
+                (
                     scaler is not None,
                     "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train"
                     " in bfloat16, or with SparseModelParallelStrategy",
@@ -534,8 +538,9 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
     return count
 
 
-def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], counts_steps: bool) -> None:
-    trained = set(module.parameters())
+def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
+    trained, are_rounds = set(module.parameters()), settings.local_steps is not None
+    counts_steps = are_rounds or isinstance(settings.schedule, Auto)
     refuse((not optimizers, "optimizer=[] names none: give the optimizer that trains the model, or all of them"))
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -546,11 +551,11 @@ def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], counts_st
                 f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
                 " ddp_model.parameters()",
             ),
-            *([of_communication(optimizer)] if counts_steps else ()),
+            *([of_communication(optimizer)] if are_rounds else ()),
             (
                 counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"),
-                f"optimizer={type(optimizer).__name__} calls no hooks, and local steps are counted by them: call"
-                " super().__init__() of torch.optim.Optimizer in its own",
+                f"optimizer={type(optimizer).__name__} calls no hooks, by which steps are counted for local_steps and"
+                " schedule='auto': call super().__init__() of torch.optim.Optimizer in its own",
             ),
         )
 
@@ -567,11 +572,6 @@ def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
 def check_settings(settings: Settings) -> None:
     """Refuse what a loop of one's own has no place for."""
     refuse(
-        (
-            isinstance(settings.schedule, Auto),
-            "schedule='auto' wraps the model anew in the midst of training, which a loop of one's own has no place for:"
-            " use schedule='merged', or the Trainer's strategy='sparse_auto'",
-        ),
         (
             settings.compressor.replicas_diverge,
             f"compressor={type(settings.compressor).__name__} lets replicas drift apart, which have to be averaged"

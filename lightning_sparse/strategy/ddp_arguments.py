@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.settings import LocalSteps, Settings, refuse
+from lightning_sparse.engine.settings import LocalSteps, Settings
 
 _REFUSED = {
     "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
@@ -57,13 +57,6 @@ def check_ddp_arguments(strategy: type, base: type, settings: Settings, given: M
                 f"{name}={value!r} is no argument of {strategy.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
                 f" It takes {', '.join(own)}, and the arguments of DDPStrategy and DistributedDataParallel"
             )
-    refuse(
-        (
-            bool(given.get("static_graph")) and settings.asks_for_islands,
-            "static_graph=True is about gradients that DDP exchanges, and with local_steps and levels=2 it exchanges"
-            " those of a node alone: leave it out",
-        )
-    )
 
 
 def check_device(strategy: type, device: torch.device) -> None:

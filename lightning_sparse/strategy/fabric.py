@@ -312,7 +312,6 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
 
     Args:
         compressor: as there, but not one whose replicas diverge.
-        schedule: as there, but not ``"auto"``, which wraps the model anew.
         warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch. For ``None`` and ``total_steps``
             there is no need to.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.

@@ -82,6 +82,8 @@ class Training:
     by_hand: str = ""  # how the user steps; "" is Lightning's own way
     steps_unseen: bool = False  # weights are updated by hand, too, in no optimizer's step
     renews: Optional[int] = None  # batch of the training at which there are other optimizers
+    sets_up: bool = False  # all anew, then
+    thaws_within: bool = False  # what thaws does so, and freezes, inside training_step
     shares: bool = False  # all optimizers have one parameter in common
     backwards: int = 1  # for a step by hand
     accumulates: int = 1  # batches for a step
@@ -150,15 +152,13 @@ class Training:
     def is_possible(self):
         """Whether Lightning and DDP can do it.
 
-        Several optimizers are stepped by hand, what is not used is looked for, nothing is validated between two batches
-        of a step by hand, where Lightning would drop their gradients, nor frozen, and a loss has a gradient.
+        Several optimizers are stepped by hand, nothing is validated between two batches of a step by hand, where
+        Lightning would drop their gradients, and a loss has a gradient.
         """
         drops = self.by_hand != "" and self.accumulates > 1 and self.validates is not None
         is_alone = self.optimizers == 1 or self.by_hand != ""
-        is_refused = drops or self._freezes or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
-        is_refused = is_refused or any(self._needs_other_things)
-        has_ddp = self.are_islands and self.uses_partly  # which looks for what is not used where it is told to
-        return (self.finds_unused or not has_ddp) and is_alone and not is_refused
+        is_refused = drops or self._has_idle or not (self.fewer == 0 or self.can_be_uneven)
+        return is_alone and not (is_refused or any(self._needs_other_things))
 
     @property
     def uses_partly(self):
@@ -179,6 +179,7 @@ class Training:
             self.renews % self.batches % self.accumulates or (self.accumulates > 1 and "by turns" in self.by_hand)
         )
         yield self.renews is not None and (self.falls or self.averages or in_step)
+        yield (self.sets_up and self.renews is None) or (self.thaws_within and "thawing" not in self.parts)
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
@@ -200,11 +201,6 @@ class Training:
         # Within synchronous steps all validate after the same batch, or none does.
         is_validated_late = not self.validates or self.validates > self.local.synchronous_steps * self.accumulates
         return is_long and len(validations) == 1 and saves_together and not is_measured and is_validated_late
-
-    @property
-    def _freezes(self):
-        """Whether something is frozen between two batches of a step."""
-        return "thawing" in self.parts and self.by_hand != "" and self.batches % self.accumulates > 0
 
     @property
     def _has_idle(self):
@@ -574,6 +570,8 @@ class Drawn(LightningModule):
             buffer.copy_(followed)
 
     def training_step(self, batch, batch_index):
+        if self.drawn.thaws_within:
+            self.middle.requires_grad_(self.current_epoch % 2 == 1)
         if not self.drawn.by_hand:
             return self._loss(batch_index, 0, 1)
         if self.drawn.skips != batch_index:
@@ -680,9 +678,13 @@ class Drawn(LightningModule):
             prune.identity(self.middle, "weight")
 
     def on_train_batch_start(self, batch, batch_idx):
-        if "thawing" in self.drawn.parts:
+        if "thawing" in self.drawn.parts and not self.drawn.thaws_within:
             self.middle.requires_grad_(self.current_epoch % 2 == 1)
-        if self.drawn.renews == self.current_epoch * self.drawn.batches + batch_idx:
+        if self.drawn.renews != self.current_epoch * self.drawn.batches + batch_idx:
+            return
+        if self.drawn.sets_up:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        else:
             self.trainer.optimizers = self.configure_optimizers()
 
     @torch.no_grad()
@@ -1005,10 +1007,7 @@ def drawn_freely(seed):
         silent=(0, chance.randrange(batches)) if seldom(0.15) else None,
         skips=chance.randrange(batches) if by_hand and seldom(0.1) else None,
     )
-    if training._freezes:
-        training = training.but(parts=tuple(part for part in parts if part != "thawing"))
     training = training.but(shares=training.shares or training._has_idle)
-    training = training if training.is_possible else training.but(finds_unused=True)
     training = _with_more(training, chance)
     free = tuple(name for name in MAY_NOT_MATTER if seldom(0.2) and _can(training, name))
     training = training.but(may_not_matter=free)
@@ -1026,11 +1025,19 @@ def _with_more(training, chance):
     drawn = {
         "clips_how": chance.choice(CLIPS),
         "renews": chance.randrange(training.epochs * training.batches),
+        "sets_up": True,
+        "thaws_within": True,
         "renames": True,
         "stops": (chance.randrange(training.ranks), chance.randrange(training.batches)),
         "steps_unseen": True,
     }
-    shares = {"clips_how": 0.5, "stops": 0.4, "steps_unseen": 0.4}  # the seldomer, the less goes with it
+    shares = {
+        "clips_how": 0.5,
+        "stops": 0.4,
+        "steps_unseen": 0.4,
+        "sets_up": 0.5,
+        "thaws_within": 0.5,
+    }  # the seldomer, the less goes with it
     for name, value in drawn.items():
         if chance.random() < shares.get(name, 0.12):
             more = training.but(**{name: value})
