@@ -296,7 +296,6 @@ class VirtualRank:
         step = [LocalGradient(name, grad.view(-1), True) for name, grad in reversed(named) if grad is not None]
         used = torch.ones(len(step), dtype=torch.uint8, device=step[0].gradient.device)
         self.recorder.begin_backward()
-        self.recorder.add_ready([local.name for local in step])
         self.recorder.end_backward()
         if self._pipeline.memory.clips_gradients:
             self._pipeline.measure_norms(step[::-1])

@@ -79,6 +79,10 @@ class ParameterSamples:
         return {name: ParameterFacts(self._numels[name], *row) for name, row in zip(self._gradient_norms, rows)}
 
 
+def _no_mark() -> None:
+    """Mark nothing: on a device each gradient would cost an event."""
+
+
 Mark = Any  # a host time in seconds (float), or an event of the device
 _dense_bytes_each = cache(partial(dense_bytes, 1))  # by ranks
 
@@ -319,10 +323,11 @@ class Recorder:
         """Record that the last gradient is ready."""
         self.current.marks.backward_end = self.clock.mark()
 
-    def add_ready(self, names: Sequence[str]) -> None:
-        """Record that gradients are ready, all at once."""
-        is_marked = self.clock.is_host or self.watches_gradients or self.is_watched
-        self.current.marks.ready.update(dict.fromkeys(names, self.clock.mark() if is_marked else None))
+    def mark_of_gradients(self) -> Callable[[], Optional[Mark]]:
+        """Return what marks that a gradient is ready, in the step in progress."""
+        if self.clock.is_host:
+            return perf_counter
+        return self.clock.mark if self.watches_gradients or self.is_watched else _no_mark
 
     @contextmanager
     def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[None]:

@@ -290,9 +290,11 @@ class Loop:
         """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen."""
         if self.engine is None or not self._trained.have_changed(self.optimizers, forgets):
             return
-        trained, module = self._trained, self._ddp.module
-        has_new = trained.has_new()
-        trained.agree(forgets, self._timeout)
+        trained, module, has_new = self._trained, self._ddp.module, self._trained.has_new()
+        # What is frozen between two batches of a step has gradients that are to be exchanged.
+        changes = trained.agree(forgets, self.unfinished.is_begun and not self.is_silent, self._timeout)
+        if not (changes or has_new):
+            return
         if has_new:
             align(module, ignored_by(module))
         self.view.know(dict(module.named_parameters()))
@@ -328,7 +330,7 @@ class Loop:
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
         """
-        self._follow_model(forgets and not self.unfinished.is_begun)
+        self._follow_model(forgets)
         if self.engine is not None:
             self._turn()
         self.replicas.begin()
@@ -372,9 +374,11 @@ class Loop:
         """Begin a backward, under Lightning's automatic optimization or by hand."""
         self.unfinished.add_backward(self.optimizers, is_automatic)
         self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        if not self.is_silent:  # a round ends with what is unfrozen, and would write what a backward needs
             self._follow_model()
-            self.engine.stream.expect()
+        self.engine.stream.expect()
 
     def _open(self, is_told: bool) -> None:
         """Begin a step's exchange, before the first of its gradients is taken."""
@@ -448,6 +452,8 @@ class Loop:
         if any(each is optimizer for each in self._unknown):
             self._judge(optimizer)
         if self.engine is not None:
+            if self.is_silent:
+                self._follow_model()
             self.engine.arrived.forget(handled(optimizer))
             number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
             if number is None:

@@ -300,24 +300,33 @@ class TrainedParameters:
         """Tell whether the model has parameters that it did not have before."""
         return set(map(id, self._module.parameters())) != set(map(id, self._all))
 
-    def agree(self, forgets: bool, timeout: Optional[timedelta]) -> str:
-        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike."""
+    def agree(self, forgets: bool, keeps: bool, timeout: Optional[timedelta]) -> str:
+        """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
+
+        What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it.
+        """
         present, rank = self._present(forgets), dist.get_rank()
-        both = {"frozen": (self.parameters, present), "unfrozen": (present, self.parameters)}
-        found = {change: _without(*sides) for change, sides in both.items()}
-        changes = "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
+        changes = self._changes(present)
         try:
-            everywhere = gather_apart(changes, timeout)
+            everywhere = gather_apart(f"{int(keeps)}{changes}", timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank}: {changes}; but not every other rank came to say so within the timeout. {_ALIKE}. The"
                 f" backend said: {error}"
             ) from error
-        if len(set(everywhere)) > 1:
-            said = ". ".join(f"Rank {each}: {theirs or 'nothing'}" for each, theirs in enumerate(everywhere))
+        if len({told[1:] for told in everywhere}) > 1:
+            said = ". ".join(f"Rank {each}: {told[1:] or 'nothing'}" for each, told in enumerate(everywhere))
             raise RuntimeError(f"ranks are about to train different parameters. {said}. {_ALIKE}")
+        if any(told[0] == "1" for told in everywhere):
+            present = self._present(forgets=False)
+            changes = self._changes(present)
         self._know(present)
         return changes
+
+    def _changes(self, present: Mapping[str, Tensor]) -> str:
+        both = {"frozen": (self.parameters, present), "unfrozen": (present, self.parameters)}
+        found = {change: _without(*sides) for change, sides in both.items()}
+        return "; ".join(f"{change}: {listed(names)}" for change, names in found.items() if names)
 
 
 def listed(names: Sequence[object]) -> str:

@@ -180,6 +180,7 @@ class Training:
         )
         yield self.renews is not None and (self.falls or self.averages or in_step)
         yield (self.sets_up and self.renews is None) or (self.thaws_within and "thawing" not in self.parts)
+        yield self.thaws_within and self.fewer  # what is frozen is seen at the next batch, which a rank may not have
         yield self.renames and (self.averages or "average at validation" in self.may_not_matter)
         yield self.clips_how != "" and (self.clips is None or (self.clips_how == "each its own" and not self.by_hand))
         # Where gradients are exchanged in a step, a rank that stops leaves the others waiting, as behind DDP.
@@ -1015,7 +1016,10 @@ def drawn_freely(seed):
         return training
     free = tuple(name for name in free if name != "AssumptionMonitor")
     uneven = training.but(
-        fewer=1, may_not_matter=free, saves=training.saves and ("epoch", training.saves[1] % epochs + 1)
+        thaws_within=False,
+        fewer=1,
+        may_not_matter=free,
+        saves=training.saves and ("epoch", training.saves[1] % epochs + 1),
     )
     return uneven if uneven.can_be_uneven else uneven.but(validates=None)
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -13,10 +14,11 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.step.shards import ShardedModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
-from lightning_sparse.functional.elements import laid_flat
+from lightning_sparse.functional.elements import held_of, laid_flat
 from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, ShardedModel]
@@ -167,14 +169,33 @@ class Stream(Uncopied):
 class _Member:
     """A parameter whose gradient is exchanged; as an attribute is read faster than a tensor is looked up."""
 
-    __slots__ = ("is_ready", "is_sparse", "is_used", "name", "parameter")
+    __slots__ = ("is_ready", "is_sparse", "is_used", "mark", "name", "numel", "parameter")
 
     def __init__(self, name: str, parameter: Tensor, is_sparse: bool) -> None:
         self.name = name
         self.parameter = parameter
         self.is_sparse = is_sparse  # its gradient's layout
+        self.numel = held_of(parameter).numel()
         self.is_used = False  # backward has reached it since the last exchange
         self.is_ready = False  # in this backward
+        self.mark: Optional[Mark] = None  # since when
+
+
+class _Package(NamedTuple):
+    """Memory in which small gradients lie side by side: many calls become few."""
+
+    gradients: Mapping[str, LocalGradient]  # flat, by name
+    views: list[Tensor]  # of the same, with the shapes and strides of parameters
+
+    @classmethod
+    def of(cls, members: Sequence[_Member], like: Tensor) -> "_Package":
+        """Take memory of the type and the device of a gradient."""
+        flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
+        shapes = [(held_of(each.parameter).shape, held_of(each.parameter).stride()) for each in members]
+        return cls(
+            {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
+            [flat.as_strided(*shape, flat.storage_offset()) for flat, shape in zip(flats, shapes)],
+        )
 
 
 class _Missing(NamedTuple):
@@ -229,8 +250,9 @@ class Exchange(Stream):
         self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
         self._hooked: dict[Tensor, _Member] = {}  # also what is frozen: it may be unfrozen within a step
         self._handles: list[Any] = []
+        self._mark = self._recorder.mark_of_gradients()
         self._last_graph = -1  # the backward whose end was seen last
-        self._views_now: dict[tuple[str, ...], list[Tensor]] = {}
+        self._packages: dict[tuple[str, ...], _Package] = {}  # of this step
         self._reset()
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = SilentReducer()  # type: ignore[assignment]
@@ -249,6 +271,7 @@ class Exchange(Stream):
         self._parameters = [each.parameter for each in self._members]
         self._positions = {each.name: position for position, each in enumerate(self._members)}
         self._order: Sequence[_Member] = ()  # agreed, after the next backward
+        self._travelling: Sequence[_Member] = ()  # those in it of which this rank has anything to send in a group
         self._places: Mapping[str, int] = {}  # in that order
         self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(self._pipeline.collectives.device)
 
@@ -256,16 +279,14 @@ class Exchange(Stream):
         """Forget the backward that has ended."""
         self._is_open = self._goes_dense = False
         self._used_by_any: Optional[Tensor] = None  # of parameters in the agreed order
-        self._came: list[_Member] = []  # in the order of backward
+        self._came: list[_Member] = []  # in the order of backward, until one is agreed
         self._place = 0  # in the order, of the next parameter that is handed over
-        self._travelling: list[str] = []
-        self._group: list[LocalGradient] = []
+        self._group: list[_Member] = []
         self._group_numel = 0
-        self._held: list[list[LocalGradient]] = []
+        self._held: list[list[_Member]] = []
         self._exchanged: list[Exchanged] = []
-        # Gradients, and where they lie side by side; the memory of a step's groups is that of the step before.
-        self._packages: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._views, self._views_now = self._views_now, {}
+        self._known_packages, self._packages = self._packages, {}  # a step's memory is that of the step before
+        self._packed: list[tuple[list[Tensor], list[Tensor]]] = []  # gradients, and copies to be copied back
         self._missing: list[_Missing] = []
         self._means: list[Tensor] = []  # that have arrived before in the same step, the same on all ranks
         self._taken: list[tuple[Tensor, Tensor]] = []  # gradients, and what was taken out of them for the exchange
@@ -298,24 +319,30 @@ class Exchange(Stream):
     def _ready(self, member: _Member, parameter: Tensor) -> None:
         """Take a gradient that backward has added to for the last time."""
         member.is_used = True
-        if self._is_sharded or not self._wrapper.require_backward_grad_sync:
+        if not (self._is_open or self._opens()):
             return
-        if not self._is_open:
-            if -1 < _graph_number() < self._last_graph:
-                raise RuntimeError(_INSIDE)
-            _LATER(self.finish if self._open() else self._finish_untold)
         if member.is_ready:
             raise RuntimeError(_TWICE.format(name=member.name))
         member.is_ready = True
-        self._came.append(member)
-        if not self._goes_dense:
-            self._recorder.add_ready((member.name,))
+        member.mark = self._mark()
         self._worker.follow()  # a graph that was kept from before may write gradients on several streams
         order = self._order
-        while self._place < len(order) and order[self._place].is_ready:
-            self._hand_over(order[self._place])
-        if order and self._place == len(order):
-            self._end_backward()
+        if not order:
+            self._came.append(member)
+        elif member is order[self._place]:
+            while self._place < len(order) and order[self._place].is_ready:
+                self._hand_over(order[self._place])
+            if self._place == len(order):
+                self._end_backward()
+
+    def _opens(self) -> bool:
+        """Begin an exchange with a backward's first gradient, unless it stays this rank's own."""
+        if self._is_sharded or not self._wrapper.require_backward_grad_sync:
+            return False
+        if -1 < _graph_number() < self._last_graph:
+            raise RuntimeError(_INSIDE)
+        _LATER(self.finish if self._open() else self._finish_untold)
+        return True
 
     def _finish_untold(self) -> None:
         """Finish a backward of which nobody has told: of the next one nobody will tell before it adds to gradients."""
@@ -328,6 +355,7 @@ class Exchange(Stream):
         is_told, self._is_due = self._is_due, False
         self._begin(is_told)
         self._is_open, self._is_due, self._goes_dense = True, False, self.is_dense
+        self._mark = self._recorder.mark_of_gradients()
         return is_told
 
     @override
@@ -341,6 +369,7 @@ class Exchange(Stream):
             if not self._order:
                 self._order = self._agreed_order()
                 self._places = {each.name: place for place, each in enumerate(self._order)}
+                self._travelling = [each for each in self._order if each.numel and not each.is_sparse]
             for member in self._order[self._place :]:
                 self._hand_over(member)
             self._end_backward()
@@ -349,6 +378,7 @@ class Exchange(Stream):
         self._write_missing()
         for member in self._members:
             member.is_used = member.is_ready = False
+            member.mark = None
         self._reset()
         self._end()
 
@@ -378,30 +408,59 @@ class Exchange(Stream):
         if member.is_sparse:
             self._reduce_sparse_layout(member)
             return
-        is_used = self._is_used(member)
-        gradient = self._gradient_of(member.parameter, is_used)
-        numel, dtype = gradient.numel(), gradient.dtype
-        if not numel:  # of some parameters a rank has nothing
+        if not member.numel:  # of some parameters a rank has nothing
             return
-        if self._group and dtype is not self._group[0].gradient.dtype and not self._goes_with(dtype):
-            self._submit_group()  # a message has values of one type
-        self._travelling.append(member.name)
-        self._group.append(LocalGradient(member.name, gradient, is_used))
-        self._group_numel += numel
-        # The last message waits for backward's end: it tells what was used.
+        dtype = member.parameter.dtype
+        if self._group and dtype is not self._group[0].parameter.dtype and not self._goes_with(dtype):
+            self._close_group()  # a message has values of one type
+        self._group.append(member)
+        self._group_numel += member.numel
         if self._goes_dense:
-            closes = self._group_numel * gradient.element_size() >= _DENSE_BYTES
+            closes = self._group_numel * dtype.itemsize >= _DENSE_BYTES
         else:
             closes = self._schedule.closes_group(member.name, self._group_numel)
-        if closes and self._place < len(self._order):
-            self._submit_group()
+        if closes and member is not self._travelling[-1]:  # the last message waits for backward's end: it tells of use
+            self._close_group()
 
     def _goes_with(self, dtype: torch.dtype) -> bool:
         """Tell whether gradients of another type than those of the group go with them."""
-        return not self._goes_dense and widened(dtype) is widened(self._group[0].gradient.dtype)
+        return not self._goes_dense and widened(dtype) is widened(self._group[0].parameter.dtype)
+
+    def _close_group(self) -> None:
+        members, self._group, self._group_numel = self._group, [], 0
+        if self._clips or not self._overlaps_backward:
+            self._held.append(members)
+        else:
+            self._submit(members, self._gradients_of(members))
 
     def _is_used(self, member: _Member) -> bool:
         return (member.is_used or self._is_sharded) and member.parameter.grad is not None
+
+    def _gradients_of(self, members: Sequence[_Member]) -> list[LocalGradient]:
+        """Return the gradients of a group, flat; small ones are copied side by side first, and their means back."""
+        small = [each for each in members if each.numel < _SMALL and self._is_used(each)]
+        is_simple = not (self._goes_dense or self._arrived.has_means)
+        if not is_simple or len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
+            return [self._local_of(each) for each in members]
+        sources = [self._held_gradient(each.parameter) for each in small]
+        names = tuple([each.name for each in small])
+        package = self._known_packages.get(names) or _Package.of(small, sources[0])
+        self._packages[names] = package
+        self._packed.append((sources, package.views))
+        self._worker.submit(partial(torch._foreach_copy_, package.views, sources))
+        return [package.gradients.get(each.name) or self._local_of(each) for each in members]
+
+    def _held_gradient(self, parameter: Tensor) -> Tensor:
+        """Return what this rank holds of a gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._is_sharded:
+            return shard_of(parameter, gradient)
+        return gradient.detach() if gradient.requires_grad else gradient  # by create_graph=True
+
+    def _local_of(self, member: _Member) -> LocalGradient:
+        is_used = self._is_used(member)
+        return LocalGradient(member.name, self._gradient_of(member.parameter, is_used), is_used)
 
     def _gradient_of(self, parameter: Tensor, is_used: bool) -> Tensor:
         """Return what this rank has added to a gradient, flat, where the mean is to be written."""
@@ -415,13 +474,10 @@ class Exchange(Stream):
         if not is_used:
             zeros = torch.zeros_like(parameter)
             self._missing.append(_Missing(parameter, zeros, arrived))
-            return shard_of(parameter, zeros) if self._is_sharded else laid_flat(zeros)
-        gradient = parameter.grad
-        assert gradient is not None
+            return laid_flat(shard_of(parameter, zeros) if self._is_sharded else zeros)
+        gradient = self._held_gradient(parameter)
         if self._is_sharded:
-            return shard_of(parameter, gradient)
-        if gradient.requires_grad:  # by create_graph=True
-            gradient = gradient.detach()
+            return laid_flat(gradient)
         flat = laid_flat(gradient, parameter)
         if gradient.stride() != parameter.stride():
             self._copied.append((gradient, flat.as_strided(parameter.shape, parameter.stride())))
@@ -432,43 +488,19 @@ class Exchange(Stream):
             self._worker.submit(partial(torch._foreach_sub_, [flat], [mean]))
         return flat
 
-    def _submit_group(self, flags: Optional[Tensor] = None) -> None:
-        group, self._group, self._group_numel = self._group, [], 0
-        if not group:
-            return
-        if flags is None and (self._clips or not self._overlaps_backward):
-            self._held.append(group)
-        else:
-            self._submit_exchange(group, flags)
-
     @property
     def _clips(self) -> bool:
         return self._pipeline.memory.clips_gradients and not self._goes_dense
 
-    def _submit_exchange(self, group: list[LocalGradient], flags: Optional[Tensor] = None) -> None:
+    def _submit(
+        self, members: Sequence[_Member], group: Sequence[LocalGradient], flags: Optional[Tensor] = None
+    ) -> None:
+        """Have a group travel, with flags of what was used if it is a step's last."""
         if self._goes_dense:
             self._worker.submit(partial(self._average, [local.gradient for local in group], flags))
             return
-        exchanged, ready = self._exchanged, self._recorder.current.marks.ready.get(group[-1].name)
-        if not self._clips:  # norms have been measured of gradients where they are
-            group = self._packed(group)
+        exchanged, ready = self._exchanged, members[-1].mark
         self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, ready, flags)))
-
-    def _packed(self, group: list[LocalGradient]) -> list[LocalGradient]:
-        """Have the small gradients of a group be copied side by side, and the means back: many calls become few."""
-        small = [local for local in group if local.gradient.numel() < _SMALL]
-        if len(small) < 2 or len({local.gradient.dtype for local in small}) > 1:
-            return group
-        names = tuple(local.name for local in small)
-        sources = [local.gradient for local in small]
-        if (views := self._views.get(names)) is None:
-            numels = list(map(Tensor.numel, sources))
-            views = list(sources[0].new_empty(sum(numels)).split(numels))
-        self._views_now[names] = views
-        self._worker.submit(partial(torch._foreach_copy_, views, sources))
-        self._packages.append((sources, views))
-        view_of = dict(zip(names, views))
-        return [local._replace(gradient=view_of.get(local.name, local.gradient)) for local in group]
 
     def _reduce_sparse_layout(self, member: _Member) -> None:
         parameter = member.parameter
@@ -491,29 +523,30 @@ class Exchange(Stream):
         self._used_by_any = rest > 0
 
     def _end_backward(self) -> None:
-        """Let the last group go, and what was held, and have the means written when all have arrived."""
+        """Let what was held and the last group go, and have the means written when all have arrived."""
         if not self._goes_dense:
             self._mark_ready()
-        if self._clips and (self._held or self._group):
-            together = [*(local for group in self._held for local in group), *self._group]
-            together.sort(key=lambda local: self._positions[local.name])
+        held = [members for members in (*self._held, self._group) if members]
+        groups = [self._gradients_of(members) for members in held]
+        if self._clips and groups:
+            together = sorted(chain.from_iterable(groups), key=lambda local: self._positions[local.name])
             self._worker.submit(lambda: self._pipeline.measure_norms(together))
-        for group in self._held:
-            self._submit_exchange(group)
-        self._submit_group(self._flags())
+        flags = [*[None] * (len(groups) - 1), self._flags()]
+        for members, group, used in zip(held, groups, flags):
+            self._submit(members, group, used)
         self._committed = threading.Event()
         commit = (lambda: None) if self._goes_dense else self._commit_of_step()
         self._worker.submit(commit, settle=self._committed.set)
 
     def _mark_ready(self) -> None:
-        """Have all that travels be marked as ready, on all ranks in one order: what is missing since backward's end."""
-        marks = self._recorder.current.marks
-        self._recorder.add_ready([name for name in self._travelling if name not in marks.ready])
-        marks.ready = {name: marks.ready[name] for name in self._travelling}
+        """Record when all that travels was ready, in the order of all ranks; what is missing is when backward ends."""
         self._recorder.end_backward()
+        end = self._mark()
+        ready = {each.name: each.mark if each.is_ready else end for each in self._travelling}
+        self._recorder.current.marks.ready = ready
 
     def _commit_of_step(self) -> Callable[[], None]:
-        exchanged, taken, means, packages = self._exchanged, self._taken, self._means, self._packages
+        exchanged, taken, means, packed = self._exchanged, self._taken, self._means, self._packed
         begun = self._arrived.begun
         continues_step = bool(begun) and any(each.parameter in begun for each in self._order)
 
@@ -521,7 +554,7 @@ class Exchange(Stream):
             if continues_step and exchanged:
                 self._pipeline.check_arrived(means, exchanged[0].names)
             self._pipeline.commit(exchanged, self._places)
-            for gradients, views in packages:
+            for gradients, views in packed:
                 torch._foreach_copy_(gradients, views)
             self._pipeline.close_step()
             for gradient, arrived in taken:
