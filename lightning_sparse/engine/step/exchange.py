@@ -252,6 +252,7 @@ class Exchange(Stream):
         self._group: list[LocalGradient] = []
         self._group_numel = 0
         self._held: list[list[LocalGradient]] = []
+        self._held_sparse: list[Callable[[], None]] = []  # exchanges of gradients with a sparse layout
         self._exchanged: list[Exchanged] = []
         # Gradients, and where they lie side by side; the memory of a step's groups is that of the step before.
         self._packages: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -307,7 +308,7 @@ class Exchange(Stream):
         order = self._order
         while self._place < len(order) and order[self._place].is_ready:
             self._hand_over(order[self._place])
-        if order and self._place == len(order):
+        if order and self._place == len(order) and self._overlaps_backward:
             self._end_backward()
 
     def _finish_untold(self) -> None:
@@ -466,7 +467,10 @@ class Exchange(Stream):
             gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
             self._missing.append(_Missing(parameter, gradient, None))
         reduce = self._average_sparse if self._goes_dense else self._pipeline.reduce_sparse_layout
-        self._worker.submit(partial(reduce, member.name, gradient))
+        if self._overlaps_backward:
+            self._worker.submit(partial(reduce, member.name, gradient))
+        else:
+            self._held_sparse.append(partial(reduce, member.name, gradient))
 
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
         self._everybody.run("all_reduce", gradient).div_(self._everybody.ranks)
@@ -483,6 +487,8 @@ class Exchange(Stream):
         """Let the last group go, and what was held, and have the means written when all have arrived."""
         if not self._goes_dense:
             self._mark_ready()
+        for exchange in self._held_sparse:
+            self._worker.submit(exchange)
         if self._clips and (self._held or self._group):
             together = [*(local for group in self._held for local in group), *self._group]
             together.sort(key=lambda local: self._positions[local.name])
