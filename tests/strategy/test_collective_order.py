@@ -3,9 +3,11 @@
 NCCL asks for that: where two ranks launch two collectives in different orders, it may wait for ever.
 """
 
+import re
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,9 +20,12 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import AdamCorrection, LocalSteps, sparsify
+import lightning_sparse.loop.loop as loop_module
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, sparsify
 from lightning_sparse.compressors import A2SGD
+from lightning_sparse.engine.collectives import backend_of
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.checks import in_one_order
 from tests.compatibility.modules import NormTogether, SumOverRanks
 from tests.helpers.doors import rows_of
 from tests.helpers.fits import listening, strategy_of
@@ -153,15 +158,16 @@ class Outcome(NamedTuple):
     settings: Settings
 
 
-def fit(rank, module, settings, arguments, seconds):
-    """Fit on ranks of which one is slow in backward and one has a slow exchange worker."""
+def fit(rank, module, settings, arguments, seconds, backend):
+    """Fit on ranks of which one is slow in backward and one has a slow exchange worker, maybe as on a backend."""
     model, strategy = module(), strategy_of(settings)
     if rank == SLOW_BACKWARD:
         dawdle(model, seconds)
     # It would refuse a SyncBatchNorm on processors.
     check = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
+    claim = mock.patch.object(loop_module, "backend_of", return_value=backend) if backend else nullcontext()
     more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
-    with check, listening() as said, recording(seconds if rank == SLOW_WORKER else 0) as issued:
+    with check, claim, listening() as said, recording(seconds if rank == SLOW_WORKER else 0) as issued:
         fit_numbered(rank, strategy, model, **more)
     return Outcome(issued, said, strategy.settings)
 
@@ -172,11 +178,11 @@ class Case(NamedTuple):
     ranks: int = 2
     arguments: Mapping[str, Any] = MappingProxyType({})
 
-    def issued(self, pools, seconds=SECONDS):
-        return [outcome.issued for outcome in self.fits(pools, seconds)]
+    def issued(self, pools, seconds=SECONDS, backend=None):
+        return [outcome.issued for outcome in self.fits(pools, seconds, backend)]
 
-    def fits(self, pools, seconds=SECONDS):
-        given = (self.module, self.settings, dict(self.arguments), seconds)
+    def fits(self, pools, seconds=SECONDS, backend=None):
+        given = (self.module, self.settings, dict(self.arguments), seconds, backend)
         outcomes = pools[self.ranks].run(fit, *given)
         assert all(len({each.communicator for each in outcome.issued}) > 1 for outcome in outcomes)
         return outcomes
@@ -247,6 +253,38 @@ def test_validation_and_checkpoints_come_in_one_order(pools, tmp_path):
 
 
 THREE = {"limit_train_batches": 3}
+AFTER_BACKWARD = r"gradients travel after backward, not during it: SyncBatchNorm"
+IN_TIME = r"overlap_steps=1 is taken as 0"
+MEETING = {
+    "SyncBatchNorm": (Case(LAYERS, Synced, arguments=THREE), AFTER_BACKWARD),
+    "SyncBatchNorm, a sparse layout": (Case(LAYERS, SyncedEmbedded, arguments=THREE), AFTER_BACKWARD),
+    "late rounds and sync_dist": (Case(LATE, arguments=THREE), IN_TIME),
+    "late islands": (Case({**LATE, **ISLANDS}, SILENT, 4, {**NODES, **THREE}), IN_TIME),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MEETING)
+def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools, name):
+    case, line = MEETING[name]
+    assert orders_differ(lambda: case.issued(pools, LONG_SECONDS))
+    outcomes = case.fits(pools, LONG_SECONDS, "nccl")
+    assert stuck_at([outcome.issued for outcome in outcomes]) is None
+    assert len([each for each in outcomes[0].said if re.search(line, each)]) == 1
+    given = SparseDDPStrategy(**case.settings).settings
+    for outcome in outcomes:  # what the user has chosen stays, for a later fit
+        assert outcome.settings.overlaps_backward == given.overlaps_backward
+        assert outcome.settings.local_steps == given.local_steps
+
+
+def test_checkpoints_by_steps_meet_late_rounds_but_not_on_nccl(pools, tmp_path):
+    def fit_once(backend=None):
+        keeper = ModelCheckpoint(tmp_path / str(time.perf_counter_ns()), every_n_train_steps=1)
+        case = Case(LATE, SILENT, arguments={"callbacks": [keeper], "enable_checkpointing": True})
+        return case.issued(pools, LONG_SECONDS, backend)
+
+    assert orders_differ(fit_once)
+    assert stuck_at(fit_once("nccl")) is None
 
 
 @pytest.mark.parametrize(("module", "seconds"), [(OwnCollective, LONG_SECONDS), (OtherOrder, 0)])
@@ -298,3 +336,27 @@ ONE, OTHER = (Issued(name, (0, 1), "allreduce", (4,)) for name in ("one", "other
 )
 def test_a_queue_is_stuck_where_orders_differ(recordings, where):
     assert stuck_at(recordings) == where
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.SyncBatchNorm(2)], ids=["BatchNorm", "SyncBatchNorm"])
+@pytest.mark.parametrize("overlaps_backward", [True, False])
+def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overlaps_backward, layer, overlap, backend):
+    local = LocalSteps(5, outer_lr=0.5, overlap_steps=overlap)
+    given = Settings("topk", 0.1, "merged", "float32", overlaps_backward=overlaps_backward, local_steps=local)
+    kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
+    is_nccl, syncs = backend == "nccl", isinstance(layer, nn.SyncBatchNorm)
+    assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and syncs))
+    assert kept.local_steps == replace(local, overlap_steps=0 if is_nccl else overlap)
+    assert len(said) == (kept.overlaps_backward != overlaps_backward) + (kept.local_steps != local)
+    assert (given.overlaps_backward, given.local_steps) == (overlaps_backward, local)
+
+
+def backends(rank):
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    return dist.get_backend(group), backend_of(torch.device("cpu"), group), backend_of(torch.device("xpu"), group)
+
+
+def test_of_several_backends_that_of_the_device_counts(pools):
+    assert pools[1].run(backends) == [("cpu:gloo,cuda:gloo", "gloo", "")]
