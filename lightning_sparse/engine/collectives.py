@@ -162,6 +162,12 @@ class Collectives(Uncopied):
         self.group = None
 
 
+def backend_of(device: torch.device, group: Optional[dist.ProcessGroup] = None) -> str:
+    """Return the name of the backend that a group has for a device, of several that it may have; ``""`` for none."""
+    by_kind: dict[str, str] = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return by_kind.get(device.type, "")
+
+
 def gather_together(thing: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
     """Gather what every rank of the job, or of a group, hands in, where all of them come at the same time."""
     gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -46,7 +46,8 @@ class LocalSteps:
         outer_momentum: momentum of the mean changes, as of SGD; 0 for none.
         nesterov: whether that momentum is Nesterov's.
         residual_decay: the residual is multiplied by this before a change is added to it; 1 keeps all of it.
-        overlap_steps: local steps that are made while an exchange travels, whose result is then added; 0 waits for it.
+        overlap_steps: local steps that are made while an exchange travels, whose result is then added; 0 waits for it,
+            as on NCCL, where nothing may meet an exchange, whatever is given.
         synchronous_steps: optimizer steps that are DDP's, before the first round. They are counted on across a resume.
 
     Raises:

@@ -1,6 +1,8 @@
 """What is checked of a model before its gradients are exchanged, whoever drives the training."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -14,6 +16,7 @@ from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.optimizers import listed
 
 _SHARD = 'fully_shard(layer, mesh=self.device_mesh["data_parallel"])'
+_ON_NCCL = "and NCCL may wait for ever where ranks launch on two communicators in different orders"
 
 
 def check_parameters(model: Module) -> None:
@@ -61,32 +64,29 @@ def check_reducer(ddp: DistributedDataParallel) -> None:
         )
 
 
-def warning_of_meeting(
-    ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str], is_late: bool = False
-) -> Optional[str]:
-    """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
+def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Settings, Sequence[str]]:
+    """Return the settings of a training whose ranks launch all collectives in one order, and what is said of them.
 
-    Two threads launch on two communicators then, in other orders on other ranks: NCCL waits for ever where the device
-    has one queue for both. Those of rounds between islands meet DDP's of later steps where the exchange ``is_late``.
+    NCCL alone asks for that. What backward and the main thread launch while an exchange travels would come before it on
+    one rank, and after it on another: there nothing travels beside them. The settings that are given stay as they are.
     """
+    local, told = settings.local_steps, list[str]()
     if backend != "nccl":
-        return None
-    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
-    if not (is_late or has_batch_norm):
-        return None
-    switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    found = [f"{name}={value}" for name, value in switches.items() if environment.get(name) == value]
-    if not (has_batch_norm or found):
-        return None
-    source = "SyncBatchNorm"
-    cure = "overlaps_backward=False"
-    if is_late:
-        source, cure = "levels=2 with overlap_steps", "local_steps=LocalSteps(..., overlap_steps=0)"
-    where = f" ({', '.join(found)})" if found else ""
-    return (
-        f"{source} exchanges during backward, beside the gradients, on a communicator of its own{where}. NCCL may wait"
-        f" for ever where ranks launch the two in another order: give SparseDDPStrategy({cure}), or see docs/limits.md"
-    )
+        return settings, told
+    kept = copy(settings)
+    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+    if settings.overlaps_backward and has_batch_norm:
+        kept.overlaps_backward = False
+        told.append(
+            f"gradients travel after backward, not during it: SyncBatchNorm exchanges during backward, too, {_ON_NCCL}."
+        )
+    if local is not None and local.overlap_steps:
+        kept.local_steps = replace(local, overlap_steps=0)
+        told.append(
+            f"overlap_steps={local.overlap_steps} is taken as 0, so that training waits for each exchange: metrics,"
+            f" checkpoints, and DDP inside a node, exchange between steps, too, {_ON_NCCL}."
+        )
+    return kept, told
 
 
 def of_the_settings(settings: Settings) -> Iterator[Row]:

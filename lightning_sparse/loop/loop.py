@@ -1,6 +1,5 @@
 """The loop: what a training does around an exchange, the same behind the Trainer, Fabric and a loop of one's own."""
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,21 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
-from lightning_sparse.engine.collectives import align
+from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.settings import Row, Settings, refuse
 from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.backend_choice import BackendChoice
-from lightning_sparse.loop.checks import warning_of_meeting
+from lightning_sparse.loop.checks import in_one_order
 from lightning_sparse.loop.optimizers import (
     OptimizerView,
     TrainedParameters,
@@ -139,7 +137,10 @@ class Loop:
         self._timeout = timeout
         self._scaler = scaler
         around = (self._open, lambda: self.view.adam.note_arrived())
-        self.engine = engine = Engine(ddp, settings, timeout, self._say, node_ranks, *around)
+        engine_settings, told = in_one_order(settings, ddp.module, backend_of(self._device, ddp.process_group))
+        for line in told:
+            self._say(line)
+        self.engine = engine = Engine(ddp, engine_settings, timeout, self._say, node_ranks, *around)
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
@@ -151,7 +152,7 @@ class Loop:
             self.choice = BackendChoice(engine, self._device, self._say)
         if self.view.takes_momentum:
             self._say(TAKES_MOMENTUM)
-        self._warn()
+        self._warn_of_optimizers()
 
     def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
         """See what the optimizers are to do, and each of their steps."""
@@ -196,16 +197,6 @@ class Loop:
         self.view.adam.total_steps = total_steps
         self.view.adam.clip(self._clipping, self._ddp.module.parameters())
         self.view.adam.begin_anew()
-        self._warn_of_optimizers()
-
-    def _warn(self) -> None:
-        """Warn, on one rank, of what does not go well together."""
-        settings = self._settings
-        is_late = self.is_island and settings.local_steps is not None and settings.local_steps.overlap_steps > 0
-        if (settings.overlaps_backward or is_late) and isinstance(self._ddp, DistributedDataParallel):
-            backend = dist.get_backend(self._ddp.process_group)
-            if warning := warning_of_meeting(self._ddp, backend, os.environ, is_late):
-                warn_user(warning)
         self._warn_of_optimizers()
 
     def _warn_of_optimizers(self) -> None:

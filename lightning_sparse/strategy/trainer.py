@@ -423,8 +423,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
             :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
             half the bytes or less, from about 15 ranks on. See the page on scaling.
-        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it: on NCCL no
-            other collective of backward, such as SyncBatchNorm's, then meets theirs.
+        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it, as on NCCL with
+            SyncBatchNorm: no other collective of backward then meets theirs. See the page on limits.
         local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
             parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
             :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.

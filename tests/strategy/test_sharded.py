@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.strategy.checkpoints.shards import cut_anew
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import NotingLogger, listening, refuse
+from tests.helpers.issued import recording, stuck_at
 from tests.helpers.trainers import Rows, expect, make_trainer
 
 KINDS = {
@@ -994,3 +996,27 @@ def alone(rank):
 
 def test_fabric_with_one_replica_exchanges_nothing(pools):
     assert pools[4].first(2).run(alone) == [{}, {}]
+
+
+class Slow(Sharded):
+    def configure_model(self):
+        super().configure_model()
+        if self.global_rank == 0:
+            for parameter in self.parameters():
+                parameter.register_hook(lambda gradient: time.sleep(0.002))
+
+
+def issue(rank, kind, settings):
+    forget_groups()
+    with recording(seconds=0.002 if rank == 1 else 0) as issued:
+        strategy = SparseModelParallelStrategy(replicas=2, density=0.1, **settings)
+        make_trainer(rank, strategy, limit_train_batches=4, limit_val_batches=0).fit(Slow(kind))
+    return issued
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("kind", "settings"), [("sgd", {}), ("adamw", {}), ("sgd", {"local_steps": 2})])
+def test_fsdps_collectives_and_ours_come_in_one_order(pools, kind, settings):
+    recordings = pools[4].run(issue, kind, settings)
+    assert {"reduce_scatter_base", "alltoall_base"} <= {each.operation for each in recordings[0]}
+    assert stuck_at(recordings) is None

@@ -10,7 +10,6 @@ import threading
 from contextlib import nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import Mock, patch
 
 import numpy
@@ -28,7 +27,6 @@ from lightning_sparse.compressors import LAGS, TopK
 from lightning_sparse.engine.adam.correction import falling_density
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.loop.checks import warning_of_meeting
 from lightning_sparse.strategy.names import systems
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.devices import DEVICE
@@ -422,27 +420,6 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_give_a_group_back(pair, m
         assert given_back == groups
         assert statistics > 0
         assert threads == []
-
-
-class Meeting(NamedTuple):
-    layers: tuple[nn.Module, ...] = ()
-
-    def modules(self):
-        return self.layers
-
-
-@pytest.mark.parametrize(
-    ("ddp", "backend", "environment", "message"),
-    [
-        (Meeting(), "nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
-        (Meeting(layers=(nn.SyncBatchNorm(2),)), "gloo", {}, None),
-        (Meeting(layers=(nn.SyncBatchNorm(2),)), "nccl", {}, r"SyncBatchNorm exchanges .*overlaps_backward=False"),
-    ],
-    ids=str,
-)
-def test_what_meets_the_exchange_on_nccl_is_warned_of(ddp, backend, environment, message):
-    warning = warning_of_meeting(ddp, backend, environment)
-    assert warning is None if message is None else re.search(message, warning or "")
 
 
 def test_statistics_are_empty_before_the_first_step():

@@ -329,7 +329,7 @@ class Exchange(Stream):
         order = self._order
         if not order:
             self._came.append(member)
-        elif member is order[self._place]:
+        elif self._overlaps_backward and member is order[self._place]:
             while self._place < len(order) and order[self._place].is_ready:
                 self._hand_over(order[self._place])
             if self._place == len(order):
@@ -428,7 +428,7 @@ class Exchange(Stream):
 
     def _close_group(self) -> None:
         members, self._group, self._group_numel = self._group, [], 0
-        if self._clips or not self._overlaps_backward:
+        if self._clips:
             self._held.append(members)
         else:
             self._submit(members, self._gradients_of(members))

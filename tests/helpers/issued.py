@@ -1,0 +1,79 @@
+"""What ranks issue: every collective, of any thread, in the order of its calls; and devices that make them in that."""
+
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lightning_sparse.engine.engine as engine_module
+from lightning_sparse.engine.step.worker import ExchangeWorker
+
+
+class Issued(NamedTuple):
+    """One collective, the same on all ranks of its communicator."""
+
+    communicator: str
+    ranks: tuple[int, ...]
+    operation: str
+    numels: tuple[int, ...]  # of its tensors; none where ranks send each other different numbers
+
+
+class Recording(TorchDispatchMode):
+    """Note what is issued on a thread, also by C++, such as by DDP's reducer."""
+
+    def __init__(self, issued):
+        super().__init__()
+        self._issued = issued
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self._issued.append(_issued(operation, args))
+        return operation(*args, **(kwargs or {}))
+
+
+def _issued(operation, args):
+    groups = (each for each in args if isinstance(each, torch.ScriptObject))
+    group = dist.ProcessGroup.unbox(next(groups))
+    name = operation.__name__.partition(".")[0].strip("_")
+    numels = () if "alltoall" in name else tuple(each.numel() for each in tree_leaves(args) if torch.is_tensor(each))
+    return Issued(group.group_name, tuple(dist.get_process_group_ranks(group)), name, numels)
+
+
+@contextmanager
+def recording(seconds=0.0):
+    """Note what is issued inside, where exchange workers sleep for some ``seconds`` before each of their tasks."""
+    issued = []
+
+    class Recorded(ExchangeWorker):
+        def submit(self, run, settle=None):
+            def recorded():
+                time.sleep(seconds)
+                with Recording(issued):
+                    run()
+
+            super().submit(recorded, settle)
+
+    with mock.patch.object(engine_module, "ExchangeWorker", Recorded), Recording(issued):
+        yield issued
+
+
+def stuck_at(recordings):
+    """Return what the ranks wait for that begin a collective after the one before; ``None`` if all come to an end.
+
+    A device with one queue for all communicators does so, as NCCL may have it.
+    """
+    queues = [deque(issued) for issued in recordings]
+    while any(queues):
+        heads = [queue[0] if queue else None for queue in queues]
+        begun = next((each for each in heads if each and all(heads[rank] == each for rank in each.ranks)), None)
+        if begun is None:
+            return heads
+        for rank in begun.ranks:
+            queues[rank].popleft()
+    return None

@@ -1,0 +1,362 @@
+"""All ranks issue the collectives of all communicators in one order, whatever each rank's speed and use.
+
+NCCL asks for that: where two ranks launch two collectives in different orders, it may wait for ever.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse.loop.loop as loop_module
+from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy, sparsify
+from lightning_sparse.compressors import A2SGD
+from lightning_sparse.engine.collectives import backend_of
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.checks import in_one_order
+from tests.compatibility.modules import NormTogether, SumOverRanks
+from tests.helpers.doors import rows_of
+from tests.helpers.fits import listening, strategy_of
+from tests.helpers.issued import Issued, recording, stuck_at
+from tests.helpers.resuming import Numbered, fit_numbered
+from tests.helpers.tiers import exhaustive
+
+SLOW_BACKWARD, SLOW_WORKER = 0, 1  # ranks
+SECONDS, LONG_SECONDS = 0.002, 0.02
+
+
+def dawdle(module, seconds):
+    """Be slow in forward, and in each part of backward."""
+    next(module.children()).register_forward_pre_hook(lambda layer, given: time.sleep(seconds))
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: time.sleep(seconds))
+
+
+class Partly(Numbered):
+    """A model with BatchNorm, that logs in each step, and of which one rank uses a layer that the others do not."""
+
+    def __init__(self, optimizer="SGD", logs=True):
+        super().__init__()
+        self.optimizer, self.logs = optimizer, logs
+        self.network = nn.Sequential(nn.Linear(32, 64), self.norm(), nn.ReLU(), nn.Linear(64, 32))
+        self.apart = nn.Linear(32, 32)
+
+    def norm(self):
+        return nn.BatchNorm1d(64)
+
+    def loss(self, batch_index):
+        rows = self.rows(batch_index)
+        used = self.apart(rows) if self.global_rank == 0 and batch_index != 2 else rows
+        return (self.network(used) - rows).square().mean()
+
+    def training_step(self, batch, batch_index):
+        loss = self.loss(batch_index)
+        if self.logs:
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_index):
+        self.log("val_loss", self.loss(batch_index), sync_dist=True)
+
+    def build(self, parameters):
+        if self.optimizer == "AdamW":
+            return torch.optim.AdamW(parameters, lr=0.01)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self):
+        return self.build(self.parameters())
+
+
+class Twice(Partly):
+    """Two optimizers that toggle, one of which steps after two backwards."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_index):
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            for _ in range(1 + number):
+                self.manual_backward(super().training_step(batch, batch_index))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [
+            self.build([*self.apart.parameters(), *self.network[0].parameters()]),
+            self.build(self.network[3:].parameters()),
+        ]
+
+
+class Freezing(Partly):
+    def on_train_batch_start(self, batch, batch_index):
+        self.network[0].requires_grad_(batch_index not in (2, 3))
+
+
+class Embedded(Partly):
+    """A model of whose embedding each rank has other rows, in a gradient with a sparse layout."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.rows_of = nn.Embedding(8, 32, sparse=True)
+
+    def loss(self, batch_index):
+        return super().loss(batch_index) + self.rows_of(torch.tensor([self.global_rank, batch_index])).square().mean()
+
+
+class SyncedOnProcessors(NormTogether, nn.SyncBatchNorm):
+    """BatchNorm over ranks, which torch has for GPUs only; it exchanges in backward."""
+
+
+class Synced(Partly):
+    def norm(self):
+        return SyncedOnProcessors(64)
+
+
+class SyncedEmbedded(Synced, Embedded):
+    pass
+
+
+class OwnCollective(Partly):
+    """A model whose backward has a collective of the user's own."""
+
+    def loss(self, batch_index):
+        hidden = self.network[:3](self.rows(batch_index))
+        return self.network[3](SumOverRanks.apply(hidden)).square().mean()
+
+
+class OtherOrder(Partly):
+    """A model that on one rank exchanges two numbers in another order than on the others."""
+
+    def on_train_start(self):
+        self.groups = [dist.new_group() for _ in range(2)]
+
+    def on_train_batch_start(self, batch, batch_index):
+        in_order = self.groups if self.global_rank == 0 else self.groups[::-1]
+        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in in_order]
+        for work in works:
+            work.wait()
+
+
+class Outcome(NamedTuple):
+    issued: list[Issued]
+    said: list[str]
+    settings: Settings
+
+
+def fit(rank, module, settings, arguments, seconds, backend):
+    """Fit on ranks of which one is slow in backward and one has a slow exchange worker, maybe as on a backend."""
+    model, strategy = module(), strategy_of(settings)
+    if rank == SLOW_BACKWARD:
+        dawdle(model, seconds)
+    # It would refuse a SyncBatchNorm on processors.
+    check = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
+    claim = mock.patch.object(loop_module, "backend_of", return_value=backend) if backend else nullcontext()
+    more = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **arguments}
+    with check, claim, listening() as said, recording(seconds if rank == SLOW_WORKER else 0) as issued:
+        fit_numbered(rank, strategy, model, **more)
+    return Outcome(issued, said, strategy.settings)
+
+
+class Case(NamedTuple):
+    settings: dict[str, Any]
+    module: Any = Partly
+    ranks: int = 2
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def issued(self, pools, seconds=SECONDS, backend=None):
+        return [outcome.issued for outcome in self.fits(pools, seconds, backend)]
+
+    def fits(self, pools, seconds=SECONDS, backend=None):
+        given = (self.module, self.settings, dict(self.arguments), seconds, backend)
+        outcomes = pools[self.ranks].run(fit, *given)
+        assert all(len({each.communicator for each in outcome.issued}) > 1 for outcome in outcomes)
+        return outcomes
+
+
+def orders_differ(fit_once):
+    """Tell whether orders differ in one fit of a few: on a busy machine those that may differ do so now and then."""
+    return any(stuck_at(fit_once()) is not None for _ in range(4))
+
+
+def corrected(settings):
+    return {**settings, "optimizer_correction": AdamCorrection(2, 1, 2)}
+
+
+LAYERS = {"compressor": "lags", "density": 0.1, "schedule": "layerwise"}
+LARGEST = {"compressor": "topk", "density": 0.1}
+LATE = {**LARGEST, "local_steps": LocalSteps(2, overlap_steps=1)}
+ISLANDS = {"levels": 2, "find_unused_parameters": True}
+NODES = {"node_ranks": 2}
+SILENT, ADAMW = partial(Partly, logs=False), partial(Partly, "AdamW")
+IN_ONE_ORDER = {
+    "LAGS": Case(LAYERS),
+    "LAGS, AdamW clipped": Case(corrected(LAYERS), ADAMW, arguments={"gradient_clip_val": 0.1}),
+    "batches accumulated": Case(LAYERS, arguments={"accumulate_grad_batches": 2}),
+    "several backwards": Case(LAYERS, Twice, arguments={"limit_train_batches": 3}),
+    "a layer is frozen": Case(LAYERS, Freezing),
+    "a sparse layout": Case(LAYERS, Embedded),
+    "a sparse layout, after backward": Case({**LAYERS, "overlaps_backward": False}, SyncedEmbedded),
+    "a user's collective, after backward": Case({**LAYERS, "overlaps_backward": False}, OwnCollective),
+    "top-k by owners": Case({**LARGEST, "exchange": "owners"}),
+    "ExDyna": Case({"compressor": "exdyna", "density": 0.1, "schedule": "layerwise"}),
+    "dense": Case({"compressor": "dense", "schedule": "layerwise"}),
+    "A2SGD": Case({"compressor": A2SGD(2)}),
+    "auto": Case({"compressor": "lags", "density": 0.1, "schedule": "auto"}),
+    "two levels": Case({**LARGEST, "schedule": "layerwise", "levels": 2}, Partly, 4, NODES),
+    "rounds": Case({**LARGEST, "local_steps": 3}),
+    "late rounds that nothing meets": Case(LATE, SILENT),
+    "islands": Case({**LARGEST, **ISLANDS, "local_steps": 2}, SILENT, 4, NODES),
+}
+MORE_IN_ONE_ORDER = {
+    "LAGS, AdamW": Case(corrected(LAYERS), ADAMW),
+    "several backwards, AdamW": Case(corrected(LAYERS), partial(Twice, "AdamW")),
+    "ExDyna, AdamW": Case(corrected({"compressor": "exdyna", "density": 0.1, "schedule": "layerwise"}), ADAMW),
+    "MiCRO": Case({"compressor": "micro", "density": 0.1, "schedule": "layerwise"}),
+    "SDAGC": Case({"compressor": "sdagc", "density": 0.1, "schedule": "layerwise"}),
+    "OMGS": Case({"compressor": "omgs", "density": 0.1}),
+    "DGC": Case({"compressor": "dgc", "density": 0.1, "warmup_epochs": 0}),
+    "QSGD": Case({"compressor": "qsgd", "schedule": "layerwise"}),
+    "two levels, AdamW": Case(corrected({**LARGEST, "levels": 2}), ADAMW, 4, NODES),
+    "rounds, measured": Case({**LARGEST, "local_steps": "auto"}),
+    "rounds after DDP's steps": Case({**LARGEST, "local_steps": LocalSteps(2, synchronous_steps=2)}),
+    "islands after DDP's steps": Case(
+        {**LARGEST, **ISLANDS, "local_steps": LocalSteps(2, synchronous_steps=2)}, Partly, 4, NODES
+    ),
+}
+CASES = [*IN_ONE_ORDER, *exhaustive(MORE_IN_ONE_ORDER)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_issue_all_collectives_in_one_order(pools, name):
+    assert stuck_at({**IN_ONE_ORDER, **MORE_IN_ONE_ORDER}[name].issued(pools)) is None
+
+
+def test_validation_and_checkpoints_come_in_one_order(pools, tmp_path):
+    keepers = [ModelCheckpoint(tmp_path, monitor="val_loss"), EarlyStopping("val_loss")]
+    more = {"callbacks": keepers, "enable_checkpointing": True, "limit_val_batches": 1, "val_check_interval": 2}
+    assert stuck_at(Case(LAYERS, arguments=more).issued(pools)) is None
+
+
+THREE = {"limit_train_batches": 3}
+AFTER_BACKWARD = r"gradients travel after backward, not during it: SyncBatchNorm"
+IN_TIME = r"overlap_steps=1 is taken as 0"
+MEETING = {
+    "SyncBatchNorm": (Case(LAYERS, Synced, arguments=THREE), AFTER_BACKWARD),
+    "SyncBatchNorm, a sparse layout": (Case(LAYERS, SyncedEmbedded, arguments=THREE), AFTER_BACKWARD),
+    "late rounds and sync_dist": (Case(LATE, arguments=THREE), IN_TIME),
+    "late islands": (Case({**LATE, **ISLANDS}, SILENT, 4, {**NODES, **THREE}), IN_TIME),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MEETING)
+def test_what_meets_the_exchange_on_another_thread_waits_for_it_on_nccl(pools, name):
+    case, line = MEETING[name]
+    assert orders_differ(lambda: case.issued(pools, LONG_SECONDS))
+    outcomes = case.fits(pools, LONG_SECONDS, "nccl")
+    assert stuck_at([outcome.issued for outcome in outcomes]) is None
+    assert len([each for each in outcomes[0].said if re.search(line, each)]) == 1
+    given = SparseDDPStrategy(**case.settings).settings
+    for outcome in outcomes:  # what the user has chosen stays, for a later fit
+        assert outcome.settings.overlaps_backward == given.overlaps_backward
+        assert outcome.settings.local_steps == given.local_steps
+
+
+def test_checkpoints_by_steps_meet_late_rounds_but_not_on_nccl(pools, tmp_path):
+    def fit_once(backend=None):
+        keeper = ModelCheckpoint(tmp_path / str(time.perf_counter_ns()), every_n_train_steps=1)
+        case = Case(LATE, SILENT, arguments={"callbacks": [keeper], "enable_checkpointing": True})
+        return case.issued(pools, LONG_SECONDS, backend)
+
+    assert orders_differ(fit_once)
+    assert stuck_at(fit_once("nccl")) is None
+
+
+@pytest.mark.parametrize(("module", "seconds"), [(OwnCollective, LONG_SECONDS), (OtherOrder, 0)])
+def test_what_users_issue_in_no_order_is_seen(pools, module, seconds):
+    assert orders_differ(lambda: Case(LAYERS, module, arguments=THREE).issued(pools, seconds))
+
+
+def train_in_a_row(rank, count, overlaps_backward):
+    """Train some models in a loop of one's own, each on what the one before makes, by one backward."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(count)]
+    if rank == SLOW_BACKWARD:
+        for model in models:
+            dawdle(model, LONG_SECONDS)
+    with recording(LONG_SECONDS if rank == SLOW_WORKER else 0) as issued, ExitStack() as handles:
+        wrapped = [DistributedDataParallel(model) for model in models]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for model, optimizer in zip(wrapped, optimizers):
+            handles.enter_context(sparsify(model, optimizer, overlaps_backward=overlaps_backward, **LAYERS))
+        for step in range(2):  # the first agrees on an order, without overlap
+            made = rows_of(rank, step)
+            for model in wrapped:
+                made = model(made)
+            made.square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return issued
+
+
+def test_models_that_one_backward_goes_through_are_exchanged_in_one_order_after_it(pools):
+    assert stuck_at(pools[2].run(train_in_a_row, 1, True)) is None
+    assert stuck_at(pools[2].run(train_in_a_row, 2, False)) is None
+    assert orders_differ(lambda: pools[2].run(train_in_a_row, 2, True))
+
+
+ONE, OTHER = (Issued(name, (0, 1), "allreduce", (4,)) for name in ("one", "other"))
+
+
+@pytest.mark.parametrize(
+    ("recordings", "where"),
+    [
+        ([[ONE, OTHER], [ONE, OTHER]], None),
+        ([[ONE, OTHER], [OTHER, ONE]], [ONE, OTHER]),
+        ([[ONE, ONE], [ONE]], [ONE, None]),
+        ([[ONE], [ONE._replace(numels=(5,))]], [ONE, ONE._replace(numels=(5,))]),
+        ([[OTHER, ONE], [ONE._replace(ranks=(1, 2)), OTHER, ONE], [ONE._replace(ranks=(1, 2))]], None),
+    ],
+)
+def test_a_queue_is_stuck_where_orders_differ(recordings, where):
+    assert stuck_at(recordings) == where
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.SyncBatchNorm(2)], ids=["BatchNorm", "SyncBatchNorm"])
+@pytest.mark.parametrize("overlaps_backward", [True, False])
+def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overlaps_backward, layer, overlap, backend):
+    local = LocalSteps(5, outer_lr=0.5, overlap_steps=overlap)
+    given = Settings("topk", 0.1, "merged", "float32", overlaps_backward=overlaps_backward, local_steps=local)
+    kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
+    is_nccl, syncs = backend == "nccl", isinstance(layer, nn.SyncBatchNorm)
+    assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and syncs))
+    assert kept.local_steps == replace(local, overlap_steps=0 if is_nccl else overlap)
+    assert len(said) == (kept.overlaps_backward != overlaps_backward) + (kept.local_steps != local)
+    assert (given.overlaps_backward, given.local_steps) == (overlaps_backward, local)
+
+
+def backends(rank):
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    return dist.get_backend(group), backend_of(torch.device("cpu"), group), backend_of(torch.device("xpu"), group)
+
+
+def test_of_several_backends_that_of_the_device_counts(pools):
+    assert pools[1].run(backends) == [("cpu:gloo,cuda:gloo", "gloo", "")]
