@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -36,7 +37,10 @@ _INSIDE = (
 
 
 class SilentReducer:
-    """What stands in the place of DDP's reducer: DDP broadcasts buffers, and hands no gradient to anybody."""
+    """What stands in the place of DDP's reducer, and of its logger, which holds on to that and so to its buckets.
+
+    DDP broadcasts buffers, and hands no gradient to anybody.
+    """
 
     def prepare_for_forward(self) -> None:
         """Expect nothing."""
@@ -49,6 +53,15 @@ class SilentReducer:
 
     def _delay_all_reduce(self) -> None:
         """Do without: a static graph's first step is like any other."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log nothing: what is measured is of an all-reduce that is not there."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Leave it to the error that DDP raises with it."""
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map={}, ints_map={})  # for Lightning, which looks for advice in it
 
 
 def ignored_by(module: Module) -> frozenset[str]:
@@ -240,7 +253,7 @@ class Exchange(Stream):
             each.parameter.register_post_accumulate_grad_hook(partial(self._ready, each)) for each in self._members
         ]
         if isinstance(wrapper, DistributedDataParallel):
-            wrapper.reducer = SilentReducer()  # type: ignore[assignment]
+            wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
     def _reset(self) -> None:
         """Forget the backward that has ended."""
