@@ -62,7 +62,7 @@ def check_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def warning_of_meeting(
-    ddp: DistributedDataParallel, backend: str, environment: Mapping[str, str], is_late: bool = False
+    model: Module, backend: str, environment: Mapping[str, str], is_late: bool = False
 ) -> Optional[str]:
     """Compose the warning for collectives of backward that meet those of the exchange on NCCL; ``None`` where none do.
 
@@ -71,7 +71,7 @@ def warning_of_meeting(
     """
     if backend != "nccl":
         return None
-    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules())
+    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
     if not (is_late or has_batch_norm):
         return None
     switches = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -59,8 +58,8 @@ from lightning_sparse.loop.summary import (
 from lightning_sparse.schedule import Auto, Plan
 
 CLOSED = (
-    "closed: to train on, wrap the model in a new DistributedDataParallel, or build it and fully_shard it anew, and"
-    " sparsify that"
+    "closed: to train on, sparsify the model anew, in a new DistributedDataParallel if it was in one; or"
+    " train a copy of the model alone"
 )
 _UNCOUNTED = 8  # batches in a row, more than hooks change weights in while a step accumulates
 UNCOUNTED = (
@@ -199,9 +198,9 @@ class Loop:
         """Warn, on one rank, of what does not go well together."""
         settings = self._settings
         is_late = self.is_island and settings.local_steps is not None and settings.local_steps.overlap_steps > 0
-        if (settings.overlaps_backward or is_late) and isinstance(self._ddp, DistributedDataParallel):
+        if (settings.overlaps_backward or is_late) and not isinstance(self._ddp, ShardedModel):
             backend = dist.get_backend(self._ddp.process_group)
-            if warning := warning_of_meeting(self._ddp, backend, os.environ, is_late):
+            if warning := warning_of_meeting(self._ddp.module, backend, os.environ, is_late):
                 warn_user(warning)
         self._warn_of_optimizers()
 

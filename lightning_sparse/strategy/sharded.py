@@ -13,7 +13,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.shards import ShardedModel, cut_modules
+from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
@@ -118,12 +118,12 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
+        self._sharded = ShardedModel(module)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
             self._say(_ONE_REPLICA)
             return
-        self._sharded = ShardedModel(module)
         self._trained = TrainedParameters(module)
         self._start(self._sharded, trainer)
 
@@ -151,17 +151,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Have FSDP add up gradients whole inside, where Lightning knows of DDP only, and exchange nothing."""
-        self._synchronize(False)
-        try:
+        with self._sharded.no_sync():
             yield
-        finally:
-            self._synchronize(True)
-
-    def _synchronize(self, synchronizes: bool) -> None:
-        if self.engine is not None:
-            self._sharded.require_backward_grad_sync = synchronizes
-        for module in cut_modules(self._module):
-            module.set_requires_gradient_sync(synchronizes, recurse=False)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -414,14 +414,17 @@ def test_on_one_process_it_does_nothing(pools):
 
 def give(rank, arguments):
     ddp = wrapped()
-    sparsify(**{"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
+    sparsify(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ddp_model": nn.Linear(2, 2)}, "TypeError: ddp_model=Linear"),
+        ({"model": "Linear"}, "TypeError: model=str"),
+        ({"model": nn.Linear(2, 2)}, "ValueError: optimizer=SGD"),
+        ({"model": nn.LazyLinear(2)}, "ValueError: model=LazyLinear"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "ValueError: model=Linear"),
         ({"optimizer": []}, "ValueError: optimizer=[]"),
         ({"optimizer": [1]}, "TypeError: optimizer=1"),
         ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD"),

@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from lightning_sparse.engine.collectives import Uncopied
 from lightning_sparse.engine.memory.residual import widened
-from lightning_sparse.engine.step.shards import ShardedModel, shard_of
+from lightning_sparse.engine.step.shards import BareModel, ShardedModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional.elements import laid_flat
 from lightning_sparse.schedule import Schedule
 
-Wrapper = Union[DistributedDataParallel, ShardedModel]
+Wrapper = Union[DistributedDataParallel, BareModel]
 _SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
 _DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as DDP's default
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
