@@ -423,6 +423,7 @@ def give(rank, arguments):
     [
         ({"model": "Linear"}, "TypeError: model=str"),
         ({"model": nn.Linear(2, 2)}, "ValueError: optimizer=SGD"),
+        ({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))}, "ValueError: model=Sequential"),
         ({"model": nn.LazyLinear(2)}, "ValueError: model=LazyLinear"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "ValueError: model=Linear"),
         ({"optimizer": []}, "ValueError: optimizer=[]"),
