@@ -13,6 +13,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
@@ -188,6 +190,15 @@ def align(module: Module, ignored: Iterable[str]) -> None:
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     _verify_param_shape_across_processes(group, parameters)
     _sync_module_states(module, group, _BROADCAST_BYTES, 0, left_out, True)
+
+
+def broadcast_buffers(module: Module, ignored: Iterable[str]) -> None:
+    """Copy buffers from rank 0, in place, but what is ignored; a graph of an earlier forward does not mind."""
+    group, left_out = dist.distributed_c10d._get_default_group(), set(ignored)
+    buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
+    if buffers:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+            _broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)
 
 
 def sum_together(tensor: Tensor, group: Optional[dist.ProcessGroup] = None) -> Tensor:

@@ -54,6 +54,8 @@ class SparsifyCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin the exchange, when model and optimizer have been wrapped and loaded."""
         self._give_back()
+        if self._handle is not None:
+            self._handle.close(has_failed=True)
         ddp: Any = self._trainer.model_wrapped
         if args.world_size == 1 and not isinstance(ddp, DistributedDataParallel):
             return

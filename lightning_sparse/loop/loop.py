@@ -59,8 +59,8 @@ from lightning_sparse.loop.summary import (
 from lightning_sparse.schedule import Auto, Plan
 
 CLOSED = (
-    "closed: to train on, wrap the model in a new DistributedDataParallel, or build it and fully_shard it anew, and"
-    " sparsify that"
+    "closed: to train on, sparsify the model anew, in a new DistributedDataParallel if it was in one; or"
+    " train a copy of the model alone"
 )
 _UNCOUNTED = 8  # batches in a row, more than hooks change weights in while a step accumulates
 UNCOUNTED = (

@@ -1,4 +1,4 @@
-"""The plain loop's door: a ``DistributedDataParallel`` whose gradients are exchanged by the engine."""
+"""The plain loop's door: a model, wrapped or not, whose gradients are exchanged by the engine."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,24 +9,27 @@ from itertools import chain
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Optional, Union
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.collectives import Uncopied, copy_from_first
+from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
+from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by
 from lightning_sparse.engine.step.levels import Topology
-from lightning_sparse.engine.step.shards import ShardedModel, cut_modules, reshard
+from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
@@ -47,7 +50,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def sparsify(
-    ddp_model: Module,
+    model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
     compressor: Union[str, Compressor] = "topk",
     density: Optional[float] = None,
@@ -62,17 +65,17 @@ def sparsify(
     total_steps: Optional[int] = None,
     timeout: Optional[timedelta] = None,
 ) -> "Sparsifier":
-    """Have a wrapped model send only the part of each gradient that matters most, in a training loop of your own.
+    """Have a model send only the part of each gradient that matters most, in a training loop of your own.
 
-    Call it on all ranks, once, before the first backward. Gradients are taken as backward makes them, and are means
-    when it ends; DDP broadcasts the model and its buffers, and exchanges nothing any more. On one process it makes the
-    same checks, and does nothing.
+    Call it on all ranks, once, before the first backward. Parameters and buffers are copied from rank 0. Gradients are
+    taken as backward makes them, and are means when it ends. On one process it makes the same checks, and does nothing.
 
     Args:
-        ddp_model: the model, wrapped, of all processes; or one that ``fully_shard`` has cut over the processes of a
-            replica, which follow one another. Its shards are exchanged before the optimizer's step, or in
-            :meth:`Sparsifier.clip`; the density, the schedule and ``overlaps_backward`` are as of
-            :class:`~lightning_sparse.SparseModelParallelStrategy`.
+        model: a module as it is, which is called as ever; its buffers are rank 0's before the first forward of a step
+            that trains, as with DDP. Or a ``DistributedDataParallel`` of all processes, which then exchanges nothing
+            itself. Or one that ``fully_shard`` has cut over the processes of a replica, which follow one another: its
+            shards are exchanged before the optimizer's step, or in :meth:`Sparsifier.clip`; the density, the schedule
+            and ``overlaps_backward`` are as of :class:`~lightning_sparse.SparseModelParallelStrategy`.
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
         compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, but none that lets replicas drift apart.
         density: as there, like the following.
@@ -93,14 +96,14 @@ def sparsify(
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
         TypeError: for an object of the wrong kind.
-        RuntimeError: if the model has a communication hook, or was given to ``sparsify`` before.
+        RuntimeError: if the model has a communication hook, or the gradients of a part of it are exchanged already.
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
     settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
     check_settings(settings)
     check_facts(scaler, total_steps)
-    return Sparsifier(ddp_model, optimizers, settings, scaler, total_steps, timeout, _say)
+    return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _say)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -116,7 +119,7 @@ def _say(line: str) -> None:
 
 
 class Sparsifier(Loop):
-    """Exchange the gradients of a wrapped model until closed; what :func:`sparsify` returns.
+    """Exchange the gradients of a model until closed; what :func:`sparsify` returns.
 
     As a context manager it closes itself. It checks the model and its optimizers; ``settings`` are of this model alone.
 
@@ -127,7 +130,7 @@ class Sparsifier(Loop):
 
     def __init__(
         self,
-        ddp: Module,
+        model: Module,
         optimizers: Sequence[Optimizer],
         settings: Settings,
         scaler: Optional[GradScaler],
@@ -137,13 +140,18 @@ class Sparsifier(Loop):
     ) -> None:
         super().__init__(settings, say)
         self._model: Wrapper
+        _check_unattended(model)
         replica_ranks = 1
-        if any(cut_modules(ddp)) and not isinstance(ddp, DistributedDataParallel):
-            self._model = ShardedModel(ddp)
-            replica_ranks = _check_shards(ddp, optimizers, settings, scaler)
+        if isinstance(model, DistributedDataParallel):
+            _check_wrapped(model)
+            model.join_hook = _refuse_join  # type: ignore[method-assign]
+            self._model = model
+        elif any(cut_modules(model)):
+            self._model = ShardedModel(model)
+            replica_ranks = _check_shards(model, optimizers, settings, scaler)
         else:
-            self._model = checked = _checked(ddp)
-            checked.join_hook = _refuse_join  # type: ignore[method-assign]
+            _check_bare(model)
+            self._model = BareModel(model)
         module = self._model.module
         _check_optimizers(module, optimizers, settings)
         check_rounds(settings.local_steps, module)
@@ -154,17 +162,33 @@ class Sparsifier(Loop):
         self._waiting: Optional[dict[str, Any]] = None  # a state of rounds, for when model and optimizers are loaded
         # Before those by which Adam's updates are made.
         before = [each.register_step_pre_hook(before_step_of_training(self.exchange_shards)) for each in optimizers]
+        if type(self._model) is BareModel:
+            align(module, ignored_by(module))
         self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
         self._handles += before
-        if isinstance(self._model, ShardedModel) and self.engine is not None:
-            held = [*map(held_of, module.parameters()), *module.buffers()]
-            group = self.engine.levels.holders.collectives.group
-            assert group is not None
-            copy_from_first(held, group)
+        self._parts = _trained_parts(module)
+        _ATTENDED.update(self._parts)
+        for each in module.modules():
+            if (refusal := _REFUSALS.pop(each, None)) is not None:
+                refusal.remove()
+        if self.engine is not None:
+            self._align(self.engine)
         self.expect_steps(total_steps)
         self.tell_of_rounds(total_steps)
         if self.engine is not None and self.engine.rounds is not None:
             self._watch()
+
+    def _align(self, engine: Engine) -> None:
+        """Have ranks begin with one model, and have one's buffers in each step, where no wrapper cares for it."""
+        module = self._model.module
+        if isinstance(self._model, ShardedModel):
+            held = [*map(held_of, module.parameters()), *module.buffers()]
+            group = engine.levels.holders.collectives.group
+            assert group is not None
+            copy_from_first(held, group)
+        elif isinstance(self._model, BareModel):
+            hook = Watch(module, torch.compiler.disable(partial(_begin_forward, self._model)))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def __enter__(self) -> Self:
         return self
@@ -212,13 +236,23 @@ class Sparsifier(Loop):
             if norm is not None and trained:
                 torch.nn.utils.clip_grad_norm_(trained, norm)
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Have gradients stay this rank's own inside: put it around all batches of a step but the last.
+
+        The next backward outside exchanges the sum. Forward and backward both belong inside. It is DDP's ``no_sync()``,
+        and for a sharded model FSDP's ``set_requires_gradient_sync(False)``.
+        """
+        with self._model.no_sync():
+            yield
+
     def exchange_shards(self) -> None:
         """Replace the shards of gradients by their means over replicas, once in a step, which ends backward."""
         is_ours = isinstance(self._model, ShardedModel) and self._settings.local_steps is None
         if self.engine is None or not is_ours or self._has_exchanged:
             return
         self.check_epoch()
-        self.wants_plain()
+        self._turn()
         self.begin()
         self.end_backward()
         self._has_exchanged = True
@@ -413,9 +447,9 @@ class Sparsifier(Loop):
     def close(self, has_failed: bool = False) -> None:
         """End the exchange, and leave the optimizers alone; safe to call twice.
 
-        With local steps it ends the round: all ranks must call. The wrapper is of no more use: DDP cannot take its hook
-        back. Train on with a new one around the same model. ``has_failed`` says that training ends by an error of this
-        rank, for which others may wait.
+        With local steps it ends the round: all ranks must call. Train on by giving the model to :func:`sparsify` anew,
+        in a new wrapper if it was in one, or in any ``DistributedDataParallel``. ``has_failed`` says that training ends
+        by an error of this rank, for which others may wait.
         """
         engine, self._is_closed = self.engine, True
         try:
@@ -426,10 +460,18 @@ class Sparsifier(Loop):
             raise
         finally:
             if engine is not None:
-                # Of a wrapped model the wrapper alone is of no more use: the model may get another one.
-                closed = self._model if isinstance(self._model, DistributedDataParallel) else self._model.module
-                closed.register_forward_pre_hook(partial(refuse_training, CLOSED))
+                self._refuse_training()
+            _ATTENDED.difference_update(self._parts)
             self.end(has_failed)
+
+    def _refuse_training(self) -> None:
+        """Refuse a forward that trains what nobody attends to any more; of a wrapped model the wrapper's alone."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.register_forward_pre_hook(partial(refuse_training, CLOSED))
+        else:
+            module = self._model.module
+            hook = Watch(module, torch.compiler.disable(partial(_refuse_alone, module)))
+            _REFUSALS[module] = module.register_forward_pre_hook(hook)
 
     def _layouts(self) -> dict[str, list[Any]]:
         """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""
@@ -463,6 +505,28 @@ def _refuse_join(**settings: Any) -> Any:
     )
 
 
+_ATTENDED: WeakSet[Module] = WeakSet()  # parts of models whose gradients are exchanged
+_WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpeed
+    {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"}
+)
+_REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
+
+
+def _begin_forward(model: BareModel) -> None:
+    if model.module.training and torch.is_grad_enabled():  # any rank may evaluate alone
+        model.begin_forward(ignored_by(model.module))
+
+
+def _refuse_alone(module: Module) -> None:
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        refuse_training(CLOSED, module, None)
+
+
+def _trained_parts(module: Module) -> set[Module]:
+    """Return the modules that hold what is trained."""
+    return {each for each in module.modules() if any(one.requires_grad for one in each.parameters(recurse=False))}
+
+
 # What a state has to have in common with where it is loaded.
 _ALIKE = {
     "ranks": "start as many processes as had saved it, or leave it out to start with nothing kept",
@@ -473,32 +537,72 @@ _ALIKE = {
 }
 
 
-def _checked(ddp: Module) -> DistributedDataParallel:
-    if not isinstance(ddp, DistributedDataParallel):
+def _check_unattended(model: Any) -> None:
+    if not isinstance(model, Module):
         raise TypeError(
-            f"ddp_model={type(ddp).__name__} must be a torch.nn.parallel.DistributedDataParallel: wrap the model first,"
-            " DistributedDataParallel(model)"
+            f"model={type(model).__name__} must be a torch.nn.Module: as it is, in a DistributedDataParallel, or cut by"
+            " fully_shard"
         )
+    if not _ATTENDED.isdisjoint(_trained_parts(model)):
+        raise RuntimeError(
+            f"model={type(model).__name__} holds parameters whose gradients are already exchanged: give all optimizers"
+            " of a model in one call of sparsify; to begin anew, call close() of what sparsify had returned before, or"
+            " of fabric.strategy"
+        )
+
+
+def _check_bare(model: Module) -> None:
+    check_parameters(model)
+    named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
+    bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
+    wrappers = [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]
+    cut = [name for name, each in named.items() if hasattr(each, "device_mesh")]
+    refuse(
+        (
+            bool(wrappers),
+            f"{given} holds wrappers that exchange gradients themselves, {listed(wrappers)}: give a model without any,"
+            " or each DistributedDataParallel by itself; for shards call fully_shard",
+        ),
+        (
+            bool(cut),
+            f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
+            " each rank has to hold all of every parameter, or call fully_shard",
+        ),
+        (
+            any(map(is_lazy, named.values())),
+            f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before",
+        ),
+        (
+            len({each.device for each in named.values()}) > 1,
+            f"{given} has parameters on several devices: give each process a model on one device",
+        ),
+        (
+            not any(each.requires_grad for each in named.values()),
+            f"{given} has no parameter that requires a gradient, so there is nothing to train",
+        ),
+    )
+
+
+def _check_wrapped(ddp: DistributedDataParallel) -> None:
     check_parameters(ddp.module)
     check_reducer(ddp)
     if ddp._comm_hooks or isinstance(ddp.reducer, SilentReducer):
         raise RuntimeError(
-            "ddp_model has a communication hook, or its gradients are already exchanged by sparsify: wrap the model in"
-            " a new DistributedDataParallel, without a hook, and call sparsify once"
+            "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
+            " a new DistributedDataParallel, without a hook, or give that module as it is"
         )
     ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
     refuse(
         (
             ddp.is_multi_device_module,
-            "ddp_model has parameters on several devices: give each process a model on one device",
+            "model has parameters on several devices: give each process a model on one device",
         ),
         (
             ranks != world,
-            f"ddp_model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
+            f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
             " leave process_group out",
         ),
     )
-    return ddp
 
 
 def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any) -> int:
@@ -514,7 +618,7 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
             (
                 (
                     world % count or count == world > 1,
-                    f"ddp_model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal"
+                    f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal"
                     " size, two or more, exchange: call fully_shard with the mesh of one replica",
                 ),
                 (
@@ -548,8 +652,7 @@ def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], settings:
         refuse(
             (
                 trained.isdisjoint(handled(optimizer)),
-                f"optimizer={type(optimizer).__name__} trains no parameter of ddp_model: build it from"
-                " ddp_model.parameters()",
+                f"optimizer={type(optimizer).__name__} trains no parameter of model: build it from model.parameters()",
             ),
             *([of_communication(optimizer)] if are_rounds else ()),
             (

@@ -317,6 +317,7 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
+        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:

@@ -12,7 +12,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.shards import ShardedModel, cut_modules
+from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
@@ -106,7 +106,10 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         module = self._module
         check_parameters(module)
         check_rounds(self.settings.local_steps, module)
-        self._let_go()  # of what was there before, where users have optimizers set up anew
+        if self.engine is not None:  # users have them set up anew; the next batch follows them
+            super().setup_optimizers(trainer)
+            return
+        self._let_go()
         self._has_failed = False
         if not module.automatic_optimization:
             raise ValueError(
@@ -117,12 +120,12 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         same_shards = self._whole_mesh.get_group(_MESH[0])
         copy_from_first([*map(held_of, module.parameters()), *module.buffers()], same_shards)
         super().setup_optimizers(trainer)
+        self._sharded = ShardedModel(module)
         replicas, shards, _ = self._whole_mesh.shape
         self._checkpointer.node_ranks, self._checkpointer.same_shards = shards, same_shards
         if replicas == 1:
             self._say(_ONE_REPLICA)
             return
-        self._sharded = ShardedModel(module)
         self._start(self._sharded, trainer)
 
     @override
@@ -139,17 +142,8 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Have FSDP add up gradients whole inside, where Lightning knows of DDP only, and exchange nothing."""
-        self._synchronize(False)
-        try:
+        with self._sharded.no_sync():
             yield
-        finally:
-            self._synchronize(True)
-
-    def _synchronize(self, synchronizes: bool) -> None:
-        if self.engine is not None:
-            self._sharded.require_backward_grad_sync = synchronizes
-        for module in cut_modules(self._module):
-            module.set_requires_gradient_sync(synchronizes, recurse=False)
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine what this rank had kept of its shards; return what it cannot use."""

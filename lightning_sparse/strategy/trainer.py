@@ -433,7 +433,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
             shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``). With ``local_steps``, 2 has the ranks of a node
             train in step, and rounds go between nodes. See the page on local steps.
-        gradient_as_bucket_view: that of ``DistributedDataParallel``. ``True`` saves a copy of every gradient.
+        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients; but where DDP averages those
+            of a node, with ``levels=2`` and local steps, ``True`` saves a copy of each.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:

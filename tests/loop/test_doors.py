@@ -88,11 +88,11 @@ def through_fabric(rank, settings, folder, resumes):
     return tensors_of(net)
 
 
-def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True):
+def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wrap=DistributedDataParallel):
     net = Net().to(DEVICE)
-    ddp = DistributedDataParallel(net)
+    model = wrap(net)
     optimizer, schedule = optimizer_of(net, settings)
-    with sparsify(ddp, optimizer, **settings, total_steps=STEPS) as handle:
+    with sparsify(model, optimizer, **settings, total_steps=STEPS) as handle:
         parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
         if resumes:
             if handle_first:
@@ -104,12 +104,12 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True):
                 handle.load_state_dict(torch.load(folder / f"kept-{rank}.pt", weights_only=True))
         for step in range(SAVED if resumes else 0, STEPS):
             if step % 4 == 0:
-                ddp.eval()
+                model.eval()
                 handle.synchronize()
                 with handle.shared_model(), torch.no_grad():
-                    ddp(rows_of(0, 0).to(DEVICE))
-                ddp.train()
-            ddp(rows_of(rank, step).to(DEVICE))["loss"].backward()
+                    model(rows_of(0, 0).to(DEVICE))
+                model.train()
+            model(rows_of(rank, step).to(DEVICE))["loss"].backward()
             handle.clip(norm=NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -177,7 +177,16 @@ def best_of_hugging_face(rank, folder):
     return ends, tensors_of(net)
 
 
-DOORS = {"Fabric": through_fabric, "a plain loop": through_a_plain_loop, "Hugging Face": through_hugging_face}
+def as_it_is(net):
+    return net
+
+
+DOORS = {
+    "Fabric": through_fabric,
+    "a plain loop": through_a_plain_loop,
+    "a plain loop, without a wrapper": partial(through_a_plain_loop, wrap=as_it_is),
+    "Hugging Face": through_hugging_face,
+}
 
 
 @pytest.mark.sampled(1)

@@ -65,8 +65,10 @@ def norms_of_two_trainings(rank):
     state = SimpleNamespace(global_step=0, max_steps=4)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
     callback = SparsifyCallback(trainer, density=1.0, warmup_epochs=0)
+    model = nn.Linear(4, 4)
     for raises in (True, False):
-        trainer.model_wrapped = DistributedDataParallel(nn.Linear(4, 4))
+        trainer.model_wrapped = DistributedDataParallel(model)
+        model.zero_grad()
         trainer.optimizer = torch.optim.SGD(trainer.model_wrapped.parameters(), lr=0.1)
         callback.on_train_begin(args, state, None)
         trainer.model_wrapped(torch.ones(2, 4)).square().sum().backward()

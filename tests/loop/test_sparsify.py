@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import AdamCorrection, sparsify
@@ -89,6 +90,23 @@ def assert_close(ours, theirs):
 def test_density_one_equals_ddp_however_that_was_built(pair, optimizer, micro_batches, settings, arguments):
     for ours, twin in pair.run(train_both, optimizer, micro_batches, settings, arguments):
         assert_close(ours, twin)
+
+
+def buckets_left(rank):
+    """Return whether the buckets of DDP, of which gradients are views, are there before sparsify has it, and after."""
+    ddp = wrapped(gradient_as_bucket_view=True)
+    ddp(batch(rank, 0)).backward()
+    buckets = [StorageWeakRef(each.grad.untyped_storage()) for each in ddp.parameters()]
+    ddp.zero_grad()
+    before = [not each.expired() for each in buckets]
+    with sparsified("SGD", ddp, density=0.05) as (_, optimizer, _):
+        after = [not each.expired() for each in buckets]
+        train(rank, ddp, [optimizer], range(2))
+    return any(before), any(after)
+
+
+def test_buckets_of_a_wrapper_are_let_go(pair):
+    assert pair.run(buckets_left) == [(True, False)] * 2
 
 
 def join(rank, way, settings):
@@ -397,7 +415,7 @@ def test_on_one_process_it_does_nothing(pools):
 
 def give(rank, arguments):
     ddp = wrapped()
-    sparsify(**{"ddp_model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
+    sparsify(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
 
 
 def take_turns(rank, kind, density):
@@ -424,7 +442,11 @@ def test_steps_are_left_to_ddp_where_that_is_faster(pair, optimizer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ddp_model": nn.Linear(2, 2)}, "TypeError: ddp_model=Linear"),
+        ({"model": "Linear"}, "TypeError: model=str"),
+        ({"model": nn.Linear(2, 2)}, "ValueError: optimizer=SGD"),
+        ({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))}, "ValueError: model=Sequential"),
+        ({"model": nn.LazyLinear(2)}, "ValueError: model=LazyLinear"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "ValueError: model=Linear"),
         ({"optimizer": []}, "ValueError: optimizer=[]"),
         ({"optimizer": [1]}, "TypeError: optimizer=1"),
         ({"optimizer": torch.optim.SGD([torch.zeros(2)])}, "ValueError: optimizer=SGD"),

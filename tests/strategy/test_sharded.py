@@ -827,6 +827,35 @@ def test_rounds_go_on_to_the_bit_and_are_the_trainers(pools):
         assert_same(end, other["end"])
 
 
+def accumulated(rank, is_apart):
+    """Train over two batches a step, the first apart, or at once; a part of the steps with an exchange begun anew."""
+    forget_groups()
+    model = sharded("sgd")
+    optimizer, sent = model.configure_optimizers(), 0.0
+    for steps in (range(3), range(3, 5)):
+        with sparsify(model, optimizer, "lags", density=0.1, warmup_epochs=0) as handle:
+            for step in steps:
+                first, second = rows(rank, 2 * step), rows(rank, 2 * step + 1)
+                if is_apart:
+                    with handle.accumulating():
+                        model(first).backward()
+                    model(second).backward()
+                else:
+                    (model(first) + model(second)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sent += handle.stats()["total_wire_bytes"]
+    return held(model), sent
+
+
+def test_shards_of_batches_that_accumulate_are_exchanged_once_as_their_sum(pools):
+    apart, at_once = (pools[4].run(accumulated, is_apart) for is_apart in (True, False))
+    for (ours, sent), (theirs, sent_at_once) in zip(apart, at_once):
+        assert sent == sent_at_once
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
 def built(rank, which):
     forget_groups()
     model = sharded("sgd", replicas=1 if which == "one replica" else 2)

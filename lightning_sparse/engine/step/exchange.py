@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -15,13 +16,13 @@ from typing_extensions import override
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.observe import Mark
-from lightning_sparse.engine.step.shards import ShardedModel, shard_of
+from lightning_sparse.engine.step.shards import BareModel, ShardedModel, shard_of
 from lightning_sparse.engine.step.step import Exchanged, LocalGradient, Pipeline
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional.elements import held_of, laid_flat
 from lightning_sparse.schedule import Schedule
 
-Wrapper = Union[DistributedDataParallel, ShardedModel]
+Wrapper = Union[DistributedDataParallel, BareModel]
 _SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
 _DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as DDP's default
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
@@ -38,7 +39,10 @@ _INSIDE = (
 
 
 class SilentReducer:
-    """What stands in the place of DDP's reducer: DDP broadcasts buffers, and hands no gradient to anybody."""
+    """What stands in the place of DDP's reducer, and of its logger, which holds on to that and so to its buckets.
+
+    DDP broadcasts buffers, and hands no gradient to anybody.
+    """
 
     def prepare_for_forward(self) -> None:
         """Expect nothing."""
@@ -51,6 +55,15 @@ class SilentReducer:
 
     def _delay_all_reduce(self) -> None:
         """Do without: a static graph's first step is like any other."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log nothing: what is measured is of an all-reduce that is not there."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Leave it to the error that DDP raises with it."""
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map={}, ints_map={})  # for Lightning, which looks for advice in it
 
 
 def ignored_by(module: Module) -> frozenset[str]:
@@ -255,7 +268,7 @@ class Exchange(Stream):
         self._packages: dict[tuple[str, ...], _Package] = {}  # of this step
         self._reset()
         if isinstance(wrapper, DistributedDataParallel):
-            wrapper.reducer = SilentReducer()  # type: ignore[assignment]
+            wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
     @override
     def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:

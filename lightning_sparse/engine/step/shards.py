@@ -1,22 +1,58 @@
-"""A model of which every rank holds a shard: its gradients are exchanged between replicas when a backward is over."""
+"""What stands in the place of a DDP wrapper: a model that nothing wraps, whole or in shards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
+from lightning_sparse.engine.collectives import broadcast_buffers
 from lightning_sparse.functional.elements import held_of
 
 
-class ShardedModel:
-    """What stands in the place of a DDP wrapper: FSDP averages gradients inside a replica, and never between them."""
+class BareModel:
+    """A model that nothing wraps: it has those parts of a DDP wrapper that are asked for."""
 
     process_group = None  # all ranks
     require_backward_grad_sync = require_forward_param_sync = True
 
     def __init__(self, module: Module) -> None:
         self.module = module
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Have gradients stay this rank's own inside."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def begin_forward(self, ignored: Iterable[str]) -> None:
+        """Copy buffers from rank 0 as DDP does: before a step's first forward, not between those that accumulate."""
+        if self.require_forward_param_sync:
+            broadcast_buffers(self.module, ignored)
+        self.require_forward_param_sync = self.require_backward_grad_sync
+
+
+class ShardedModel(BareModel):
+    """A model of which every rank holds a shard: FSDP averages its gradients inside a replica, never between them."""
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            self._synchronize(False)
+            try:
+                yield
+            finally:
+                self._synchronize(True)
+
+    def _synchronize(self, synchronizes: bool) -> None:
+        for each in cut_modules(self.module):
+            each.set_requires_gradient_sync(synchronizes, recurse=False)
 
 
 def cut_modules(module: Module) -> Iterator[Any]:

@@ -1,0 +1,248 @@
+"""A model that nothing wraps trains as one in DDP does; gradients that accumulate stay on their rank in all forms."""
+
+import copy
+import io
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lightning_sparse import AdamCorrection, sparsify
+from lightning_sparse.compressors import DGC
+from lightning_sparse.testing.tensors import assert_same, differences
+from lightning_sparse.testing.wrapping import Edges, batch
+from tests.helpers.devices import DEVICE
+from tests.helpers.doors import tensors_of
+from tests.helpers.fits import refuse
+
+OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
+CORRECTED = {"optimizer_correction": AdamCorrection(dense_steps=2, fall_steps=0, refresh_steps=2)}
+SPARSE = {"density": 0.05, "warmup_epochs": 0}
+
+
+class Following(nn.Module):
+    """A model whose loss depends on what its buffer has seen; ranks are built with different numbers."""
+
+    def __init__(self, rank=0):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.edges = Edges()
+        self.register_buffer("seen", torch.full((64,), float(rank)))
+
+    def forward(self, rows):
+        if self.training:
+            self.seen = 0.5 * self.seen + rows.mean(dim=0)
+        return self.edges(rows + self.seen)
+
+
+def built(rank, form):
+    """Return a model in a form, and what it is inside."""
+    module = Following(rank).to(DEVICE)
+    return (module if form == "bare" else DistributedDataParallel(module)), module
+
+
+def train(rank, model, optimizer, steps, apart=nullcontext, after=lambda step: None):
+    """Train over two batches a step, the first of which is ``apart``."""
+    for step in steps:
+        with apart():
+            model(batch(rank, 100 * step)).backward()
+        model(batch(rank, 100 * step + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+
+def train_in_a_form(rank, form, kind, settings):
+    """Return the tensors of each step, between which rank 0 evaluates alone what can be; plain DDP is a form, too."""
+    model, module = built(rank, form)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    notes = []
+
+    def note(step):
+        if form == "bare" and rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(batch(rank, step))
+            model.train()
+        notes.append(tensors_of(module))
+
+    if form == "plain":
+        train(rank, model, optimizer, range(6), model.no_sync, note)
+    else:
+        with sparsify(model, optimizer, **settings) as handle:
+            train(rank, model, optimizer, range(6), handle.accumulating if form == "bare" else model.no_sync, note)
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("SGD", SPARSE), ("SGD", {**SPARSE, "compressor": DGC()}), ("AdamW", {**SPARSE, **CORRECTED})],
+    ids=["SGD", "momentum", "AdamW"],
+)
+def test_it_is_the_training_of_a_wrapped_one_to_the_bit(pair, kind, settings):
+    bare, wrapped = (pair.run(train_in_a_form, form, kind, settings) for form in ("bare", "wrapped"))
+    assert bare[0][0]["seen"].tolist() != bare[1][0]["seen"].tolist()  # until the next step's first forward
+    assert_same(bare, wrapped)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_at_density_one_it_is_ddp(pair, kind):
+    settings = {**SPARSE, "density": 1.0, **(CORRECTED if kind == "AdamW" else {})}
+    for form in ("bare", "wrapped"):
+        for ours, theirs in zip(*(pair.run(train_in_a_form, each, kind, settings) for each in (form, "plain"))):
+            for name in theirs[-1]:
+                torch.testing.assert_close(ours[-1][name], theirs[-1][name], rtol=1e-5, atol=1e-6)
+
+
+def train_summed(rank, form, kind, is_apart):
+    """Train over two batches a step, by a backward each, the first ``is_apart``, or by one of their sum."""
+    torch.manual_seed(0)
+    module = Edges().to(DEVICE)
+    model = module if form == "bare" else DistributedDataParallel(module)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with sparsify(model, optimizer, **SPARSE, **(CORRECTED if kind == "AdamW" else {})) as handle:
+        for step in range(6):
+            inputs = [batch(rank, 100 * step + number) for number in range(2)]
+            if is_apart:
+                with handle.accumulating():
+                    model(inputs[0]).backward()
+                    assert any(each.grad.any() for each in model.parameters())
+                model(inputs[1]).backward()
+            else:
+                (model(inputs[0]) + model(inputs[1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = handle.stats()["total_wire_bytes"]
+    return tensors_of(module), sent
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("form", ["bare", "wrapped"])
+def test_gradients_that_accumulate_are_exchanged_once_as_their_sum(pair, form, kind):
+    (ours, sent), _ = pair.run(train_summed, form, kind, True)
+    (theirs, sent_at_once), _ = pair.run(train_summed, form, kind, False)
+    assert sent == sent_at_once
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def train_a_copy(rank, again):
+    """Train copies of a model that is trained, and of one that is closed; return them, and the model before and after.
+
+    A model that is closed is refused, until sparsify or DDP has it ``again``.
+    """
+    model, module = built(rank, "bare")
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    copies = []
+
+    def train_copy():
+        for each in (copy.deepcopy(model), pickled(model)):
+            before = tensors_of(model)
+            train(rank, each, OPTIMIZERS["SGD"](each.parameters()), range(1))
+            assert_same(tensors_of(model), before)
+            copies.append(tensors_of(each))
+
+    handle = sparsify(model, optimizer, **SPARSE)
+    train(rank, model, optimizer, range(2))
+    train_copy()
+    handle.close()
+    handle.close()
+    train_copy()
+    with pytest.raises(RuntimeError, match="closed"):
+        handle.state_dict()
+    with pytest.raises(RuntimeError, match="sparsify the model anew"):
+        model(batch(rank, 0))
+    with torch.no_grad():
+        model(batch(rank, 0))
+    if again == "sparsify":
+        with sparsify(model, optimizer, **SPARSE):
+            train(rank, model, optimizer, range(2, 4))
+    else:
+        train(rank, DistributedDataParallel(model), optimizer, range(2, 4))
+    return copies, {name: each for name, each in tensors_of(module).items() if name != "seen"}
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", ["sparsify", "DDP"])
+def test_a_copy_trains_alone_and_a_closed_model_once_it_is_attended_to_again(pair, again):
+    (copies, ends), (others, other_ends) = pair.run(train_a_copy, again)
+    assert all(differences(one, other) for one, other in zip(copies, others))
+    assert_same(ends, other_ends)
+
+
+def give_twice(rank, first, second):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE)
+    forms = {
+        "bare": lambda: model,
+        "wrapped": lambda: DistributedDataParallel(model),
+        "a part": lambda: model[0],
+        "with others": lambda: nn.Sequential(nn.Linear(4, 4), model).to(DEVICE),
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sparsify(forms[first](), optimizer, **SPARSE):
+        sparsify(forms[second](), optimizer, **SPARSE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "forms", [("bare", "bare"), ("wrapped", "bare"), ("bare", "wrapped"), ("bare", "a part"), ("a part", "with others")]
+)
+def test_a_model_is_given_once(pools, ranks, forms):
+    for refusal in pools[ranks].run(refuse, give_twice, *forms):
+        assert refusal.startswith("RuntimeError: model=")
+        assert "close()" in refusal
+
+
+def sharded_as_fsdp1(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on one rank it shards nothing, and says so
+        return FullyShardedDataParallel(module, device_id=DEVICE)
+
+
+def cut_otherwise(module):
+    return distribute_module(module, init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+
+
+def give_a_wrapper_inside(rank, wrap):
+    model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))).to(DEVICE)
+    sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), **SPARSE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, sharded_as_fsdp1, cut_otherwise])
+def test_a_wrapper_inside_is_refused_by_its_name(pools, ranks, wrap):
+    for refusal in pools[ranks].run(refuse, give_a_wrapper_inside, wrap):
+        assert refusal.startswith("ValueError: model=Sequential")
+        assert "'1" in refusal
+
+
+def train_alone(rank):
+    ends = []
+    for gives in (True, False):
+        model, module = built(rank, "bare")
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        with sparsify(model, optimizer, **SPARSE) if gives else nullcontext() as handle:
+            train(rank, model, optimizer, range(3), handle.accumulating if gives else nullcontext)
+        train(rank, model, optimizer, range(3, 4))
+        ends.append(tensors_of(module))
+    return ends
+
+
+def test_on_one_process_it_does_nothing(pools):
+    ((ours, theirs),) = pools[1].run(train_alone)
+    assert_same(ours, theirs)
