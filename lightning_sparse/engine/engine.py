@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
 from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, averaged
@@ -68,8 +69,7 @@ class Engine(Uncopied):
         self._collectives = Collectives(everybody, device, timeout)
         kind = Shards if is_sharded else Islands if is_island else TwoLevels
         self.levels = self._levels_of(everybody, node_ranks, timeout, kind)
-        across = self.levels.across.collectives
-        wires = self._wires_of(across, say)
+        wires = self._wires_of(self.levels.across.collectives, say)
         trained = trained_in(ddp.module)
         self._layout = layout_of(ddp.module, self._collectives.rank, self._collectives.ranks, device, trained)
         self._numels: dict[str, int] = {}
@@ -80,11 +80,7 @@ class Engine(Uncopied):
         self._total_steps: Optional[int] = None  # of the training, where the warm-up goes by it
         self._steps: Counter[int] = Counter()  # by optimizer
         self._density_at = lru_cache(maxsize=1)(settings.density_at)  # in most steps as in the one before
-        # Those of frozen parameters, too: they may be unfrozen.
-        dtypes = {each.dtype for each in parameters if each.is_floating_point()}
-        cuts = isinstance(self.levels, TwoLevels)
-        total_of, share_of = self.levels.total_of, self.levels.share_of if cuts else None
-        self.memory = settings.memory_for(dtypes, across.ranks, share_of, total_of)
+        self.memory = self._memory_of(parameters)
         self.planner = self._planner_of(settings, say)
         self.pipeline = Pipeline(self.compressor, self.memory, wires, self.levels, self.densities.of, self.planner)
         self.worker = ExchangeWorker(device)
@@ -95,6 +91,12 @@ class Engine(Uncopied):
         self.stream.follow(ddp.module, trained)
         self.replicas = self._replicas_of(ddp.module, say)
         self.leave_to_ddp(False)
+
+    def _memory_of(self, parameters: Sequence[Tensor]) -> Memory:
+        # Those of frozen parameters, too: they may be unfrozen.
+        dtypes = {each.dtype for each in parameters if each.is_floating_point()}
+        levels, share_of = self.levels, self.levels.share_of if isinstance(self.levels, TwoLevels) else None
+        return self._settings.memory_for(dtypes, levels.across.ranks, share_of, levels.total_of)
 
     def _levels_of(
         self, everybody: list[int], node_ranks: int, timeout: Optional[timedelta], kind: type[Divided]

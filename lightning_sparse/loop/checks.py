@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.settings import LocalSteps, Row, Settings, refusal_of_shares, refuse
+from lightning_sparse.engine.step.shards import cut_modules
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.optimizers import listed
 
@@ -74,6 +75,8 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
     if backend != "nccl":
         return settings, told
     kept = copy(settings)
+    if any(cut_modules(model)):  # FSDP gathers and scatters all through backward, on a communicator of its own
+        kept.overlaps_backward = False
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
     if settings.overlaps_backward and has_batch_norm:
         kept.overlaps_backward = False

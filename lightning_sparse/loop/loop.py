@@ -136,11 +136,7 @@ class Loop:
         self._ddp: Wrapper = ddp
         self._timeout = timeout
         self._scaler = scaler
-        around = (self._open, lambda: self.view.adam.note_arrived())
-        engine_settings, told = in_one_order(settings, ddp.module, backend_of(self._device, ddp.process_group))
-        for line in told:
-            self._say(line)
-        self.engine = engine = Engine(ddp, engine_settings, timeout, self._say, node_ranks, *around)
+        self.engine = engine = self._engine_of(ddp, node_ranks)
         self.replicas = engine.replicas
         self.is_island = engine.topology.are_islands
         self._look_at(optimizers)
@@ -153,6 +149,14 @@ class Loop:
         if self.view.takes_momentum:
             self._say(TAKES_MOMENTUM)
         self._warn_of_optimizers()
+
+    def _engine_of(self, ddp: Wrapper, node_ranks: int) -> Engine:
+        backend = backend_of(self._device, ddp.process_group)
+        settings, told = in_one_order(self._settings, ddp.module, backend)
+        for line in told:
+            self._say(line)
+        around = (self._open, lambda: self.view.adam.note_arrived())
+        return Engine(ddp, settings, self._timeout, self._say, node_ranks, *around)
 
     def _look_at(self, optimizers: Sequence[Optimizer]) -> None:
         """See what the optimizers are to do, and each of their steps."""
@@ -283,7 +287,8 @@ class Loop:
             return
         trained, module, has_new = self._trained, self._ddp.module, self._trained.has_new()
         # What is frozen between two batches of a step has gradients that are to be exchanged.
-        changes = trained.agree(forgets, self.unfinished.is_begun and not self.is_silent, self._timeout)
+        keeps = self.unfinished.is_begun and not self.is_silent
+        changes = trained.agree(forgets, keeps, dist.get_rank(), self._timeout)
         if not (changes or has_new):
             return
         if has_new:

@@ -7,7 +7,6 @@ from datetime import timedelta
 from operator import gt
 from typing import Any, NamedTuple, Optional, Union
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import ASGD, SGD, Optimizer
@@ -300,12 +299,12 @@ class TrainedParameters:
         """Tell whether the model has parameters that it did not have before."""
         return set(map(id, self._module.parameters())) != set(map(id, self._all))
 
-    def agree(self, forgets: bool, keeps: bool, timeout: Optional[timedelta]) -> str:
+    def agree(self, forgets: bool, keeps: bool, rank: int, timeout: Optional[timedelta]) -> str:
         """Know what is trained now, and return what has changed; raise, on every rank, unless it has on all alike.
 
         What is frozen stays known unless all ranks ``forget`` it, and none ``keeps`` it.
         """
-        present, rank = self._present(forgets), dist.get_rank()
+        present = self._present(forgets)
         changes = self._changes(present)
         try:
             everywhere = gather_apart(f"{int(keeps)}{changes}", timeout)

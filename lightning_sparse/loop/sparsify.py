@@ -638,7 +638,7 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
             ),
         )
     )
-    settings.schedule, settings.overlaps_backward = FixedSize(), False
+    settings.schedule = FixedSize()
     return count
 
 

@@ -83,7 +83,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
         what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
-        self.settings = Settings(*what, overlaps_backward=False, local_steps=rounds_of(local_steps))
+        self.settings = Settings(*what, local_steps=rounds_of(local_steps))
         refuse(*_of_shards(self.settings, model_parallel, self._sizes))
         self._loop = Loop(self.settings, self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
@@ -191,7 +191,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
         what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
-        settings = Settings(*what, overlaps_backward=False, local_steps=rounds_of(local_steps))
+        settings = Settings(*what, local_steps=rounds_of(local_steps))
         refuse(*_of_shards(settings, model_parallel, self._sizes))
         self._prepare(settings, resume_compression, total_steps)
         super().__init__(parallelize_fn, **model_parallel)

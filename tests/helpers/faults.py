@@ -20,6 +20,7 @@ from lightning_sparse.compressors import LAGS, ExDyna, TopK
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.step.exchange import Exchange
 from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.loop.loop import Loop
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.resuming import Numbered, fit_numbered
@@ -52,7 +53,7 @@ POINTS = {
     "commit": Point(Pipeline, "commit", message=_ANYWHERE),
     "planning": Point("lightning_sparse.engine.planner", "averaged", 0, ("topk", "merged"), 6, _NUMBERS),
     # The others are in a step of plain DDP by then.
-    "changing wrappers": Point(SparseDDPStrategy, "_leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
+    "changing to DDP": Point(Loop, "leave_to_ddp", 0, ("lags", "auto"), 12, _ANYWHERE),
     "saving": Point(AtomicCheckpointIO, "save_checkpoint", message=_SAVING),
 }
 SELECTIONS = {"topk": TopK, "lags": LAGS, "exdyna": ExDyna}

@@ -229,6 +229,8 @@ class Training:
         is_over = self.saves is not None and self.saves[0] == "epoch" and self.saves[1] >= self.epochs
         averages_own = self.averages == "SWA" or bool(self.averages and (self.drifts or is_over))
         is_other = self.renames or self.stops is not None
+        # What thaws inside training_step is frozen before it, where a round goes on that had it.
+        is_other = is_other or (self.thaws_within and self.local is not None)
         return self.is_reproducible and not (has_own or averages_own or self._drops or is_other)
 
     @property

@@ -227,8 +227,8 @@ class Exchange(Stream):
     message of a step tells which parameters each rank has used: where none has, gradient and residual stay.
 
     Without ``overlaps_backward`` groups go when backward has ended. Shards of a model (``wrapper`` is a
-    :class:`ShardedModel`) are exchanged when :meth:`finish` is called, all others at the end of every backward. While
-    ``is_dense``, groups are averaged as by DDP, in one all-reduce each.
+    :class:`ShardedModel`) go from the first one on after :meth:`expect`, and end with :meth:`finish`; all others are
+    exchanged at the end of every backward. While ``is_dense``, groups are averaged as by DDP, in one all-reduce each.
 
     Args:
         begin: called before a backward's first gradient is taken, on the thread of backward, and told whether
@@ -350,8 +350,12 @@ class Exchange(Stream):
 
     def _opens(self) -> bool:
         """Begin an exchange with a backward's first gradient, unless it stays this rank's own."""
-        if self._is_sharded or not self._wrapper.require_backward_grad_sync:
+        if not self._wrapper.require_backward_grad_sync:
             return False
+        if self._is_sharded:  # whoever tells of a backward tells of its end: FSDP hands shards over until then
+            if self._is_due and self._overlaps_backward:
+                self._open()
+            return self._is_open
         if -1 < _graph_number() < self._last_graph:
             raise RuntimeError(_INSIDE)
         _LATER(self.finish if self._open() else self._finish_untold)
@@ -408,8 +412,8 @@ class Exchange(Stream):
 
     def _agreed_order(self) -> list[_Member]:
         """Return rank 0's order of gradients, those that it has not used last, as they are defined from the end."""
-        if self._is_sharded:
-            return list(self._members)
+        if self._is_sharded:  # those of a module come all at once, and of some doors none before the step
+            return self._members[::-1]
         order = self._came + [each for each in reversed(self._members) if not each.is_ready]
         own = torch.tensor([self._positions[each.name] for each in order]).to(self._pipeline.collectives.device)
         rows = self._worker.run(lambda: self.among.run("all_gather", own))
@@ -421,7 +425,8 @@ class Exchange(Stream):
         if member.is_sparse:
             self._reduce_sparse_layout(member)
             return
-        if not member.numel:  # of some parameters a rank has nothing
+        if not member.numel:  # of some parameters a rank has nothing, but a gradient where any rank has one
+            self._local_of(member)
             return
         dtype = member.parameter.dtype
         if self._group and dtype is not self._group[0].parameter.dtype and not self._goes_with(dtype):
@@ -468,7 +473,7 @@ class Exchange(Stream):
         gradient = parameter.grad
         assert gradient is not None
         if self._is_sharded:
-            return shard_of(parameter, gradient)
+            return shard_of(parameter, gradient).view_as(held_of(parameter))
         return gradient.detach() if gradient.requires_grad else gradient  # by create_graph=True
 
     def _local_of(self, member: _Member) -> LocalGradient:
