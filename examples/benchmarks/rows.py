@@ -124,10 +124,10 @@ def _hsdp() -> Row:
 class ReplicasApart(SparseModelParallelStrategy):
     """Replicas that exchange nothing: what is left of a step where that takes no time."""
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Exchange nothing, as in a batch that is accumulated."""
-        self._is_blocked = True
-        super().post_backward(closure_loss)
+        self._sharded.require_backward_grad_sync = False
+        super().pre_backward(closure_loss)
 
 
 def _sparse_hsdp(density: float, kind: type[SparseModelParallelStrategy] = SparseModelParallelStrategy) -> Row:

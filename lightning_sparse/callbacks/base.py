@@ -143,8 +143,8 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def gather_rows(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[Sequence[float]]:
-    """Gather equally many numbers from every rank, where all make the same steps; else return this one's."""
-    return [numbers] if strategy.has_uneven_batches else gather_together(numbers)
+    """Gather equally many numbers from every rank; with local steps, when ranks need not meet, return this one's."""
+    return gather_together(numbers) if strategy.rounds is None else [numbers]
 
 
 def mean_over_ranks(strategy: SparseDDPStrategy, numbers: Sequence[float]) -> list[float]:

@@ -94,6 +94,7 @@ class Loop:
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
+        self._is_round_behind = False  # other parameters are trained than the round that goes on has
         self._is_at_border = True  # no batch has begun since the last optimizer step
         self._stepping: Any = None  # who has begun a step: an optimizer, or this loop
         self._has_warned_of_validations = False
@@ -281,9 +282,17 @@ class Loop:
             return False
         return self.choice.wants_plain if is_at_border else self.is_plain
 
-    def _follow_model(self, forgets: bool = False) -> None:
-        """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen."""
-        if self.engine is None or not self._trained.have_changed(self.optimizers, forgets):
+    def _follow_model(self, forgets: bool = False, between: bool = False) -> None:
+        """Exchange what is trained of the model by now, on which all ranks agree, and not what is frozen if it forgets.
+
+        A round ends with that, and writes what a backward still needs: it waits until this is asked ``between`` two.
+        """
+        if self.engine is None:
+            return
+        if between and self._is_round_behind:
+            self._is_round_behind = False
+            self.engine.follow(self._ddp.module, self._trained.parameters)
+        if not self._trained.have_changed(self.optimizers, forgets):
             return
         trained, module, has_new = self._trained, self._ddp.module, self._trained.has_new()
         # What is frozen between two batches of a step has gradients that are to be exchanged.
@@ -294,7 +303,11 @@ class Loop:
         if has_new:
             align(module, ignored_by(module))
         self.view.know(dict(module.named_parameters()))
-        self.engine.follow(module, trained.parameters)
+        if self.is_silent and not between:
+            self.engine.stream.follow(module, trained.parameters)
+            self._is_round_behind = True
+        else:
+            self.engine.follow(module, trained.parameters)
         self._say(f"other parameters are trained from now on, {len(trained.parameters)} in all.")
 
     def _turn(self) -> None:
@@ -326,7 +339,7 @@ class Loop:
         Rounds go on from the model that there is now if it ``adopts`` that. What is frozen is exchanged no more if it
         ``forgets`` that: where models are toggled within a step, it is frozen for a moment.
         """
-        self._follow_model(forgets)
+        self._follow_model(forgets, between=True)
         if self.engine is not None:
             self._turn()
         self.replicas.begin()
@@ -372,8 +385,7 @@ class Loop:
         self._keep_silent()  # where users call backward themselves, Lightning has ended the silence by now
         if self.engine is None:
             return
-        if not self.is_silent:  # a round ends with what is unfrozen, and would write what a backward needs
-            self._follow_model()
+        self._follow_model()
         self.engine.stream.expect()
 
     def _open(self, is_told: bool) -> None:
@@ -449,7 +461,7 @@ class Loop:
             self._judge(optimizer)
         if self.engine is not None:
             if self.is_silent:
-                self._follow_model()
+                self._follow_model(between=True)
             self.engine.arrived.forget(handled(optimizer))
             number = next((number for number, each in enumerate(self.optimizers) if each is optimizer), None)
             if number is None:
