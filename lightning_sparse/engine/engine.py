@@ -1,4 +1,4 @@
-"""The engine: builds the nouns for one wrapped model, starts the worker and registers the hook."""
+"""The engine: builds the nouns for one model, starts the worker, and takes the gradients."""
 
 import logging
 from collections import Counter
@@ -202,8 +202,8 @@ class Engine(Uncopied):
                 self.worker.run(self.memory.leave)
             return
         in_step = self.levels.everybody.collectives if is_plain else self.levels.in_step
-        self.stream.among = in_step
         if isinstance(self.levels, Islands):
+            self.stream.average_among(in_step)
             # Of those whose buffers are one.
             self._wrapper.process_group = self._whole_group if is_plain else in_step.group
 

@@ -87,7 +87,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
         kept.local_steps = replace(local, overlap_steps=0)
         told.append(
             f"overlap_steps={local.overlap_steps} is taken as 0, so that training waits for each exchange: metrics,"
-            f" checkpoints, and DDP inside a node, exchange between steps, too, {_ON_NCCL}."
+            f" checkpoints, and the ranks of a node, exchange between steps, too, {_ON_NCCL}."
         )
     return kept, told
 

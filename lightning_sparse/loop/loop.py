@@ -69,6 +69,15 @@ UNCOUNTED = (
     " that sparsify was given, make the updates; or end each round yourself, in a plain loop by handle.synchronize()"
 )
 
+_NEW = (
+    "the model has parameters that it did not have when its forward began, or shards that it did not have: add and"
+    " replace layers between two batches, such as in on_train_batch_start, and those of a sharded model before training"
+)
+_BROKEN = (
+    "an optimizer steps before gradients are exchanged: the last backward has ended in an error on this rank, so that"
+    " training has to end on all, or to go on with a model that is sparsified anew; or the step is made inside backward"
+)
+
 _NOT_USERS = {__name__.partition(".")[0], "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
@@ -87,10 +96,10 @@ class Loop:
 
     def _forget(self) -> None:
         self.epoch: Optional[int] = None  # that goes on, from 0, if anybody has told
-        self.is_plain = False  # the model is wrapped for plain DDP
+        self.is_plain = False  # steps send everything, as DDP does
         self.agrees_on_rates = False  # ranks could set learning rates differently, by what each has measured
         self.choice: Optional[BackendChoice] = None  # whether the coming steps are left to plain DDP
-        self.is_island = False  # DDP exchanges gradients between the ranks of a node, in each local step
+        self.is_island = False  # the ranks of a node average gradients in each local step
         self.replicas = Replicas()  # as long as DDP's steps come before rounds, nothing is done for them
         self.unfinished = UnfinishedStep()
         self.view = OptimizerView({}, (), self._settings.feedback)
@@ -294,14 +303,18 @@ class Loop:
             self.engine.follow(self._ddp.module, self._trained.parameters)
         if not self._trained.have_changed(self.optimizers, forgets):
             return
-        trained, module, has_new = self._trained, self._ddp.module, self._trained.has_new()
+        trained, module = self._trained, self._ddp.module
+        has_new = trained.has_new()
+        if has_new and (not between or isinstance(self._ddp, ShardedModel)):
+            raise RuntimeError(_NEW)
+        known = trained.known_names
         # What is frozen between two batches of a step has gradients that are to be exchanged.
         keeps = self.unfinished.is_begun and not self.is_silent
         changes = trained.agree(forgets, keeps, dist.get_rank(), self._timeout)
         if not (changes or has_new):
             return
         if has_new:
-            align(module, ignored_by(module))
+            align(module, ignored_by(module) | known)
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
             self.engine.stream.follow(module, trained.parameters)
@@ -394,7 +407,8 @@ class Loop:
         if not is_told:
             self.check_epoch()
             self._follow_model()
-            self._turn()
+            if self.engine.rounds is None:  # else a model is made one, between two backwards
+                self._turn()
             self.unfinished.add_backward(self.optimizers, False)
         if self.is_plain:
             self.engine.begin_plain_backward()
@@ -440,6 +454,8 @@ class Loop:
             self._end_step(optimizer)
 
     def _before_step(self, optimizer: Optimizer, *step: Any) -> None:
+        if self.engine is not None and self.engine.stream.is_open:
+            raise RuntimeError(_BROKEN)
         self._stepping = self._stepping or optimizer
 
     def _after_step(self, own: Optimizer, stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -555,7 +571,8 @@ class Loop:
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
                 self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), engine.state_dict())
             self.engine = None
-        vars(self).pop("_ddp", None)
+        for name in ("_ddp", "_trained"):
+            vars(self).pop(name, None)
         self.view.close()
         self._forget()
 

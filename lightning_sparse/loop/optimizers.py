@@ -273,8 +273,16 @@ class TrainedParameters:
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters
         self._all = list(self._module.parameters())
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        self._named = dict(named)
         known = set(parameters.values())
         self._are_known = [parameter in known for parameter in self._all]
+
+    @property
+    def known_names(self) -> set[str]:
+        """Names of what the model still has of that which it had, and of buffers that it had under them."""
+        present = dict(self._module.named_parameters())
+        return {name for name, each in self._named.items() if present.get(name, each) is each}
 
     def _present(self, forgets: bool) -> dict[str, Tensor]:
         """Return what is trained now; also what is frozen, unless it ``forgets`` that."""

@@ -27,7 +27,7 @@ from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by, is_in_backward
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
@@ -177,6 +177,14 @@ class Sparsifier(Loop):
         self.tell_of_rounds(total_steps)
         if self.engine is not None and self.engine.rounds is not None:
             self._watch()
+        elif self.engine is not None:
+            follow = Watch(model, torch.compiler.disable(self._follow_layers))
+            self._handles.append(model.register_forward_pre_hook(follow, prepend=True))
+
+    def _follow_layers(self) -> None:
+        """See what is trained before a forward, as none of the gradients of a new layer would tell of it."""
+        if torch.is_grad_enabled() and self._model.module.training and not is_in_backward():
+            self._follow_model(between=True)
 
     def _align(self, engine: Engine) -> None:
         """Have ranks begin with one model, and have one's buffers in each step, where no wrapper cares for it."""
@@ -513,7 +521,8 @@ _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that mo
 
 
 def _begin_forward(model: BareModel) -> None:
-    if model.module.training and torch.is_grad_enabled():  # any rank may evaluate alone
+    # Any rank may evaluate alone, and checkpoints come again in backward.
+    if model.module.training and torch.is_grad_enabled() and not is_in_backward():
         model.begin_forward(ignored_by(model.module))
 
 

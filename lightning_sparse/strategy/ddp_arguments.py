@@ -13,8 +13,8 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.settings import LocalSteps, Settings
 
 _REFUSED = {
-    "ddp_comm_hook": "the strategy registers a hook of its own; for another hook use DDPStrategy",
-    "ddp_comm_state": "it belongs to a hook, and the strategy registers a hook of its own; use DDPStrategy for another",
+    "ddp_comm_hook": "the strategy takes the gradients itself; for a hook use DDPStrategy",
+    "ddp_comm_state": "it belongs to a hook, and the strategy takes the gradients itself; for a hook use DDPStrategy",
     "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
     "model_averaging_period": "it belongs to torch's post-localSGD hook; for local steps use local_steps=...",
     "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",

@@ -264,10 +264,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
         self._termination = Termination.of(trainer)
         self._seen_batch = self._validated_batch = 0
-        has_one_pace = self.rounds is None or self.rounds.pace[1] == 1  # else some are ahead until all meet
-        if not has_one_pace:  # schedules may be as long as an epoch of each rank's own
+        if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
             catch_up(trainer, self.optimizers, trainer.num_training_batches)
-        self._loop.agrees_on_rates = has_one_pace and any(each.reduce_on_plateau for each in self.lr_scheduler_configs)
+        self._agree_on_rates()
         if self._loop.wants_length:
             # Only now: to know the length, Lightning asks for the data, which users may make in on_fit_start.
             self._loop.expect_steps(total_steps_of(trainer))
@@ -277,6 +276,15 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.resume()
         if self._loop.replicas.are_apart and trainer.lightning_module.automatic_optimization:
             self._loop.tell_of_rounds(total_steps_of(trainer), bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+
+    @property
+    def _has_one_pace(self) -> bool:
+        """Whether no rank is ahead of others until all meet."""
+        return self.rounds is None or self.rounds.pace[1] == 1
+
+    def _agree_on_rates(self) -> None:
+        plateaus = (each.reduce_on_plateau for each in self.lr_scheduler_configs)
+        self._loop.agrees_on_rates = self._has_one_pace and any(plateaus)
 
     @property
     def _has_ended_steps(self) -> bool:
@@ -433,8 +441,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
             shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``). With ``local_steps``, 2 has the ranks of a node
             train in step, and rounds go between nodes. See the page on local steps.
-        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients; but where DDP averages those
-            of a node, with ``levels=2`` and local steps, ``True`` saves a copy of each.
+        gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
         **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Attributes:
@@ -543,6 +550,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.engine is not None:  # users have them set up anew; the next batch follows them
+            self._agree_on_rates()
             return
         self._let_go()
         self._has_failed = False

@@ -37,8 +37,7 @@ def sparse_ddp(
     **ddp_arguments: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
-    arguments = {"gradient_as_bucket_view": True, **ddp_arguments}
-    ddp = DistributedDataParallel(model.to(DEVICE), **arguments)
+    ddp = DistributedDataParallel(model.to(DEVICE), **ddp_arguments)
     settings = Settings(
         built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward, local_steps
     )

@@ -5,7 +5,7 @@ import io
 import logging
 import re
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 
@@ -416,6 +416,117 @@ def test_on_one_process_it_does_nothing(pools):
 def give(rank, arguments):
     ddp = wrapped()
     sparsify(**{"model": ddp, "optimizer": OPTIMIZERS["SGD"](ddp.parameters()), **arguments})
+
+
+class Gaps(nn.Module):
+    """Parameters that leave gaps in their memory, beside those that do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(4, 5))
+        self.gaps = nn.Parameter(torch.randn(4, 10)[:, :5])
+
+    def forward(self, rows):
+        return (self.gaps * (self.last * (self.first[:5] * rows[:4, :5]).tanh()).tanh()).square().sum()
+
+
+class Layers(nn.Module):
+    """Three layers, of which the last may be replaced, and the middle left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, rows, skips=False):
+        for number, layer in enumerate(self.layers):
+            rows = rows if skips and number == 1 else layer(rows).tanh()
+        return rows.square().mean()
+
+
+def inputs(rank, step):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
+
+
+def means_with_gaps(rank):
+    """Return gradients of some steps, and the means of what each rank would have."""
+    torch.manual_seed(0)
+    model, alone = Gaps().to(DEVICE), Gaps().to(DEVICE)
+    alone.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with sparsify(model, optimizer, density=1.0, warmup_epochs=0):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).backward()
+    found = [each.grad.cpu() for each in model.parameters()]
+    for other in range(2):
+        (alone(inputs(other, 2)) / 2).backward()
+    return found, [each.grad.cpu() for each in alone.parameters()]
+
+
+def test_a_parameter_may_leave_gaps_in_its_memory(pair):
+    for found, expected in pair.run(means_with_gaps):
+        torch.testing.assert_close(found, expected)
+
+
+def train_replaced(rank, wraps, adds):
+    torch.manual_seed(0)
+    model = Layers().to(DEVICE)
+    called = DistributedDataParallel(model) if wraps else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)  # new layers differ
+    with sparsify(called, optimizer, density=0.5, warmup_epochs=0):
+        for step in range(6):
+            if step == 3 and adds:
+                model.layers.append(nn.Linear(8, 8).to(DEVICE))
+            elif step == 3:
+                model.layers[2] = nn.Linear(8, 8).to(DEVICE)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            optimizer.zero_grad()
+            called(inputs(rank, step)).backward()
+            optimizer.step()
+    return [each.detach().cpu() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "replaced"])
+@pytest.mark.parametrize("wraps", [True, False], ids=["DDP", "bare"])
+def test_layers_may_be_added_and_replaced(pair, wraps, adds):
+    first, second = pair.run(train_replaced, wraps, adds)
+    assert all(map(torch.equal, first, second))
+
+
+class Stopping(torch.autograd.Function):
+    """An error in backward."""
+
+    @staticmethod
+    def forward(context, rows):
+        return rows.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise MemoryError("no memory left")
+
+
+def step_after_an_error(rank):
+    torch.manual_seed(0)
+    model = Layers().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = sparsify(model, optimizer, density=0.5, warmup_epochs=0)
+    first = model.layers[0](inputs(rank, 0))
+    with suppress(MemoryError):
+        model.layers[1](Stopping.apply(first)).sum().backward()
+    try:
+        model(inputs(rank, 1), skips=True).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.close(has_failed=True)
+
+
+def test_no_step_follows_a_backward_that_ended_in_an_error(forked):
+    for said in forked[2].run(step_after_an_error):
+        assert "an optimizer steps before gradients are exchanged" in said
+    forked[2].stop()
 
 
 def take_turns(rank, kind, density):

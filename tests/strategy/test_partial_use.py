@@ -417,3 +417,59 @@ def replace(rank):
 
 def test_a_parameter_that_is_replaced_is_another_one(pair):
     assert pair.run(replace) == [True, True]
+
+
+class Swapping(Parts):
+    """Two layers of one size, of which one is frozen when the other is unfrozen, and two backwards a step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+        self.backbone, self.other = nn.Linear(32, 64), nn.Linear(32, 64)
+        self.other.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_index):
+        for layer, is_trained in ((self.backbone, self.batches_before < 4), (self.other, self.batches_before >= 4)):
+            layer.requires_grad_(is_trained)
+
+    def training_step(self, batch, batch_index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for sign in (1, -1):
+            rows = sign * self.rows(batch_index)
+            self.manual_backward((self.head(self.backbone(rows) + self.other(rows)) - rows).square().mean())
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SwappingByHand(Swapping):
+    """What that should come to: all are trained, and gradients of one of the two are dropped."""
+
+    def on_train_batch_start(self, batch, batch_index):
+        self.other.requires_grad_(True)
+
+    def on_before_optimizer_step(self, optimizer):
+        (self.other if self.batches_before < 4 else self.backbone).zero_grad(set_to_none=True)
+
+
+def test_as_much_may_be_frozen_as_is_unfrozen(pair):
+    swapped, dropped = (one_model(fits(pair, each, whole("topk"))) for each in (Swapping, SwappingByHand))
+    assert_close(swapped, dropped)
+    assert not torch.equal(swapped.batches[4]["other.weight"], swapped.batches[3]["other.weight"])
+
+
+class AddedWithin(Late):
+    """A layer is there from within a training_step on."""
+
+    def training_step(self, batch, batch_index):
+        if batch_index == 2:
+            self.added = nn.Linear(2, 2)
+            self.optimizers().add_param_group({"params": list(self.added.parameters())})
+        return super().training_step(batch, batch_index)
+
+
+def test_layers_are_added_between_batches(pair):
+    for message in refusals(pair, AddedWithin, SOON):
+        assert message.startswith("RuntimeError: the model has parameters that it did not have when its forward began")

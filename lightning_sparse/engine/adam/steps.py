@@ -174,24 +174,9 @@ class AdamSteps:
     def _are_changed(
         self, own: Mapping[Parameter, Tensor], arrived: Mapping[Parameter, tuple[Tensor, int]]
     ) -> Iterator[bool]:
-        """Yield of gradients that others than a scaler may have changed whether they have."""
-        together: dict[Tensor, set[Parameter]] = {}
+        """Yield of gradients whether others than a scaler have changed them."""
         for parameter, (gradient, version) in arrived.items():
-            if own[parameter] is not gradient:
-                yield True
-            elif gradient._version != version:
-                together = together or self._in_one_memory()
-                # Views of a bucket have one version, which also counts what was done to those of other optimizers.
-                changed = together[_memory_of(gradient)]
-                unscaled = len(changed) * self._unscaling_changes
-                yield changed <= own.keys() and gradient._version > version + unscaled
-
-    def _in_one_memory(self) -> dict[Tensor, set[Parameter]]:
-        together: dict[Tensor, set[Parameter]] = {}
-        for parameter in self.names:
-            if parameter.grad is not None:
-                together.setdefault(_memory_of(parameter.grad), set()).add(parameter)
-        return together
+            yield own[parameter] is not gradient or gradient._version > version + self._unscaling_changes
 
     def _corrected(self) -> Iterator[tuple[Optimizer, dict[str, Any], Parameter, str, int]]:
         """Yield each parameter, also those frozen now, with its optimizer, group, name, and the steps it has made."""
@@ -399,7 +384,7 @@ class AdamSteps:
             yield
         finally:
             self._show()
-            self.note_arrived()  # others in the memory of the same bucket have changed
+            self.note_arrived()
 
     def _hide(self, gradients: Mapping[Parameter, Tensor]) -> None:
         self._hidden.update(gradients)
@@ -423,10 +408,6 @@ def _settled(warm_up: Optional[WarmUp], steps: int) -> float:
     fallen = max(0, steps - warm_up.dense_steps)
     is_over = steps >= warm_up.dense_steps and fallen >= warm_up.fall_steps
     return 1.0 if is_over else fallen / max(1, warm_up.fall_steps)
-
-
-def _memory_of(gradient: Tensor) -> Tensor:
-    return gradient if gradient._base is None else gradient._base
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

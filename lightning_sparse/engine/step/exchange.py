@@ -66,6 +66,11 @@ class SilentReducer:
         return SimpleNamespace(strs_map={}, ints_map={})  # for Lightning, which looks for advice in it
 
 
+def is_in_backward() -> bool:
+    """Tell whether this is called from a backward, such as by a checkpoint that goes forward once more."""
+    return _graph_number() > -1
+
+
 def ignored_by(module: Module) -> frozenset[str]:
     """Return the names of what users have told DDP to leave alone."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -97,7 +102,7 @@ class ArrivedGradients:
                 self._handles[parameter] = parameter.register_hook(partial(self._keep, parameter))
 
     def unwatch(self) -> None:
-        """Watch no more; means stay known, also when gradients lie in the memory of a new wrapper."""
+        """Watch no more; means stay known."""
         for parameter in list(self._written):
             self._keep(parameter)
         for handle in self._handles.values():
@@ -156,10 +161,13 @@ class Stream(Uncopied):
     """Where gradients come from; this is for rounds of local steps, which exchange none."""
 
     is_dense = False  # the coming steps send everything, as DDP does, and keep nothing
-    among: Collectives  # the ranks that average what is dense, and agree on the order of gradients
+    is_open = False  # a backward's gradients have begun to come, and are not means yet
 
     def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
-        """Take the gradients of these parameters of a model from now on, between two backwards."""
+        """Take the gradients of these parameters of a model from now on, before any of a backward has come."""
+
+    def average_among(self, ranks: Collectives) -> None:
+        """Have these ranks average what is dense, and agree on the order of gradients."""
 
     @property
     def used(self) -> set[Tensor]:
@@ -204,10 +212,11 @@ class _Package(NamedTuple):
     def of(cls, members: Sequence[_Member], like: Tensor) -> "_Package":
         """Take memory of the type and the device of a gradient."""
         flats = like.new_empty(sum(each.numel for each in members)).split([each.numel for each in members])
-        shapes = [(held_of(each.parameter).shape, held_of(each.parameter).stride()) for each in members]
+        # A parameter may leave gaps in its memory, which its gradient does not.
+        forms = [torch.empty_like(held_of(each.parameter), device="meta") for each in members]
         return cls(
             {each.name: LocalGradient(each.name, flat, True) for each, flat in zip(members, flats)},
-            [flat.as_strided(*shape, flat.storage_offset()) for flat, shape in zip(flats, shapes)],
+            [flat.as_strided(form.shape, form.stride(), flat.storage_offset()) for flat, form in zip(flats, forms)],
         )
 
 
@@ -257,40 +266,52 @@ class Exchange(Stream):
         self._arrived = arrived
         self._begin = begin
         self._end = end
-        self.among = among
+        self._among = among
         self._overlaps_backward = overlaps_backward
         self._is_sharded = isinstance(wrapper, ShardedModel)
         self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
-        self._hooked: dict[Tensor, _Member] = {}  # also what is frozen: it may be unfrozen within a step
-        self._handles: list[Any] = []
+        # With hooks, also of what is frozen: it may be unfrozen within a step.
+        self._hooked: dict[Tensor, tuple[_Member, Any]] = {}
         self._mark = self._recorder.mark_of_gradients()
         self._last_graph = -1  # the backward whose end was seen last
         self._packages: dict[tuple[str, ...], _Package] = {}  # of this step
+        self._known_packages: dict[tuple[str, ...], _Package] = {}
         self._reset()
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
 
     @override
     def follow(self, module: Module, trained: Mapping[str, Tensor]) -> None:
+        self._arrived.unwatch()  # others are to be watched
+        self._packages, self._known_packages = {}, {}
         ignored = ignored_by(module)
         sparse = {each.weight for each in module.modules() if _makes_sparse_layout(each)}
-        for name, parameter in module.named_parameters():
-            if name not in ignored and parameter not in self._hooked and parameter.is_floating_point():
-                self._hooked[parameter] = _Member(name, parameter, parameter in sparse)
-                self._handles.append(_hook(parameter, partial(self._ready, self._hooked[parameter])))
-        self._members = [self._hooked[parameter] for name, parameter in trained.items() if name not in ignored]
-        for member, name in zip(self._members, (name for name in trained if name not in ignored)):
-            member.name = name
+        named = {each: name for name, each in module.named_parameters() if name not in ignored}
+        for parameter in self._hooked.keys() - named.keys():
+            self._hooked.pop(parameter)[1].remove()
+        for parameter, name in named.items():
+            if parameter not in self._hooked and parameter.is_floating_point():
+                member = _Member(name, parameter, parameter in sparse)
+                self._hooked[parameter] = member, _hook(parameter, partial(self._ready, member))
+            elif parameter in self._hooked:
+                self._hooked[parameter][0].name = name
+        self._members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
         self._parameters = [each.parameter for each in self._members]
         self._positions = {each.name: position for position, each in enumerate(self._members)}
-        self._order: Sequence[_Member] = ()  # agreed, after the next backward
+        self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(self._pipeline.collectives.device)
+        self.average_among(self._among)
+
+    @override
+    def average_among(self, ranks: Collectives) -> None:
+        self._among = ranks
+        self._order: Sequence[_Member] = ()  # on which they agree, after the next backward
         self._travelling: Sequence[_Member] = ()  # those in it of which this rank has anything to send in a group
         self._places: Mapping[str, int] = {}  # in that order
         self._all_used = torch.ones(len(self._members), dtype=torch.uint8).to(self._pipeline.collectives.device)
 
     def _reset(self) -> None:
         """Forget the backward that has ended."""
-        self._is_open = self._goes_dense = False
+        self.is_open = self._goes_dense = False
         self._used_by_any: Optional[Tensor] = None  # of parameters in the agreed order
         self._came: list[_Member] = []  # in the order of backward, until one is agreed
         self._place = 0  # in the order, of the next parameter that is handed over
@@ -320,7 +341,7 @@ class Exchange(Stream):
     @override
     def close(self) -> None:
         self._arrived.unwatch()
-        for handle in self._handles:
+        for _, handle in self._hooked.values():
             handle.remove()
 
     @override
@@ -332,7 +353,7 @@ class Exchange(Stream):
     def _ready(self, member: _Member, parameter: Tensor) -> None:
         """Take a gradient that backward has added to for the last time."""
         member.is_used = True
-        if not (self._is_open or self._opens()):
+        if not (self.is_open or self._opens()):
             return
         if member.is_ready:
             raise RuntimeError(_TWICE.format(name=member.name))
@@ -355,7 +376,7 @@ class Exchange(Stream):
         if self._is_sharded:  # whoever tells of a backward tells of its end: FSDP hands shards over until then
             if self._is_due and self._overlaps_backward:
                 self._open()
-            return self._is_open
+            return self.is_open
         if -1 < _graph_number() < self._last_graph:
             raise RuntimeError(_INSIDE)
         _LATER(self.finish if self._open() else self._finish_untold)
@@ -371,16 +392,16 @@ class Exchange(Stream):
         """Begin a step's exchange; return whether anybody has told of its backward."""
         is_told, self._is_due = self._is_due, False
         self._begin(is_told)
-        self._is_open, self._is_due, self._goes_dense = True, False, self.is_dense
+        self.is_open, self._goes_dense = True, self.is_dense
         self._mark = self._recorder.mark_of_gradients()
         return is_told
 
     @override
     def finish(self) -> None:
         self._last_graph = max(self._last_graph, _graph_number())
-        if not self._is_open and self._is_due:
+        if not self.is_open and self._is_due:
             self._open()
-        if not self._is_open:
+        if not self.is_open:
             return
         if self._committed is None:
             if not self._order:
@@ -416,7 +437,7 @@ class Exchange(Stream):
             return self._members[::-1]
         order = self._came + [each for each in reversed(self._members) if not each.is_ready]
         own = torch.tensor([self._positions[each.name] for each in order]).to(self._pipeline.collectives.device)
-        rows = self._worker.run(lambda: self.among.run("all_gather", own))
+        rows = self._worker.run(lambda: self._among.run("all_gather", own))
         return [self._members[position] for position in rows[0].tolist()]
 
     def _hand_over(self, member: _Member) -> None:
@@ -496,9 +517,11 @@ class Exchange(Stream):
         gradient = self._held_gradient(parameter)
         if self._is_sharded:
             return laid_flat(gradient)
-        flat = laid_flat(gradient, parameter)
         if gradient.stride() != parameter.stride():
-            self._copied.append((gradient, flat.as_strided(parameter.shape, parameter.stride())))
+            copy = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+            self._copied.append((gradient, copy))
+            gradient = copy
+        flat = laid_flat(gradient)
         if arrived is not None:
             mean = laid_flat(arrived, parameter)
             self._taken.append((flat, mean))
@@ -530,12 +553,12 @@ class Exchange(Stream):
         self._worker.submit(partial(reduce, member.name, gradient))
 
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
-        self.among.run("all_reduce", gradient).div_(self.among.ranks)
+        self._among.run("all_reduce", gradient).div_(self._among.ranks)
 
     def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Average flat gradients of one type over ranks, in place, with the flags of what was used; on the worker."""
         flat = torch.cat([*gradients, *([] if flags is None else [flags.to(gradients[0].dtype)])])
-        flat = self.among.run("all_reduce", flat.div_(self.among.ranks))
+        flat = self._among.run("all_reduce", flat.div_(self._among.ranks))
         *means, rest = flat.split([*map(Tensor.numel, gradients), 0 if flags is None else len(flags)])
         torch._foreach_copy_(list(gradients), means)
         self._used_by_any = rest > 0

@@ -74,7 +74,7 @@ def train_branches(rank: int, settings: dict[str, Any], user: int = 0) -> list[d
     """Use everything, then ``sometimes`` on one rank alone and ``never`` nowhere; note what :func:`balance` does."""
     torch.manual_seed(0)
     book = []
-    with sparse_ddp(Branches(), **settings, find_unused_parameters=True) as (ddp, engine):
+    with sparse_ddp(Branches(), **settings) as (ddp, engine):
         gradients = watch_gradients(ddp.module)
         for step, uses in enumerate([(True, True), (rank == user, False), (rank == user, False)]):
             inputs = torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + step)).to(DEVICE)
