@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import Self, override
 
 from lightning_sparse.compressors import Compressor
@@ -175,13 +176,17 @@ class Sparsifier(Loop):
             self._align(self.engine)
         self.expect_steps(total_steps)
         self.tell_of_rounds(total_steps)
-        if self.engine is not None and self.engine.rounds is not None:
-            self._watch()
-        elif self.engine is not None:
-            follow = Watch(model, torch.compiler.disable(self._follow_layers))
-            self._handles.append(model.register_forward_pre_hook(follow, prepend=True))
+        if self.engine is not None:
+            self._watch(model)
 
-    def _follow_layers(self) -> None:
+    def _listen(self, inputs: Any, output: Any) -> None:
+        """Hear of a backward when it comes to the model, before it adds to gradients."""
+        assert self.engine is not None
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(self.engine.stream.hear)
+
+    def _follow_layers(self, inputs: Any) -> None:
         """See what is trained before a forward, as none of the gradients of a new layer would tell of it."""
         if torch.is_grad_enabled() and self._model.module.training and not is_in_backward():
             self._follow_model(between=True)
@@ -381,8 +386,15 @@ class Sparsifier(Loop):
             held = map(held_of, self._model.module.parameters())
             return [int(fingerprint(each)) for each in held if each.numel()]
 
-    def _watch(self) -> None:
-        """Follow rounds of local steps where nobody tells of batches, evaluations and saves."""
+    def _watch(self, model: Module) -> None:
+        """Follow backwards, and rounds of local steps, where nobody tells of batches, evaluations and saves."""
+        assert self.engine is not None
+        if self.engine.rounds is None:
+            follow = Watch(model, torch.compiler.disable(self._follow_layers))
+            listen = Watch(model, torch.compiler.disable(self._listen))
+            self._handles.append(model.register_forward_pre_hook(follow, prepend=True))
+            self._handles.append(model.register_forward_hook(listen))
+            return
         module = self._model.module
         forward = Watch(module, torch.compiler.disable(self._before_forward))
         saving = Watch(module, self._check_shared)
@@ -419,7 +431,7 @@ class Sparsifier(Loop):
 
         scaler.step = counted  # type: ignore[method-assign]
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, inputs: Any) -> None:
         is_training = self._model.module.training
         if torch.is_grad_enabled() and (is_training or self._waiting is not None):
             self._begin_rounds()
@@ -435,7 +447,7 @@ class Sparsifier(Loop):
         self._take_up()
         self.replicas.begin()
 
-    def _check_shared(self) -> None:
+    def _check_shared(self, *save: Any) -> None:
         if not self._is_shared:
             raise RuntimeError(
                 f"in a round of local steps this is the model of rank {dist.get_rank()} alone: evaluate and save inside"
@@ -492,14 +504,14 @@ class Sparsifier(Loop):
 class Watch(Uncopied):
     """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
 
-    def __init__(self, module: Optional[Module], act: Callable[[], None]) -> None:
+    def __init__(self, module: Optional[Module], act: Callable[..., None]) -> None:
         self._module = module
         self._act = act
 
     def __call__(self, module: Module, *arguments: Any) -> None:
         """Act."""
         if module is self._module:
-            self._act()
+            self._act(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Watch, (None, None)
@@ -520,13 +532,13 @@ _WRAPPERS = frozenset(  # to ask for all classes would import FSDP, and DeepSpee
 _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that models without a wrapper have once closed
 
 
-def _begin_forward(model: BareModel) -> None:
+def _begin_forward(model: BareModel, inputs: Any) -> None:
     # Any rank may evaluate alone, and checkpoints come again in backward.
     if model.module.training and torch.is_grad_enabled() and not is_in_backward():
         model.begin_forward(ignored_by(model.module))
 
 
-def _refuse_alone(module: Module) -> None:
+def _refuse_alone(module: Module, inputs: Any) -> None:
     if DistributedDataParallel._get_active_ddp_module() is None:
         refuse_training(CLOSED, module, None)
 

@@ -180,6 +180,9 @@ class Stream(Uncopied):
     def expect(self) -> None:
         """Know that a backward begins."""
 
+    def hear(self, gradient: Optional[Tensor] = None) -> None:
+        """Know of the backward that goes on, before any of its gradients."""
+
     def finish(self) -> None:
         """Exchange what has not been, all ranks together, and have gradients be means."""
 
@@ -269,11 +272,13 @@ class Exchange(Stream):
         self._among = among
         self._overlaps_backward = overlaps_backward
         self._is_sharded = isinstance(wrapper, ShardedModel)
+        self._packs = pipeline.compressor.wire_format != "reduce"  # of which each message is one flat tensor anyway
         self._is_due = False  # a backward goes on whose gradients are exchanged when it ends, and none has come yet
         # With hooks, also of what is frozen: it may be unfrozen within a step.
         self._hooked: dict[Tensor, tuple[_Member, Any]] = {}
         self._mark = self._recorder.mark_of_gradients()
         self._last_graph = -1  # the backward whose end was seen last
+        self._heard_graph = -1  # that whose beginning was
         self._packages: dict[tuple[str, ...], _Package] = {}  # of this step
         self._known_packages: dict[tuple[str, ...], _Package] = {}
         self._reset()
@@ -347,6 +352,11 @@ class Exchange(Stream):
     @override
     def expect(self) -> None:
         self._is_due = self._wrapper.require_backward_grad_sync
+        self.hear()
+
+    @override
+    def hear(self, gradient: Optional[Tensor] = None) -> None:
+        self._heard_graph = _graph_number()
         if self._arrived.has_means:
             self._arrived.watch(self._parameters)
 
@@ -379,7 +389,8 @@ class Exchange(Stream):
             return self.is_open
         if -1 < _graph_number() < self._last_graph:
             raise RuntimeError(_INSIDE)
-        _LATER(self.finish if self._open() else self._finish_untold)
+        is_told = self._open() or _graph_number() == self._heard_graph
+        _LATER(self.finish if is_told else self._finish_untold)
         return True
 
     def _finish_untold(self) -> None:
@@ -478,7 +489,7 @@ class Exchange(Stream):
     def _gradients_of(self, members: Sequence[_Member]) -> list[LocalGradient]:
         """Return the gradients of a group, flat; small ones are copied side by side first, and their means back."""
         small = [each for each in members if each.numel < _SMALL and self._is_used(each)]
-        is_simple = not (self._goes_dense or self._arrived.has_means)
+        is_simple = self._packs and not (self._goes_dense or self._arrived.has_means)
         if not is_simple or len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return [self._local_of(each) for each in members]
         sources = [self._held_gradient(each.parameter) for each in small]
