@@ -24,7 +24,8 @@ from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, BareModel]
 _SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
-_DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as DDP's default
+_DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as of DDP,
+_FIRST_DENSE_BYTES = 1024 * 1024  # and of the first, so that the network begins soon
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 _graph_number = torch._C._current_graph_task_id  # of backwards, one inside another; later ones have larger ones
 
@@ -466,7 +467,8 @@ class Exchange(Stream):
         self._group.append(member)
         self._group_numel += member.numel
         if self._goes_dense:
-            closes = self._group_numel * dtype.itemsize >= _DENSE_BYTES
+            enough = _FIRST_DENSE_BYTES if self._group[0] is self._travelling[0] else _DENSE_BYTES
+            closes = self._group_numel * dtype.itemsize >= enough
         else:
             closes = self._schedule.closes_group(member.name, self._group_numel)
         if closes and member is not self._travelling[-1]:  # the last message waits for backward's end: it tells of use
@@ -568,9 +570,20 @@ class Exchange(Stream):
 
     def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
         """Average flat gradients of one type over ranks, in place, with the flags of what was used; on the worker."""
-        flat = torch.cat([*gradients, *([] if flags is None else [flags.to(gradients[0].dtype)])])
-        flat = self._among.run("all_reduce", flat.div_(self._among.ranks))
-        *means, rest = flat.split([*map(Tensor.numel, gradients), 0 if flags is None else len(flags)])
+        numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
+        flat = gradients[0].new_empty(sum(numels))
+        *means, rest = flat.split(numels)
+        small = [pair for pair in zip(means, gradients) if pair[1].numel() < _SMALL]
+        if small:
+            copies, sources = map(list, zip(*small))
+            torch._foreach_copy_(copies, sources)
+            torch._foreach_mul_(copies, 1 / self._among.ranks)
+        for mean, gradient in zip(means, gradients):
+            if gradient.numel() >= _SMALL:  # in one pass over its memory
+                torch.mul(gradient, 1 / self._among.ranks, out=mean)
+        if flags is not None:
+            rest.copy_(flags)
+        self._among.run("all_reduce", flat)
         torch._foreach_copy_(list(gradients), means)
         self._used_by_any = rest > 0
 
