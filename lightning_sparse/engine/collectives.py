@@ -184,17 +184,22 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
-def align(module: Module, ignored: Iterable[str]) -> None:
-    """Copy parameters and buffers from rank 0, in place, but what is ignored; raise where ranks have other shapes."""
-    group, left_out = dist.distributed_c10d._get_default_group(), set(ignored)
+def ignored_by(module: Module) -> frozenset[str]:
+    """Return the names of what users have told DDP to leave alone."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def align(module: Module, known: Iterable[str] = ()) -> None:
+    """Copy parameters and buffers from rank 0, in place, but those known; raise where ranks have other shapes."""
+    group, left_out = dist.distributed_c10d._get_default_group(), ignored_by(module) | set(known)
     parameters: list[Tensor] = [each for name, each in module.named_parameters() if name not in left_out]
     _verify_param_shape_across_processes(group, parameters)
-    _sync_module_states(module, group, _BROADCAST_BYTES, 0, left_out, True)
+    _sync_module_states(module, group, _BROADCAST_BYTES, 0, set(left_out), True)
 
 
-def broadcast_buffers(module: Module, ignored: Iterable[str]) -> None:
-    """Copy buffers from rank 0, in place, but what is ignored; a graph of an earlier forward does not mind."""
-    group, left_out = dist.distributed_c10d._get_default_group(), set(ignored)
+def broadcast_buffers(module: Module) -> None:
+    """Copy buffers from rank 0, in place; a graph of an earlier forward does not mind."""
+    group, left_out = dist.distributed_c10d._get_default_group(), ignored_by(module)
     buffers: list[Tensor] = [each for name, each in module.named_buffers() if name not in left_out]
     if buffers:
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

@@ -200,9 +200,8 @@ class Engine(Uncopied):
             if is_plain:  # optimizers learn from gradients again
                 self.arrived.clear()
                 self.worker.run(self.memory.leave)
-            return
-        in_step = self.levels.everybody.collectives if is_plain else self.levels.in_step
-        if isinstance(self.levels, Islands):
+        elif isinstance(self.levels, Islands):
+            in_step = self.levels.everybody.collectives if is_plain else self.levels.in_step
             self.stream.average_among(in_step)
             # Of those whose buffers are one.
             self._wrapper.process_group = self._whole_group if is_plain else in_step.group

@@ -23,7 +23,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.settings import Row, Settings, refuse
-from lightning_sparse.engine.step.exchange import Wrapper, ignored_by
+from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
@@ -274,11 +274,10 @@ class Loop:
         with self.view.adam.hidden():
             yield
 
-    def wants_plain(self) -> bool:
+    def _wants_plain(self) -> bool:
         """Tell whether the batch that begins is left to plain DDP; the same on all ranks."""
+        assert self.engine is not None
         is_at_border, self._is_at_border = self._is_at_border, False
-        if self.engine is None:
-            return False
         if self.engine.rounds is not None:
             return self.engine.rounds.is_synchronous
         is_resumed = self.view.adam.is_resumed
@@ -314,7 +313,7 @@ class Loop:
         if not (changes or has_new):
             return
         if has_new:
-            align(module, ignored_by(module) | known)
+            align(module, known)
         self.view.know(dict(module.named_parameters()))
         if self.is_silent and not between:
             self.engine.stream.follow(module, trained.parameters)
@@ -326,11 +325,11 @@ class Loop:
     def _turn(self) -> None:
         """Have the coming steps send everything, as DDP does, or not, or leave them to rounds; between two steps."""
         assert self.engine is not None
-        is_plain, rounds = self.wants_plain(), self.engine.rounds
+        is_plain, rounds = self._wants_plain(), self.engine.rounds
         if is_plain == self.is_plain:
             return
         if rounds is not None and not is_plain:  # they begin with one model
-            align(self._ddp.module, ignored_by(self._ddp.module))
+            align(self._ddp.module)
         self.leave_to_ddp(is_plain)
 
     def leave_to_ddp(self, is_plain: bool) -> None:

@@ -273,8 +273,7 @@ class TrainedParameters:
     def _know(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters
         self._all = list(self._module.parameters())
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        self._named = dict(named)
+        self._named = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         known = set(parameters.values())
         self._are_known = [parameter in known for parameter in self._all]
 

@@ -28,7 +28,7 @@ from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
-from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, ignored_by, is_in_backward
+from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.engine.wire.owners import Owners
@@ -164,7 +164,7 @@ class Sparsifier(Loop):
         # Before those by which Adam's updates are made.
         before = [each.register_step_pre_hook(before_step_of_training(self.exchange_shards)) for each in optimizers]
         if type(self._model) is BareModel:
-            align(module, ignored_by(module))
+            align(module)
         self.start(self._model, optimizers, timeout, scaler, node_ranks=replica_ranks)
         self._handles += before
         self._parts = _trained_parts(module)
@@ -535,7 +535,7 @@ _REFUSALS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # hooks that mo
 def _begin_forward(model: BareModel, inputs: Any) -> None:
     # Any rank may evaluate alone, and checkpoints come again in backward.
     if model.module.training and torch.is_grad_enabled() and not is_in_backward():
-        model.begin_forward(ignored_by(model.module))
+        model.begin_forward()
 
 
 def _refuse_alone(module: Module, inputs: Any) -> None:

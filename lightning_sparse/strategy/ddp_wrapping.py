@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.engine.collectives import align
-from lightning_sparse.engine.step.exchange import ignored_by
+from lightning_sparse.engine.collectives import align, ignored_by
 from lightning_sparse.loop.checks import check_reducer, refuse_training
 
 _COPIED = (
@@ -35,7 +34,7 @@ def wrap(module: Module, device_ids: Optional[list[int]], arguments: Mapping[str
     given = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
     ignored = ignored_by(module)
     if given.pop("init_sync", True):
-        align(module, ignored)
+        align(module)
     trained = (each for name, each in module.named_parameters() if each.requires_grad and name not in ignored)
     kept = min(trained, key=Tensor.numel)
     others = [name for name, each in module.named_parameters(remove_duplicate=False) if each is not kept]

@@ -13,7 +13,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, Uncopied
+from lightning_sparse.engine.collectives import Collectives, Uncopied, ignored_by
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, shard_of
@@ -70,11 +70,6 @@ class SilentReducer:
 def is_in_backward() -> bool:
     """Tell whether this is called from a backward, such as by a checkpoint that goes forward once more."""
     return _graph_number() > -1
-
-
-def ignored_by(module: Module) -> frozenset[str]:
-    """Return the names of what users have told DDP to leave alone."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class ArrivedGradients:
@@ -490,9 +485,9 @@ class Exchange(Stream):
 
     def _gradients_of(self, members: Sequence[_Member]) -> list[LocalGradient]:
         """Return the gradients of a group, flat; small ones are copied side by side first, and their means back."""
-        small = [each for each in members if each.numel < _SMALL and self._is_used(each)]
-        is_simple = self._packs and not (self._goes_dense or self._arrived.has_means)
-        if not is_simple or len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
+        packs = self._packs and not (self._goes_dense or self._arrived.has_means)
+        small = [each for each in members if each.numel < _SMALL and self._is_used(each)] if packs else []
+        if len(small) < 2 or len({each.parameter.dtype for each in small}) > 1:
             return [self._local_of(each) for each in members]
         sources = [self._held_gradient(each.parameter) for each in small]
         names = tuple([each.name for each in small])

@@ -1,6 +1,6 @@
 """What stands in the place of a DDP wrapper: a model that nothing wraps, whole or in shards."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,10 @@ class BareModel:
         finally:
             self.require_backward_grad_sync = before
 
-    def begin_forward(self, ignored: Iterable[str]) -> None:
+    def begin_forward(self) -> None:
         """Copy buffers from rank 0 as DDP does: before a step's first forward, not between those that accumulate."""
         if self.require_forward_param_sync:
-            broadcast_buffers(self.module, ignored)
+            broadcast_buffers(self.module)
         self.require_forward_param_sync = self.require_backward_grad_sync
 
 
