@@ -4,7 +4,7 @@ import json
 import re
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -117,14 +117,25 @@ class Collectives(Uncopied):
 
     def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
         """Add up a tensor over ranks, in place; also of a layout that has no fixed size (``sparse_coo``)."""
-        # gloo's own goes around a ring twice; parts go to their owners and back as sums in two round trips.
-        is_short = tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
-        if not (self._goes_around and is_short):
+        if not self._goes_direct(tensor):
             dist.all_reduce(tensor, group=self.group)
             return tensor
+        # Parts go to their owners and back as sums.
         parts = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.ranks)).view(self.ranks, -1)
         mine = self.all_to_all(parts).sum(dim=0, dtype=tensor.dtype)
         return tensor.copy_(self.all_gather(mine).view(-1)[: tensor.numel()].view_as(tensor))
+
+    def _goes_direct(self, tensor: Tensor) -> bool:
+        """Tell whether two round trips take less time for a tensor than gloo's way, twice around a ring."""
+        return self._goes_around and tensor.layout is torch.strided and 0 < tensor.nbytes <= DIRECT_BYTES
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        """Begin to add up a tensor over ranks, in place, and return what waits for it."""
+        if self._goes_direct(tensor):
+            self.all_reduce(tensor)
+            return lambda: None
+        wait: Callable[[], Any] = dist.all_reduce(tensor, group=self.group, async_op=True).wait
+        return wait
 
     def gather_numbers(self, numbers: Sequence[float]) -> Tensor:
         """Gather equally many numbers from every rank, as float64 ``[ranks, numbers]`` on the device."""

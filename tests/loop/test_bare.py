@@ -246,3 +246,40 @@ def train_alone(rank):
 def test_on_one_process_it_does_nothing(pools):
     ((ours, theirs),) = pools[1].run(train_alone)
     assert_same(ours, theirs)
+
+
+class Laid(nn.Module):
+    """Parameters that lie in memory in other orders than their shapes tell, and one of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.picture = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Linear(8, 64)
+        self.turned.weight = nn.Parameter(torch.randn(8, 64).t())
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows):
+        pictures = self.picture(rows.view(-1, 4, 4, 4)).amax(dim=(2, 3))
+        return (self.turned(pictures) * self.scale).square().mean()
+
+
+def train_dense_steps(rank, is_ours):
+    """Make steps that send everything, in the later of which gradients keep their memory."""
+    torch.manual_seed(0)
+    model = Laid().to(DEVICE)
+    wrapped = model if is_ours else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if is_ours:
+        sparsify(model, optimizer, "topk", density=0.05, optimizer_correction=AdamCorrection(dense_steps=9))
+    gradients = []
+    for step in range(4):
+        wrapped(batch(rank, step)).backward()
+        gradients += [each.grad.detach().clone() for each in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step < 2)
+    return gradients, tensors_of(model)
+
+
+def test_dense_steps_have_ddps_gradients_however_parameters_lie(pair):
+    for ours, ddps in zip(pair.run(train_dense_steps, True), pair.run(train_dense_steps, False)):
+        assert_same(ours, ddps)

@@ -24,8 +24,8 @@ from lightning_sparse.schedule import Schedule
 
 Wrapper = Union[DistributedDataParallel, BareModel]
 _SMALL = 1 << 15  # elements of a gradient that is copied in less time than a call for it alone takes
-_DENSE_BYTES = 25 * 1024 * 1024  # of a message of dense steps, as of DDP,
-_FIRST_DENSE_BYTES = 1024 * 1024  # and of the first, so that the network begins soon
+_FIRST_DENSE_BYTES = 1024 * 1024  # of the first message of a dense step, so that the network begins soon; each
+_DENSE_BYTES = 25 * 1024 * 1024  # other has twice those of the one before, up to DDP's, so that it stays busy
 _LATER = torch.autograd.Variable._execution_engine.queue_callback  # to the end of the backward that is going on
 _graph_number = torch._C._current_graph_task_id  # of backwards, one inside another; later ones have larger ones
 
@@ -277,6 +277,7 @@ class Exchange(Stream):
         self._heard_graph = -1  # that whose beginning was
         self._packages: dict[tuple[str, ...], _Package] = {}  # of this step
         self._known_packages: dict[tuple[str, ...], _Package] = {}
+        self._averaging: Any = None  # a message of a dense step that is on its way
         self._reset()
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.reducer = wrapper.logger = SilentReducer()  # type: ignore[assignment]
@@ -318,6 +319,7 @@ class Exchange(Stream):
         self._place = 0  # in the order, of the next parameter that is handed over
         self._group: list[_Member] = []
         self._group_numel = 0
+        self._dense_bytes = _FIRST_DENSE_BYTES
         self._held: list[list[_Member]] = []
         self._exchanged: list[Exchanged] = []
         self._known_packages, self._packages = self._packages, {}  # a step's memory is that of the step before
@@ -462,8 +464,7 @@ class Exchange(Stream):
         self._group.append(member)
         self._group_numel += member.numel
         if self._goes_dense:
-            enough = _FIRST_DENSE_BYTES if self._group[0] is self._travelling[0] else _DENSE_BYTES
-            closes = self._group_numel * dtype.itemsize >= enough
+            closes = self._group_numel * dtype.itemsize >= self._dense_bytes
         else:
             closes = self._schedule.closes_group(member.name, self._group_numel)
         if closes and member is not self._travelling[-1]:  # the last message waits for backward's end: it tells of use
@@ -546,7 +547,9 @@ class Exchange(Stream):
     ) -> None:
         """Have a group travel, with flags of what was used if it is a step's last."""
         if self._goes_dense:
-            self._worker.submit(partial(self._average, [local.gradient for local in group], flags))
+            gradients = [local.gradient for local in group]
+            self._worker.submit(partial(self._average, [each.parameter for each in members], gradients, flags))
+            self._dense_bytes = min(2 * self._dense_bytes, _DENSE_BYTES)
             return
         exchanged, ready = self._exchanged, members[-1].mark
         self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, ready, flags)))
@@ -563,8 +566,11 @@ class Exchange(Stream):
     def _average_sparse(self, name: str, gradient: Tensor) -> None:
         self._among.run("all_reduce", gradient).div_(self._among.ranks)
 
-    def _average(self, gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
-        """Average flat gradients of one type over ranks, in place, with the flags of what was used; on the worker."""
+    def _average(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], flags: Optional[Tensor]) -> None:
+        """Begin to average flat gradients of one type, with the flags of what was used, and end the message before.
+
+        On the worker: the network is busy with one message while the next is gathered.
+        """
         numels = [*map(Tensor.numel, gradients), 0 if flags is None else len(flags)]
         flat = gradients[0].new_empty(sum(numels))
         *means, rest = flat.split(numels)
@@ -578,9 +584,27 @@ class Exchange(Stream):
                 torch.mul(gradient, 1 / self._among.ranks, out=mean)
         if flags is not None:
             rest.copy_(flags)
-        self._among.run("all_reduce", flat)
-        torch._foreach_copy_(list(gradients), means)
-        self._used_by_any = rest > 0
+        wait = self._among.begin_all_reduce(flat)
+        self._end_average()
+        self._averaging = wait, means, parameters, gradients, rest
+
+    def _end_average(self) -> None:
+        """Have the means of the last message take the place of gradients, or on a device be written into them."""
+        if self._averaging is None:
+            return
+        (wait, means, parameters, gradients, used), self._averaging = self._averaging, None
+        wait()
+        copies, sources = list[Tensor](), list[Tensor]()
+        for mean, parameter, gradient in zip(means, parameters, gradients):
+            # On a device the memory is of the worker's stream, which would give it out again while others read it.
+            if mean.device.type == "cpu" and parameter.is_contiguous() and _is_view_of(gradient, parameter.grad):
+                parameter.grad = mean.view_as(parameter)
+            else:
+                copies.append(gradient)
+                sources.append(mean)
+        if copies:
+            torch._foreach_copy_(copies, sources)
+        self._used_by_any = used > 0
 
     def _end_backward(self) -> None:
         """Let what was held and the last group go, and have the means written when all have arrived."""
@@ -595,7 +619,7 @@ class Exchange(Stream):
         for members, group, used in zip(held, groups, flags):
             self._submit(members, group, used)
         self._committed = threading.Event()
-        commit = (lambda: None) if self._goes_dense else self._commit_of_step()
+        commit = self._end_average if self._goes_dense else self._commit_of_step()
         self._worker.submit(commit, settle=self._committed.set)
 
     def _mark_ready(self) -> None:
@@ -646,6 +670,11 @@ def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
         return parameter.requires_grad_().register_post_accumulate_grad_hook(act)
     finally:
         parameter.requires_grad_(is_trained)
+
+
+def _is_view_of(flat: Tensor, gradient: Optional[Tensor]) -> bool:
+    """Tell whether a flat tensor is all of a gradient that no graph has been kept of."""
+    return gradient is not None and not gradient.requires_grad and flat.data_ptr() == gradient.data_ptr()
 
 
 def _makes_sparse_layout(module: Module) -> bool:
