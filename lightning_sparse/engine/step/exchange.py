@@ -598,7 +598,7 @@ class Exchange(Stream):
         for mean, parameter, gradient in zip(means, parameters, gradients):
             # On a device the memory is of the worker's stream, which would give it out again while others read it.
             if mean.device.type == "cpu" and parameter.is_contiguous() and _is_view_of(gradient, parameter.grad):
-                parameter.grad = mean.view_as(parameter)
+                parameter.grad = mean.view_as(parameter).data  # with a count of changes of its own
             else:
                 copies.append(gradient)
                 sources.append(mean)
