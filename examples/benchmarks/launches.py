@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from echo import EchoCollectives, echo_pipeline
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_sparse import AdamCorrection
-from lightning_sparse.cli.plan.rehearsal import EchoCollectives, rehearsed_pipeline
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.adam.steps import AdamSteps
 from lightning_sparse.engine.memory.residual import Memory
@@ -312,7 +312,7 @@ def launches_of_a_step(
     if system.is_corrected:
         settings.correct_adam()
     with launches, mock.patch.object(torch, "Generator", _HostGenerator):
-        pipeline = rehearsed_pipeline(settings, sizes, ranks, system.device)
+        pipeline = echo_pipeline(settings, sizes, ranks, system.device)
         pipeline.recorder = PhaseRecorder(launches)
         collectives = CountedCollectives(ranks, system.device, launches)
         pipeline.levels = OneLevel(Channel(collectives, pipeline.recorder))

@@ -164,14 +164,3 @@ class BenchmarkModule(LightningModule):
         """Return a loader of ``count`` batches made beforehand."""
         inputs, targets = zip(*(self.workload.batch() for _ in range(count)))
         return DataLoader(TensorDataset(torch.stack(inputs), torch.stack(targets)), batch_size=None)
-
-
-class PacedModule(BenchmarkModule):
-    """A model of :data:`~paced.PACED` with its batches, for commands that train what they are given."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(workload(name, 1.0))
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return a few batches."""
-        return self.batches(8)

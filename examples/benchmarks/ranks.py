@@ -29,11 +29,11 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from echo import echo_pipeline
 from network import ShapedNetwork
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Owners
-from lightning_sparse.cli.plan.rehearsal import rehearsed_pipeline
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine import Engine
@@ -110,7 +110,7 @@ def memory(exchange: str, ranks: int) -> str:
 def _steps(sizes: Sequence[int], exchange: str, ranks: int) -> tuple[int, int]:
     """Make steps; return the bytes that are resident at the peak and afterwards, more than before."""
     settings = Settings("topk", DENSITY, "merged", "float32", 0, exchange=exchange)
-    pipeline = rehearsed_pipeline(settings, sizes, ranks, torch.device("cpu"))
+    pipeline = echo_pipeline(settings, sizes, ranks, torch.device("cpu"))
     gradients = [torch.randn(size) for size in sizes]
     before = _resident()
     for _ in range(3):

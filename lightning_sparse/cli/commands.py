@@ -16,7 +16,7 @@ _COMMANDS = {"plan": plan, "submit": submit}
 _ASK_ONLY = {"-h", "--help", "--print_config"}
 _USAGE = "%(prog)s [-h] [-c CONFIG] {fit,validate,test,predict,plan,submit} ..."
 _EPILOG = (
-    "Two more subcommands: 'plan' predicts, for a model and a network, what each strategy's step would take;"
+    "Two more subcommands: 'plan' says by formula, for a size of model and a network, what each strategy's step takes;"
     " 'submit' sends a fit to a cluster. See 'lightning-sparse plan --help' and 'lightning-sparse submit --help'."
 )
 

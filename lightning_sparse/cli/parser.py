@@ -1,12 +1,8 @@
-"""Lightning's command line: its refusals are one sentence, and name what was probably meant."""
+"""Lightning's command line: a wrong value and an unknown strategy are refused in one sentence."""
 
 import argparse
-import difflib
 import inspect
 import os
-import re
-import sys
-from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, Optional
 
 from jsonargparse import DefaultHelpFormatter, Namespace
@@ -21,10 +17,6 @@ from lightning_sparse.strategy.names import meant_by, systems
 
 for _name in callbacks.__all__:
     getattr(callbacks, _name)  # help and short names know what has been imported
-_UNKNOWN = re.compile(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)")
-_UNKNOWN_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-_WRONG_VALUE = re.compile(r"^Parser key \"([\w.]+)\":(?!.*class_path).*(?:Given|Got) value: (.*?)$", re.DOTALL)
-_NOT_PUBLIC = re.compile(r", lightning_sparse(?:\.\w+){3,}")  # a class that is not for users lies deeper
 
 
 class PublicHelp(DefaultHelpFormatter):
@@ -32,17 +24,20 @@ class PublicHelp(DefaultHelpFormatter):
 
     @override
     def _expand_help(self, action: argparse.Action) -> str:
-        text = _NOT_PUBLIC.sub("", super()._expand_help(action))
+        parts = super()._expand_help(action).split(", ")
+        # A class that is not for users lies deeper.
+        public = [part for part in parts if not part.startswith("lightning_sparse.") or part.count(".") < 3]
+        text = ", ".join(public)
         if action.dest == "trainer.strategy":
             text += f". Of lightning_sparse: {', '.join(system.name for system in systems())}"
         return text
 
 
-class HintingParser(LightningArgumentParser):
-    """Lightning's parser; it shows no usage of hundreds of lines, and what it refuses is told in one sentence."""
+class SentenceParser(LightningArgumentParser):
+    """Lightning's parser; it shows no usage of hundreds of lines, and says which class refuses what."""
 
     _kind: Optional[type] = None
-    _said = ""  # by the parser of the innermost class, which knows its arguments
+    _said = ""  # by the parser of the innermost class
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": PublicHelp, **kwargs})
@@ -51,7 +46,11 @@ class HintingParser(LightningArgumentParser):
     def add_class_arguments(self, theclass: Any, nested_key: Optional[str] = None, *args: Any, **kwargs: Any) -> Any:
         if nested_key is None:
             self._kind = theclass
-        return super().add_class_arguments(theclass, nested_key, *args, **kwargs)
+        added = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
+        for action in self._actions:
+            if type(action) is ActionTypeHint:
+                action.__class__ = _Checked
+        return added
 
     @override
     def print_usage(self, file: Any = None) -> None:
@@ -59,44 +58,26 @@ class HintingParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, *cause: Any, **named_cause: Any) -> NoReturn:
-        if not HintingParser._said or HintingParser._said not in message:
-            HintingParser._said = self._sentence(message)
-        super().error(HintingParser._said or message, *cause, **named_cause)
-
-    def _sentence(self, message: str) -> str:
-        """Return in one sentence what is wrong; empty if it is not known better."""
-        kind = "" if self._kind is None else self._kind.__name__
-        if unknown := _UNKNOWN.search(message):
-            near = _near(unknown[1], _keys(self))
-            return f"{unknown[1]!r}{kind and f' of {kind}'} is unknown{near}" if near or kind else ""
-        if missing := _UNKNOWN_ATTRIBUTE.search(message):
-            module = sys.modules.get(missing[1])
-            near = _near(missing[2], [*dir(module), *getattr(module, "__all__", ())])  # the class before its module
-            return f"{missing[2]!r} of {missing[1]} is unknown{near}"
-        if wrong := _WRONG_VALUE.search(message):
-            action = next(action for action in self._actions if action.dest == wrong[1])
-            type_ = re.sub(r"[a-z.]+\.", "", inspect.formatannotation(getattr(action, "_typehint", action.type)))
-            told = " ".join((action.help or "").replace("``", "").split()).partition(". ")[0].rstrip(".")
-            return f"{kind and f'{kind}: '}{wrong[1]}={wrong[2]} must be {type_}{told and f': {told}'}"
-        return ""
+        if not SentenceParser._said or SentenceParser._said not in message:
+            SentenceParser._said = message if self._kind is None else f"{self._kind.__name__}: {message}"
+        super().error(SentenceParser._said, *cause, **named_cause)
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    by_letters = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_letters, n=1)
-    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
+class _Checked(ActionTypeHint):
+    """An argument that refuses a value of another type in one sentence, where no class has to be told of."""
+
+    def _check_type_(self, value: Any, **parsing: Any) -> Any:
+        try:
+            return super()._check_type_(value, **parsing)
+        except TypeError as error:
+            if self.is_subclass_typehint(self, all_subtypes=False, also_lists=True):
+                raise
+            kind = inspect.formatannotation(self._typehint)
+            told = " ".join((self.help or "").replace("``", "").split()).partition(". ")[0].rstrip(".")
+            raise TypeError(f"{self.dest}={value} must be {kind}{told and f': {told}'}") from error
 
 
-def _keys(parser: Any) -> Iterator[str]:
-    """Yield the dotted keys of a parser and of its subcommands."""
-    for action in parser._actions:
-        yield action.dest
-        if isinstance(action.choices, dict):
-            for nested in action.choices.values():
-                yield from _keys(nested)
-
-
-class _NameWithArguments(ActionTypeHint):
+class _NameWithArguments(_Checked):
     """The Trainer's strategy: arguments beside a registered name stand for those of its class."""
 
     def _check_type_(self, value: Any, **parsing: Any) -> Any:
@@ -124,7 +105,7 @@ class SparseCLI(LightningCLI):
         starts_again = ("SLURM_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
         overwrites = any(int(os.environ.get(name, 0)) > 0 for name in starts_again)
         defaults: dict[str, Any] = {
-            "parser_class": HintingParser,
+            "parser_class": SentenceParser,
             "save_config_kwargs": {"overwrite": overwrites},
             "trainer_defaults": {"callbacks": [RequeueAtStepEnd()]},
         }

@@ -16,7 +16,6 @@ _FIRST = next((name for name in sys.modules if name in _PACKAGES), _DEFAULT)
 NAME = "lightning.pytorch" if _FIRST.startswith("lightning.") else "pytorch_lightning"
 
 if TYPE_CHECKING or NAME == "pytorch_lightning":
-    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
@@ -35,7 +34,6 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.utilities.data import _extract_batch_size
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy

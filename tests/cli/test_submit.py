@@ -179,7 +179,7 @@ def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, c
         (["--sbatch=--nodes=7"], "--sbatch=--nodes=7"),
         (["--sbatch=-c4"], "--sbatch=-c4"),
         (["--sbatch=--array=1-4"], "tasks of an array"),
-        (["--trainer.max_epoks=3"], "did you mean 'trainer.max_epochs'"),
+        (["--trainer.max_epoks=3"], "trainer.max_epoks"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
     ],
 )

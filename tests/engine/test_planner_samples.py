@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_sparse.cli.plan.rehearsal import EchoCollectives
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Densities
 from lightning_sparse.engine.observe import GroupMarks, Span, StepMarks
 from lightning_sparse.engine.planner import StepPlanner, averaged
 from lightning_sparse.schedule import Merged, plan_groups
 from lightning_sparse.schedule.merging import predict
+from tests.helpers.examples import load
 
 
-class Told(EchoCollectives):
+class Told(load("echo").EchoCollectives):
     """Collectives of ranks that all say what one says, which note how many numbers that are."""
 
     def __init__(self, ranks=1):

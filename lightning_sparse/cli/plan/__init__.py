@@ -1,1 +1,1 @@
-"""The command ``lightning-sparse plan``: WILL IT PAY? Profiles a model here, and says what its steps would take."""
+"""The command ``lightning-sparse plan``: WILL IT PAY? Works out r and what a step would take, and runs nothing."""

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_sparse.cli.plan.advice import BANDS, FAR, Ratio
+from lightning_sparse.cli.plan.advice import BANDS, FAR, Advice, Ratio
 from lightning_sparse.schedule.network import Network
 from tests.helpers.pages import DOCS, rows
 
@@ -23,9 +23,9 @@ def test_r_is_that_of_the_formula():
     network = Network(1e9, 1e-3, 16)
     found = Ratio(400e6, network, 0.5)
     assert found.exchange_seconds == pytest.approx(2 * 15 / 16 * 400e6 * 8 / 1e9 + 2 * 15 * 1e-3)
-    assert found.r == pytest.approx(found.exchange_seconds / 0.5)
+    assert found.advice.r == pytest.approx(found.exchange_seconds / 0.5)
     # A ring crosses a node's link once; where all workers are on one node it crosses none.
-    assert Ratio(400e6, network._replace(node_ranks=8), 0.5).r == found.r
+    assert Ratio(400e6, network._replace(node_ranks=8), 0.5).advice == found.advice
     inside = network._replace(node_ranks=16, node_bandwidth=1e11, node_latency=1e-5)
     assert Ratio(400e6, inside, 0.5).exchange_seconds == pytest.approx(2 * 15 / 16 * 400e6 * 8 / 1e11 + 2 * 15 * 1e-5)
 
@@ -34,7 +34,7 @@ def test_r_is_that_of_the_formula():
 def test_each_threshold_parts_two_strategies(at):
     threshold = BANDS[at][0]
     for r, strategy in ((0.999 * threshold, BANDS[at][1]), (1.001 * threshold, BANDS[at + 1][1])):
-        assert ratio(r).advice == strategy
+        assert ratio(r).advice.strategy == Advice(r).strategy == strategy
         assert f"Take {strategy} " in str(ratio(r))
 
 
@@ -43,7 +43,7 @@ def test_each_threshold_parts_two_strategies(at):
     [(4, 0.99, "sparse_lags"), (4, 1.01, "local steps"), (0.9, 1.01, "sparse_auto"), (30, 0.99, "local steps")],
 )
 def test_a_long_round_trip_asks_for_local_steps_where_compression_pays(r, round_trip, strategy):
-    assert ratio(r, FAR * round_trip / 2).advice == strategy
+    assert ratio(r, FAR * round_trip / 2).advice.strategy == strategy
 
 
 def test_the_page_has_these_thresholds():
@@ -61,5 +61,5 @@ def test_the_page_works_r_out_by_this_formula():
         for gbit, r in zip((1, 10, 25, 100), told):
             parameters = 124e6  # any
             network = Network(gbit * 1e9, 0.0, 4)
-            found = Ratio(4 * parameters, network, 6 * parameters * 8192 / (0.4 * peak)).r
+            found = Ratio(4 * parameters, network, 6 * parameters * 8192 / (0.4 * peak)).advice.r
             assert float(r) == pytest.approx(found, rel=0.03), (gpu, gbit)

@@ -1,0 +1,55 @@
+"""A system's own pipeline in one process, with nobody at the other end: every rank hands in what this one does."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sparse.compressors.base import ModelLayout
+from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.observe import Recorder
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.levels import OneLevel
+from lightning_sparse.engine.step.step import Pipeline
+from lightning_sparse.engine.step.worker import Channel
+
+
+class EchoCollectives(Collectives):
+    """Collectives in which every rank hands in what this one does, at once; no process group."""
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        self.group = None
+        self.device = device
+        self.rank = 0
+        self.ranks = ranks
+
+    @override
+    def all_gather(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _returned(tensor.expand(self.ranks, -1), out)
+
+    @override
+    def all_to_all(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _returned(tensor[0].expand(self.ranks, -1), out)
+
+    @override
+    def all_reduce(self, tensor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return tensor.mul_(self.ranks)
+
+
+def _returned(received: Tensor, out: Optional[Tensor]) -> Tensor:
+    return received.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(received.view_as(out))
+
+
+def echo_pipeline(settings: Settings, sizes: Sequence[int], ranks: int, device: torch.device) -> Pipeline:
+    """Build a system's pipeline over :class:`EchoCollectives`, for parameters ``"0"``, ``"1"``, ... of some sizes."""
+    compressor = settings.compressor
+    compressor.begin(ModelLayout(tuple(map(str, range(len(sizes)))), tuple(sizes), 0, ranks, device))
+    return Pipeline(
+        compressor,
+        settings.memory_for({torch.float32}, ranks),
+        settings.wires_for(0, ranks),
+        OneLevel(Channel(EchoCollectives(ranks, device), Recorder(device, ranks))),
+        density_of=lambda name: compressor.density_of(name, settings.density),
+    )
