@@ -23,12 +23,25 @@ from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
+from lightning_sparse.jobs import whereabouts
+from lightning_sparse.jobs.lightning import (
+    CURE,
+    CheckpointIO,
+    DDPStrategy,
+    GradClipAlgorithmType,
+    LightningModule,
+    MisconfigurationException,
+    ParallelStrategy,
+    Trainer,
+    _WrappingCheckpointIO,
+)
+from lightning_sparse.jobs.position import POSITION, Position, Reader
+from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan, Schedule
-from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
     Checkpointer,
@@ -42,19 +55,6 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import wrap
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.lightning import (
-    CURE,
-    CheckpointIO,
-    DDPStrategy,
-    GradClipAlgorithmType,
-    LightningModule,
-    MisconfigurationException,
-    ParallelStrategy,
-    Trainer,
-    _WrappingCheckpointIO,
-)
-from lightning_sparse.strategy.position import POSITION, Position, Reader
-from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import (
     catch_up,
     check_batches,
@@ -495,9 +495,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """Whether the last step was left to plain DDP."""
         return self._loop.is_plain
 
-    def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
+    def told(self) -> dict[str, Any]:
+        """Return what a forked or spawned process has to tell the one that launched it."""
+        plan = self.exchange_plan()
+        return {"stats": self.compression_stats(), "plan": None if plan is None else plan.state_dict()}
+
+    def remember(self, stats: dict[str, float], plan: Optional[dict[str, Any]]) -> None:
         """Take statistics and plan of a training that other processes have made for those of this one."""
-        self._loop.remember(stats, plan)
+        self._loop.remember(stats, None if plan is None else Plan.of(plan))
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
@@ -519,7 +524,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._start_method == "popen":
             self._launcher = whereabouts.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = whereabouts.ReportingLauncher(self, self._start_method)
+            self._launcher = whereabouts.ProcessLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sparse.cli.parser import SparseCLI
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.observe import Clock, Mark
-from lightning_sparse.strategy.lightning import (
+from lightning_sparse.jobs.lightning import (
     Callback,
     LightningArgumentParser,
     LightningEnvironment,

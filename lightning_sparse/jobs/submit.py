@@ -7,16 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from typing_extensions import override
-
-from lightning_sparse.cli.parser import SparseCLI
-from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser
 
 _DESCRIPTION = """\
 Send a fit to SLURM: check that nodes, tasks and devices agree with its configuration, write the job's script, submit.
@@ -38,8 +33,8 @@ _SIGNAL_SLACK = 60  # seconds by which SLURM may send the signal early
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def submit(args: Sequence[str]) -> None:
-    """Run the command on what follows ``submit``; what makes no sense is a message and status 2."""
+def submit(args: Sequence[str], read: Callable[[Sequence[str]], Namespace]) -> None:
+    """Run the command on what follows ``submit``; ``read`` tells what arguments of a fit say, without defaults."""
     parser = _parser()
     ends = args.index("--") if "--" in args else len(args)
     words, command = list(args[:ends]), args[ends + 1 :]
@@ -58,7 +53,7 @@ def submit(args: Sequence[str]) -> None:
         if command and fit_args:
             raise ValueError(f"{' '.join(fit_args)} cannot go together with a command after --: give the command alone")
         job.is_own, job.root, job.has_checkpoint = bool(command), None, False
-        _send(job, _script(job, command or _agreed(fit_args, job)))
+        _send(job, _script(job, command or _agreed(fit_args, read(fit_args), job)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -168,24 +163,8 @@ def parse_time(time: str) -> int:
     return seconds
 
 
-class _ParsedError(Exception):
-    """Lightning has understood the arguments, and would build the model now."""
-
-
-class _FitReader(SparseCLI):
-    """Lightning's own parser of ``fit``, stopped before it builds anything."""
-
-    @override
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self._parser("fit").prog = parser.prog  # the word is this module's, and not the user's
-        super().parse_arguments(parser, args)
-        assert isinstance(args, list)
-        raise _ParsedError(parser.parse_args(args, defaults=False)["fit"])
-
-
-def _agreed(args: Sequence[str], job: argparse.Namespace) -> list[str]:
+def _agreed(args: Sequence[str], given: Namespace, job: argparse.Namespace) -> list[str]:
     """Complete the arguments of a fit with what the job decides, and refuse those that say otherwise."""
-    given = _given(args)
     trainer, words = given.get("trainer") or Namespace(), list(args)
     if job.is_elastic:
         _check_elastic(given, job)
@@ -238,18 +217,6 @@ def _check_elastic(given: Namespace, job: argparse.Namespace) -> None:
             " nothing saves one in the midst of an epoch: add --trainer.callbacks+=ModelCheckpoint"
             " --trainer.callbacks.every_n_train_steps=500, or train_time_interval"
         )
-
-
-def _given(args: Sequence[str]) -> Namespace:
-    """Return what the arguments and their files say, without defaults."""
-    try:
-        with warnings.catch_warnings():
-            # They are those of the command line, less this command's own.
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-            _FitReader(args=["fit", *args], parser_kwargs={"prog": "lightning-sparse submit"})
-    except _ParsedError as parsed:
-        return parsed.args[0]  # type: ignore[no-any-return]  # the one that was given
-    raise AssertionError("the reader stops as soon as it has read")
 
 
 def _meaning(key: str, chosen: Any) -> Any:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Uncopied
-from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.strategy.lightning import SIGTERMException, Trainer
+from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
 
 
 class Signals(Uncopied):
@@ -29,7 +28,7 @@ class Signals(Uncopied):
         self._number: Optional[signal.Signals] = None
         self._group: Any = None
         self._is_connected = False
-        self._rounds: Optional[Rounds] = None
+        self._rounds: Any = None
         self._work: Any = None
         if threading.current_thread() is threading.main_thread():
             self._number, self.replaced = number, signal.signal(number, self._note)

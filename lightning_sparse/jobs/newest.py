@@ -9,10 +9,13 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.strategy.checkpoints.shards import CheckpointError
-from lightning_sparse.strategy.lightning import SLURMEnvironment, Trainer, get_filesystem
+from lightning_sparse.jobs.lightning import SLURMEnvironment, Trainer, get_filesystem
 
 _LAST = "last"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a rank's part of it, cannot be written, read, or used."""
 
 
 @contextmanager

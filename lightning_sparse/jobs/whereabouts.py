@@ -5,17 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
-from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import taking_whole
-from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
-
-if TYPE_CHECKING:
-    from lightning_sparse.strategy.trainer import SparseDDPStrategy
+from lightning_sparse.jobs.newest import taking_whole
+from lightning_sparse.jobs.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 _FAILED = -1  # in place of a number of batches
 _KEY = "lightning_sparse"
@@ -95,10 +91,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
 
 
-class ReportingLauncher(_MultiProcessingLauncher):
-    """Bring statistics and plan back from forked and spawned processes, beside the metrics that Lightning brings."""
+class ProcessLauncher(_MultiProcessingLauncher):
+    """The same of forked and spawned processes; it brings back what the strategy has to tell, beside the metrics."""
 
-    _strategy: "SparseDDPStrategy"
+    _strategy: Any
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
@@ -106,12 +102,9 @@ class ReportingLauncher(_MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        plan = self._strategy.exchange_plan()
-        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plan.state_dict()}
-        return {**super().get_extra_results(trainer), _KEY: told}
+        return {**super().get_extra_results(trainer), _KEY: self._strategy.told()}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        told = extra[_KEY]
-        self._strategy.remember(told["stats"], None if told["plan"] is None else Plan.of(told["plan"]))
+        self._strategy.remember(**extra[_KEY])
