@@ -157,8 +157,8 @@ def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, c
     ("args", "named"),
     [
         *(
-            ([f"--nodes={nodes}"], f"--nodes {nodes} must")
-            for nodes in ("8:2", "0:4", "2:", ":2", "a:b", "2:4:6", "-2")
+            ([f"--nodes={nodes}"], f"--nodes: {nodes!r}")
+            for nodes in ("0", "8:2", "0:4", "2:", ":2", "a:b", "2:4:6", "-2")
         ),
         (["--trainer.num_nodes=1"], "trainer.num_nodes=1"),
         (["--trainer.devices=2"], "trainer.devices='2'"),
@@ -166,18 +166,17 @@ def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, c
         (["--trainer.accelerator=cpu"], "trainer.accelerator='cpu'"),
         (["--time=soon"], "--time 'soon'"),
         (["--time=2"], "--time 2 is 120 seconds"),
-        (["--nodes=0"], "--nodes 0"),
-        (["--gpus-per-node=0"], "--gpus-per-node 0"),
+        (["--gpus-per-node=0"], "--gpus-per-node: "),
         (["--tasks-per-node=4"], "--gpus-per-node"),
-        (["--job-name=interactive"], "--job-name 'interactive'"),
-        (["--job-name=my job"], "--job-name 'my job'"),
-        (["--interface=eth0; rm"], "--interface 'eth0; rm'"),
+        (["--job-name=interactive"], "--job-name: 'interactive'"),
+        (["--job-name=my job"], "--job-name: 'my job'"),
+        (["--interface=eth0; rm"], "--interface: 'eth0; rm'"),
         (["--interface=^docker0"], "--setup 'export NCCL_SOCKET_IFNAME=^docker0'"),
         (["--directory=jobs\nrm -r ~"], "rm -r ~'"),
         (["--partition=gpu\nrm -r ~"], "rm -r ~'"),
-        (["--sbatch=long"], "--sbatch 'long'"),
-        (["--sbatch=--nodes=7"], "--sbatch=--nodes=7"),
-        (["--sbatch=-c4"], "--sbatch=-c4"),
+        (["--sbatch=long"], "--sbatch: 'long'"),
+        (["--sbatch=--nodes=7"], "--sbatch: '--nodes=7'"),
+        (["--sbatch=-c4"], "--sbatch: '-c4'"),
         (["--sbatch=--array=1-4"], "tasks of an array"),
         (["--trainer.max_epoks=3"], "did you mean 'trainer.max_epochs'"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
