@@ -109,9 +109,8 @@ class Termination:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Optional["Termination"]:
-        """Return that of a training; ``None`` on one process, and in Lightning before 2.6, where nothing is sent."""
-        sends = trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        return cls(trainer) if sends else None
+        """Return that of a training; ``None`` on one process."""
+        return cls(trainer) if trainer.world_size > 1 else None
 
     def _agree(self) -> None:
         """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
