@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "lightning_sparse"
@@ -10,11 +11,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What stands in a row may import what stands above it and what is its own, never its neighbours in the row.
 ROOMS = [
-    {"registry", "functional"},
+    {"functional"},
     {"compressors"},
     {"schedule"},
     {"engine"},
-    {"loop"},
+    {"loop", "jobs"},
     {"strategy"},
     {"testing", "callbacks"},
     {"__init__"},
@@ -51,7 +52,7 @@ def imported(path):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(str(node.module))
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
@@ -77,6 +78,12 @@ def test_imports_run_downward():
         assert one == other or floor_of(other, floors) < floor_of(one, floors), f"{path} imports {name}"
 
 
+def test_no_files_import_each_other():
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    TopologicalSorter({name: imported(path) - {name} for name, path in modules.items()}).prepare()
+
+
 def test_the_rooms_are_few():
     entries = {noun(path) for path in FILES}
     assert entries == set().union(*ROOMS)
@@ -85,9 +92,15 @@ def test_the_rooms_are_few():
 
 def test_only_the_doors_know_lightning_and_one_file_which():
     for path, name in imports():
-        if re.match(r"(pytorch_)?lightning(?!_sparse)", name) and path != PACKAGE / "strategy" / "lightning.py":
-            assert noun(path) in ("callbacks", "strategy"), f"{path} imports {name}"
+        if re.match(r"(pytorch_)?lightning(?!_sparse)", name) and path != PACKAGE / "jobs" / "lightning.py":
+            assert noun(path) in ("jobs", "callbacks", "strategy"), f"{path} imports {name}"
             assert name.partition(".")[0] == "lightning_utilities", f"{path} imports {name}"
+
+
+def test_jobs_would_serve_any_training():
+    for path in (PACKAGE / "jobs").glob("*.py"):
+        ours = {name for name in imported(path) if name.startswith("lightning_sparse.") and ".jobs" not in name}
+        assert all(name.startswith("lightning_sparse.engine.collectives") for name in ours), path
 
 
 def test_tests_lie_where_what_they_test_does():

@@ -7,7 +7,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.base import StepObserver, engine_of, log_scalars, parameter_tag, sparse_strategy
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.engine import Engine
-from lightning_sparse.strategy.lightning import LightningModule, Trainer
+from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _LIMIT = 1.0

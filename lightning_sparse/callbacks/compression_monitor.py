@@ -25,7 +25,7 @@ from lightning_sparse.callbacks.base import (
 from lightning_sparse.callbacks.tensorboard import log_layout, log_log_density, log_text, plan_page
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.observe import ParameterSamples, StepFacts, compression_ratio, mean_stats
-from lightning_sparse.strategy.lightning import LightningModule, Trainer
+from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 _MOST_STEPS = 256  # over which means are taken

@@ -14,7 +14,7 @@ from lightning_sparse.callbacks.base import StepObserver, engine_of, say, sparse
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.observe import Clock, Mark, StepMarks
-from lightning_sparse.strategy.lightning import LightningModule, TensorBoardLogger, Trainer
+from lightning_sparse.jobs.lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 BACKWARD, WORKER = ROWS = ("backward", "exchange worker")

@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.base import StepObserver, sparse_strategy
 from lightning_sparse.compressors.base import checked_count
+from lightning_sparse.compressors.registry import one_of
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.functional.reductions import fingerprint
-from lightning_sparse.registry import one_of
-from lightning_sparse.strategy.lightning import LightningModule, Trainer
+from lightning_sparse.jobs.lightning import LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
 

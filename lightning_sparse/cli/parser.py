@@ -10,9 +10,9 @@ from jsonargparse._typehints import ActionTypeHint
 from typing_extensions import override
 
 from lightning_sparse import callbacks
-from lightning_sparse.callbacks.requeue import RequeueAtStepEnd
-from lightning_sparse.registry import unknown_name
-from lightning_sparse.strategy.lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
+from lightning_sparse.compressors.registry import unknown_name
+from lightning_sparse.jobs.lightning import ArgsType, LightningArgumentParser, LightningCLI, StrategyRegistry
+from lightning_sparse.jobs.requeue import RequeueAtStepEnd
 from lightning_sparse.strategy.names import meant_by, systems
 
 for _name in callbacks.__all__:

@@ -10,8 +10,8 @@ from typing import Optional
 from typing_extensions import override
 
 from lightning_sparse.compressors.base import ErrorFeedback, ModelLayout, checked_density
+from lightning_sparse.compressors.registry import one_of
 from lightning_sparse.compressors.topk import TopK
-from lightning_sparse.registry import one_of
 
 
 class LAGS(TopK):

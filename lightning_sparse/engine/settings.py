@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, same_everywhere
+from lightning_sparse.compressors.registry import resolve
 from lightning_sparse.engine.adam.correction import AdamCorrection, falling_density
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
 from lightning_sparse.engine.wire import Exchange, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.registry import resolve
 from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
 
 AUTO = "auto"

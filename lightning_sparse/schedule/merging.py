@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from lightning_sparse.registry import one_of
+from lightning_sparse.compressors.registry import one_of
 
 SELECTIONS = ("worker", "backward")
 

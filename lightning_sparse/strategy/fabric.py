@@ -22,6 +22,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
+from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
@@ -30,7 +31,6 @@ from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, 
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import wrap
-from lightning_sparse.strategy.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.strategy.trainer import SparseBase
 
 

@@ -133,7 +133,7 @@ class _Row(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key != "strategy":
             raise KeyError(key)
-        ours = import_module("lightning_sparse.strategy.lightning")
+        ours = import_module("lightning_sparse.jobs.lightning")
         if self._lightning.startswith("lightning.") == ours.NAME.startswith("lightning."):
             self[key] = getattr(import_module("lightning_sparse"), self._class)
             return self[key]

@@ -15,6 +15,7 @@ from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, re
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
+from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import listed
@@ -23,7 +24,6 @@ from lightning_sparse.schedule import FixedSize
 from lightning_sparse.strategy.checkpoints import Checkpointer, CheckpointError, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import CURE
 from lightning_sparse.strategy.fabric import SparseFabric
-from lightning_sparse.strategy.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.strategy.trainer import SparseStrategy
 
 NODES = "nodes"

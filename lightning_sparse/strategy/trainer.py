@@ -23,12 +23,25 @@ from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
 from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
+from lightning_sparse.jobs import whereabouts
+from lightning_sparse.jobs.lightning import (
+    CURE,
+    CheckpointIO,
+    DDPStrategy,
+    GradClipAlgorithmType,
+    LightningModule,
+    MisconfigurationException,
+    ParallelStrategy,
+    Trainer,
+    _WrappingCheckpointIO,
+)
+from lightning_sparse.jobs.position import POSITION, Position, Reader
+from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
 from lightning_sparse.schedule import Plan, Schedule
-from lightning_sparse.strategy import whereabouts
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
     Checkpointer,
@@ -42,19 +55,6 @@ from lightning_sparse.strategy.checkpoints import (
 from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
 from lightning_sparse.strategy.ddp_wrapping import wrap
 from lightning_sparse.strategy.levels import ranks_of_node
-from lightning_sparse.strategy.lightning import (
-    CURE,
-    CheckpointIO,
-    DDPStrategy,
-    GradClipAlgorithmType,
-    LightningModule,
-    MisconfigurationException,
-    ParallelStrategy,
-    Trainer,
-    _WrappingCheckpointIO,
-)
-from lightning_sparse.strategy.position import POSITION, Position, Reader
-from lightning_sparse.strategy.signals import Termination
 from lightning_sparse.strategy.uneven import (
     catch_up,
     check_batches,
@@ -101,7 +101,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     has_uneven_batches = False  # ranks have, or may have, different numbers of them, and make steps that others do not
     _loop: Loop
     _timeout: Optional[timedelta]
-    _position: Optional[Position] = None  # of the checkpoint that was read, until training goes on from it
     _has_failed = _has_own_position = False
     _is_before_validation: Optional[bool] = None  # the checkpoint that was read, by all; a validation ends a round
     _seen_batch = 0  # the number of the last one, since the start
@@ -386,8 +385,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._checkpointer.note(checkpoint, checkpoint_path)
-        position = checkpoint.get(POSITION)
-        self._position = None if position is None else Position(**position)
         return checkpoint
 
     @override
@@ -402,7 +399,6 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         self._loop.end(self._has_failed, keeps_state=True)
         super().teardown()
         self._checkpointer.close()
-        self._position = None
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
@@ -495,9 +491,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """Whether the last step was left to plain DDP."""
         return self._loop.is_plain
 
-    def remember(self, stats: dict[str, float], plan: Optional[Plan]) -> None:
+    def told(self) -> dict[str, Any]:
+        """Return what a forked or spawned process has to tell the one that launched it."""
+        plan = self.exchange_plan()
+        return {"stats": self.compression_stats(), "plan": None if plan is None else plan.state_dict()}
+
+    def remember(self, stats: dict[str, float], plan: Optional[dict[str, Any]]) -> None:
         """Take statistics and plan of a training that other processes have made for those of this one."""
-        self._loop.remember(stats, plan)
+        self._loop.remember(stats, None if plan is None else Plan.of(plan))
 
     def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
         """Accumulate momentum before compression, and clip, as ``correction`` says, in each ``fit`` that follows.
@@ -519,7 +520,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self._start_method == "popen":
             self._launcher = whereabouts.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = whereabouts.ReportingLauncher(self, self._start_method)
+            self._launcher = whereabouts.ProcessLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -554,24 +555,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             return
         self._let_go()
         self._has_failed = False
-        self._begin_at_position(trainer)
         self._start(self._ddp, trainer)
-
-    def _begin_at_position(self, trainer: Trainer) -> None:
-        """Have training go on from the position in the data that the checkpoint has."""
-        fit_loop, run = trainer.fit_loop, trainer.fit_loop.run
-
-        def run_from_position() -> None:
-            fit_loop.setup_data()
-            self._reader = None if self.has_uneven_batches else Reader.of(trainer)
-            position, self._position = self._position, None
-            if self._reader is not None:
-                self._reader.begin()
-                if position is not None and fit_loop.restarting:
-                    self._reader.go_on(position)
-            run()
-
-        self._replace(fit_loop, "run", run_from_position)
 
     def _ranks_of_node(self) -> int:
         """Return how many ranks of a node average their gradients first, and say so; 1 for one level."""
@@ -591,6 +575,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         leave_word("")  # a search for a learning rate has come to an end of its own
+        self._reader = Reader.of(self._trainer)
         used = self._loop.unfinished.put_back(self.optimizers)
         if self.engine is not None:
             self.engine.stream.use(used)
@@ -642,6 +627,19 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self.engine is not None:
             self._checkpointer.restore(self._restore)
         self._checkpointer.loaded = None
+        trainer = self._trainer
+        if POSITION in checkpoint and trainer.fit_loop.restarting:
+            trainer.fit_loop.setup_data()
+            self._reader = Reader.of(trainer)
+            if self._reader is not None:
+                self._reader.go_on(Position(**checkpoint[POSITION]))
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
         """Give the engine, the optimizers and the step what this rank had kept; return what they cannot use."""

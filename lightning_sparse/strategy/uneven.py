@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.settings import LocalSteps, refuse
-from lightning_sparse.strategy.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
-from lightning_sparse.strategy.position import advance
+from lightning_sparse.jobs.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
+from lightning_sparse.jobs.position import advance
 
 
 class _Epoch(NamedTuple):

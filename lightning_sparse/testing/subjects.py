@@ -7,8 +7,8 @@ from typing import Any, Optional, Union
 import pytest
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors.registry import resolve
 from lightning_sparse.engine.wire import WIRES as _WIRES
-from lightning_sparse.registry import resolve
 
 COMPRESSOR_NAMES = sorted(COMPRESSORS)
 SCHEDULE_NAMES = ["layerwise", "merged", "single"]

@@ -32,8 +32,8 @@ from lightning_sparse.callbacks import (
     ReplicaSentinel,
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
+from lightning_sparse.compressors.registry import resolve
 from lightning_sparse.engine.settings import LocalSteps, takes_wire
-from lightning_sparse.registry import resolve
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands

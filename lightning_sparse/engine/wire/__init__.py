@@ -6,13 +6,13 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from lightning_sparse.compressors.registry import one_of
 from lightning_sparse.compressors.selection import SelectionSize
 from lightning_sparse.engine.wire.base import LocalFormat, Transfer, WireFormat
 from lightning_sparse.engine.wire.gather import GatherFormat
 from lightning_sparse.engine.wire.owners import LEAST_FOR_AN_OWNER, Owners, OwnersFormat
 from lightning_sparse.engine.wire.reduce import ReduceFormat
 from lightning_sparse.engine.wire.union import UnionFormat
-from lightning_sparse.registry import one_of
 
 WIRE_FORMATS: dict[str, type[WireFormat]] = {
     "gather": GatherFormat,

@@ -5,11 +5,11 @@ complete before Lightning's file, replaced in one piece, holds its random name; 
 crash therefore leaves the old checkpoint or the new one.
 """
 
+from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
-from lightning_sparse.strategy.checkpoints.newest import taking_whole
 from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore, saved_layouts
-from lightning_sparse.strategy.checkpoints.shards import CheckpointError, Save
+from lightning_sparse.strategy.checkpoints.shards import Save
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -20,5 +20,4 @@ __all__ = [
     "fitted_gradients",
     "restore",
     "saved_layouts",
-    "taking_whole",
 ]

@@ -10,20 +10,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.step.levels import Topology
+from lightning_sparse.jobs.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
+from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
 from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (
     CURE,
     KEY,
     AbsentError,
-    CheckpointError,
     Save,
     Share,
     mean_of_shares,
     read_header,
     read_state,
 )
-from lightning_sparse.strategy.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
 
 
 class Checkpointer:

@@ -12,8 +12,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
 from lightning_sparse.engine.step.levels import Topology
+from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.strategy.checkpoints.shards import CURE, CheckpointError, Save
+from lightning_sparse.strategy.checkpoints.shards import CURE, Save
 
 
 def restore(

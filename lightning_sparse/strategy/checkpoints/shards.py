@@ -15,17 +15,14 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from lightning_sparse.engine.collectives import gather_together, sum_together
 from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
 from lightning_sparse.engine.step.levels import Topology
+from lightning_sparse.jobs.lightning import CheckpointIO
+from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
-from lightning_sparse.strategy.lightning import CheckpointIO
 
 KEY = "lightning_sparse"
 _VERSION = 4
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 CURE = "To go on without what the ranks had kept: give the strategy resume_compression=False."
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint's shards cannot be written, read, or used."""
 
 
 class AbsentError(CheckpointError):

@@ -5,17 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import leave_word, waited_in_vain, words
-from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import taking_whole
-from lightning_sparse.strategy.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
-
-if TYPE_CHECKING:
-    from lightning_sparse.strategy.trainer import SparseDDPStrategy
+from lightning_sparse.jobs.newest import taking_newest
+from lightning_sparse.jobs.lightning import Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 _FAILED = -1  # in place of a number of batches
 _KEY = "lightning_sparse"
@@ -60,11 +56,11 @@ def telling(trainer: Optional[Trainer]) -> Iterator[None]:
 
 
 def told(trainer: Optional[Trainer], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside of :func:`telling`, from a checkpoint that is whole."""
+    """Call a function inside of :func:`telling`, from the newest checkpoint if it asks for the last."""
     if trainer is None:
         return function(*args, **kwargs)
-    with telling(trainer), taking_whole(trainer):
-        return function(*args, **kwargs)
+    with telling(trainer), taking_newest(trainer, args) as arguments:
+        return function(*arguments, **kwargs)
 
 
 def _leave(epoch: float, batches: int, line: str) -> None:
@@ -87,31 +83,25 @@ def _begun(trainer: Trainer) -> int:
     return trainer.fit_loop.total_batch_idx + 1
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class _Telling:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+
+
+class ScriptLauncher(_Telling, _SubprocessScriptLauncher):
     """Lightning's launcher of scripts, which also has each rank say why it waited in vain for another one."""
 
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
-        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
 
+class ProcessLauncher(_Telling, _MultiProcessingLauncher):
+    """The same of forked and spawned processes; it brings back what the strategy has to tell, beside the metrics."""
 
-class ReportingLauncher(_MultiProcessingLauncher):
-    """Bring statistics and plan back from forked and spawned processes, beside the metrics that Lightning brings."""
-
-    _strategy: "SparseDDPStrategy"
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
-        return super().launch(told, trainer, function, *args, trainer=trainer, **kwargs)
+    _strategy: Any
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        plan = self._strategy.exchange_plan()
-        told = {"stats": self._strategy.compression_stats(), "plan": None if plan is None else plan.state_dict()}
-        return {**super().get_extra_results(trainer), _KEY: told}
+        return {**super().get_extra_results(trainer), _KEY: self._strategy.told()}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        told = extra[_KEY]
-        self._strategy.remember(told["stats"], None if told["plan"] is None else Plan.of(told["plan"]))
+        self._strategy.remember(**extra[_KEY])

@@ -1,7 +1,7 @@
 """``fit(ckpt_path="last")``: from the newest checkpoint that is whole, which is the same for all ranks."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,34 +9,30 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.strategy.checkpoints.shards import CheckpointError
-from lightning_sparse.strategy.lightning import SLURMEnvironment, Trainer, get_filesystem
+from lightning_sparse.jobs.lightning import SLURMEnvironment, Trainer, get_filesystem
 
 _LAST = "last"
+_NEWEST = "newest"  # to Lightning the path of a file, and not "last", for which it would look itself
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a rank's part of it, cannot be written, read, or used."""
 
 
 @contextmanager
-def taking_whole(trainer: Trainer) -> Iterator[None]:
-    """Have "last" mean, where Lightning starts from a checkpoint, the newest that all ranks can read."""
+def taking_newest(trainer: Trainer, arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Have "last" among the arguments of a fit mean the newest checkpoint that all ranks can read."""
     connector: Any = trainer._checkpoint_connector
-    parse, start = connector._parse_ckpt_path, connector.resume_start
-
-    def parse_others(purpose: Any, ckpt_path: Any, **given: Any) -> Any:
-        if ckpt_path != _LAST or purpose != "fit":
-            return parse(purpose, ckpt_path, **given)
-        # Only there have ranks found each other, and callbacks their folders.
-        connector.resume_start = partial(_start_from_whole, trainer, start)
-        return None
-
-    connector._parse_ckpt_path = parse_others
+    is_last = [isinstance(each, str) and each == _LAST and trainer.state.fn == "fit" for each in arguments]
+    if any(is_last):  # only there have ranks found each other, and callbacks their folders
+        connector.resume_start = partial(_start_from_newest, trainer, connector.resume_start)
     try:
-        yield
+        yield [_NEWEST if each else argument for each, argument in zip(is_last, arguments)]
     finally:
-        for name in ("_parse_ckpt_path", "resume_start"):
-            vars(connector).pop(name, None)
+        vars(connector).pop("resume_start", None)
 
 
-def _start_from_whole(trainer: Trainer, start: Callable[..., None], parsed: Any = None, **given: Any) -> None:
+def _start_from_newest(trainer: Trainer, start: Callable[..., None], parsed: Any = None, **given: Any) -> None:
     """Read the newest checkpoint that every rank can read, and its part of it; pass over others, and say so."""
     connector: Any = trainer._checkpoint_connector
     del connector.resume_start  # a search for a learning rate comes back to a file of its own

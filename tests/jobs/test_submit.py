@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from lightning_sparse.cli import main
-from lightning_sparse.cli.submit import check_step, parse_time
+from lightning_sparse.jobs.submit import check_step, parse_time
 from tests.helpers.commands import refusal
 from tests.helpers.pages import shown_commands
 
 BASE = ["--nodes=2", "--gpus-per-node=4", "--time=2:00:00"]
-FIT = ["--model=tests.cli.slow.Slow", "--trainer.strategy=sparse_topk"]
+FIT = ["--model=tests.jobs.slow.Slow", "--trainer.strategy=sparse_topk"]
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +157,8 @@ def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, c
     ("args", "named"),
     [
         *(
-            ([f"--nodes={nodes}"], f"--nodes {nodes} must")
-            for nodes in ("8:2", "0:4", "2:", ":2", "a:b", "2:4:6", "-2")
+            ([f"--nodes={nodes}"], f"--nodes: {nodes!r}")
+            for nodes in ("0", "8:2", "0:4", "2:", ":2", "a:b", "2:4:6", "-2")
         ),
         (["--trainer.num_nodes=1"], "trainer.num_nodes=1"),
         (["--trainer.devices=2"], "trainer.devices='2'"),
@@ -166,18 +166,17 @@ def test_what_would_not_go_on_from_its_last_checkpoint_is_refused(args, named, c
         (["--trainer.accelerator=cpu"], "trainer.accelerator='cpu'"),
         (["--time=soon"], "--time 'soon'"),
         (["--time=2"], "--time 2 is 120 seconds"),
-        (["--nodes=0"], "--nodes 0"),
-        (["--gpus-per-node=0"], "--gpus-per-node 0"),
+        (["--gpus-per-node=0"], "--gpus-per-node: "),
         (["--tasks-per-node=4"], "--gpus-per-node"),
-        (["--job-name=interactive"], "--job-name 'interactive'"),
-        (["--job-name=my job"], "--job-name 'my job'"),
-        (["--interface=eth0; rm"], "--interface 'eth0; rm'"),
+        (["--job-name=interactive"], "--job-name: 'interactive'"),
+        (["--job-name=my job"], "--job-name: 'my job'"),
+        (["--interface=eth0; rm"], "--interface: 'eth0; rm'"),
         (["--interface=^docker0"], "--setup 'export NCCL_SOCKET_IFNAME=^docker0'"),
         (["--directory=jobs\nrm -r ~"], "rm -r ~'"),
         (["--partition=gpu\nrm -r ~"], "rm -r ~'"),
-        (["--sbatch=long"], "--sbatch 'long'"),
-        (["--sbatch=--nodes=7"], "--sbatch=--nodes=7"),
-        (["--sbatch=-c4"], "--sbatch=-c4"),
+        (["--sbatch=long"], "--sbatch: 'long'"),
+        (["--sbatch=--nodes=7"], "--sbatch: '--nodes=7'"),
+        (["--sbatch=-c4"], "--sbatch: '-c4'"),
         (["--sbatch=--array=1-4"], "tasks of an array"),
         (["--trainer.max_epoks=3"], "trainer.max_epoks"),
         (["--trainer.strategy=sparse_tpok"], "(did you mean 'sparse_topk'?)"),
@@ -206,7 +205,7 @@ def test_a_missing_sbatch_is_named_and_what_it_says_passed_on(capsys, monkeypatc
 
 @pytest.mark.parametrize("command", shown_commands("submit"))
 def test_a_command_of_the_pages_is_taken_as_it_stands_there(capsys, tmp_path, command):
-    (tmp_path / "fit.yaml").write_text("model: tests.cli.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
+    (tmp_path / "fit.yaml").write_text("model: tests.jobs.slow.Slow\ntrainer: {strategy: sparse_topk}\n")
     main(["submit", *shlex.split(command.removesuffix("--dry-run")), "--dry-run"])
     assert "fit --config fit.yaml" in capsys.readouterr().out
 

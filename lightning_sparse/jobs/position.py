@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.strategy.lightning import Trainer
+from lightning_sparse.jobs.lightning import Trainer
 
 POSITION = "lightning_sparse_position"  # in a checkpoint
 
@@ -64,24 +64,20 @@ class Reader:
     @classmethod
     def of(cls, trainer: Trainer) -> Optional["Reader"]:
         """Return that of a training whose data are set up; ``None`` where no order is known, or ranks differ."""
-        combined: Any = trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else combined.flattened
-        loader = loaders[0] if len(loaders) == 1 and _is_dealt(loaders[0]) else None
+        loader: Any = trainer.train_dataloader
         form: Any = None
-        if loader is not None:
-            sampler = loader.sampler
-            form = (loader.batch_size, sampler.num_replicas, len(sampler.dataset), sampler.seed, sampler.shuffle)
+        if _is_dealt(loader):
+            sampler, batches = loader.sampler, trainer.num_training_batches
+            form = (loader.batch_size, batches, sampler.num_replicas, len(sampler.dataset), sampler.seed, sampler.shuffle)
         forms = gather_together(form) if trainer.world_size > 1 else [form]
-        return None if loader is None or any(other != form for other in forms) else cls(trainer, loader)
+        return None if form is None or any(other != form for other in forms) else cls(trainer, loader)
 
     def current(self) -> Optional["Reader"]:
         """Return that of the loader of now, where users have it made anew after epochs; all ranks must call."""
-        combined: Any = self._trainer.fit_loop._combined_loader
-        is_current = combined is not None and any(loader is self._loader for loader in combined.flattened)
-        return self if is_current else Reader.of(self._trainer)
+        return self if self._trainer.train_dataloader is self._loader else Reader.of(self._trainer)
 
-    def begin(self) -> None:
-        """Begin an epoch anew, whatever a training before this one has left in the sampler that a user has made."""
+    def close(self) -> None:
+        """Have the sampler, which may be the user's, begin its epoch anew in a training that follows."""
         self._sampler.samples = self._sampler.batches = 0
 
     def position(self) -> Position:
@@ -116,17 +112,8 @@ class Reader:
         self._sampler.set_epoch(position.epoch if left else position.epoch + 1)
         if left:
             self._sampler.samples, self._sampler.batches = position.samples, begun
-        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        reset = epoch_loop.reset
-
-        def reset_silently() -> None:
-            """Say nothing of data that begin anew in a resume, which is not true of these."""
-            del epoch_loop.reset
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the")
-                reset()
-
-        epoch_loop.reset = reset_silently
+        # Lightning says of data that begin anew in a resume, once in a process, what is not true of these.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the")
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         iter(fetcher)  # anew, since its workers may have read ahead
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.collectives import Uncopied
-from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.strategy.lightning import SIGTERMException, Trainer
+from lightning_sparse.jobs.lightning import SIGTERMException, Trainer
 
 
 class Signals(Uncopied):
@@ -29,7 +28,7 @@ class Signals(Uncopied):
         self._number: Optional[signal.Signals] = None
         self._group: Any = None
         self._is_connected = False
-        self._rounds: Optional[Rounds] = None
+        self._rounds: Any = None
         self._work: Any = None
         if threading.current_thread() is threading.main_thread():
             self._number, self.replaced = number, signal.signal(number, self._note)
@@ -110,9 +109,8 @@ class Termination:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Optional["Termination"]:
-        """Return that of a training; ``None`` on one process, and in Lightning before 2.6, where nothing is sent."""
-        sends = trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        return cls(trainer) if sends else None
+        """Return that of a training; ``None`` on one process."""
+        return cls(trainer) if trainer.world_size > 1 else None
 
     def _agree(self) -> None:
         """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
