@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.compressors.base import ModelLayout
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.settings import LocalSteps, Settings
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.worker import Channel
@@ -65,9 +65,14 @@ class SettingsOf(NamedTuple):
 
     def build(self) -> Settings:
         """Build them, without a warm-up of the density."""
-        rounds = None if self.local_steps == 1 else LocalSteps(self.local_steps)
-        more: dict[str, Any] = {"overlaps_backward": self.overlaps_backward, "local_steps": rounds}
-        return Settings(self.compressor, self.density, "merged", self.wire, 0, **more)
+        return Settings.of(
+            self.compressor,
+            self.density,
+            wire=self.wire,
+            warmup_epochs=0,
+            overlaps_backward=self.overlaps_backward,
+            local_steps=self.local_steps,
+        )
 
 
 class EchoCollectives(Collectives):
