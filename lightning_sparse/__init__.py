@@ -22,7 +22,7 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.strategy.names import TABLES, register_names
 
 if TYPE_CHECKING:
-    from lightning_sparse.engine.settings import LocalSteps
+    from lightning_sparse.engine.settings import Compression, LocalSteps
     from lightning_sparse.engine.wire.owners import Owners
     from lightning_sparse.loop import Sparsifier, sparsify
     from lightning_sparse.schedule import Schedule
@@ -34,6 +34,7 @@ __version__ = version("lightning-sparse")
 
 # What takes long to import, and not every script needs.
 _LATER = {
+    "Compression": "lightning_sparse.engine.settings",
     "LocalSteps": "lightning_sparse.engine.settings",
     "Owners": "lightning_sparse.engine.wire.owners",
     "Schedule": "lightning_sparse.schedule",
@@ -84,6 +85,7 @@ for _lightning in TABLES.keys() & sys.modules.keys():
 
 __all__ = [
     "AdamCorrection",
+    "Compression",
     "Compressor",
     "ErrorFeedback",
     "LocalSteps",

@@ -28,6 +28,7 @@ SYSTEMS = DOCS / "systems"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify"}
+del CLASSES["Compression"]  # whose arguments are those of the others
 STRATEGIES = [DDPStrategy.__init__, ModelParallelStrategy.__init__, DistributedDataParallel.__init__]
 OTHERS = [LightningCLI.__init__, Trainer.__init__, Trainer.fit, *STRATEGIES]
 

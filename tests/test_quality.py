@@ -52,7 +52,8 @@ def train(rank, compressor, is_adam):
 @pytest.mark.parametrize("is_adam", [True, False], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("compressor", ["topk", "exdyna", "sdagc", "dgc"])
 def test_threads_do_what_processes_do(pair, compressor, is_adam):
-    settings = partial(Settings, compressor, 0.1, "single", "bfloat16", 0, CORRECTION if is_adam else None)
+    more = {"warmup_epochs": 0, "optimizer_correction": CORRECTION if is_adam else None}
+    settings = partial(Settings.of, compressor, 0.1, schedule="single", wire="bfloat16", **more)
     ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=is_adam), settings, STEPS)
     for step in range(STEPS):
         ranks.step([lambda model, rank=rank, step=step: model(batch(rank, step)) for rank in range(2)])
@@ -113,7 +114,7 @@ def test_power_sgd_of_as_many_columns_as_a_mean_gradient_has_is_exact():
 
 
 def test_a_rank_without_a_batch_changes_nothing():
-    settings = partial(Settings, "dense", None, "single", "float32", 0, None, local_steps=LocalSteps(2, 1.0, 0.0))
+    settings = partial(Settings.of, "dense", schedule="single", local_steps=LocalSteps(2, 1.0, 0.0))
     ranks = virtual.VirtualRanks(2, network, partial(build_optimizer, is_adam=False), settings, 4)
     alone = network()
     optimizer = build_optimizer(alone, is_adam=False)

@@ -1,21 +1,31 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=error
 """A user's script, as type checkers see it: `make lint`.
 
-The last two lines are wrong. A checker that does not find them wrong has nothing to check them by, and says that it is
-told to ignore nothing.
+The last three lines are wrong. A checker that does not find them wrong has nothing to check them by, and says that it
+is told to ignore nothing.
 """
 
+import torch
 from pytorch_lightning import Trainer
 
-from lightning_sparse import SparseDDPStrategy, SparseFabricModelParallelStrategy, SparseFabricStrategy
+from lightning_sparse import (
+    LocalSteps,
+    SparseDDPStrategy,
+    SparseFabricModelParallelStrategy,
+    SparseFabricStrategy,
+    sparsify,
+)
 from lightning_sparse.callbacks import AdaptiveDensity, CompressionMonitor, Warmup
 
 trainer = Trainer(
-    strategy=SparseDDPStrategy(compressor="topk", density=0.01),
+    strategy=SparseDDPStrategy(compressor="topk", density=0.01, wire="bfloat16", find_unused_parameters=True),
     callbacks=[CompressionMonitor(progress_bar=True), AdaptiveDensity([Warmup(2)])],
 )
 sent: float = SparseDDPStrategy().compression_stats()["density"]
 SparseFabricStrategy(compressor="topk", density=0.01).set_epoch(0)
 SparseFabricModelParallelStrategy(lambda model, mesh: model, density=0.01).set_epoch(0)
+model = torch.nn.Linear(2, 2)
+sparsify(model, torch.optim.SGD(model.parameters()), "lags", local_steps=LocalSteps(5), total_steps=10).close()
 wrong: int = SparseDDPStrategy().compression_stats()  # type: ignore[assignment]
 CompressionMonitor(progress_bar="yes")  # type: ignore[arg-type]
+SparseDDPStrategy(density=0.01, wire=16)  # type: ignore[arg-type]

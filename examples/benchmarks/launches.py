@@ -308,9 +308,16 @@ def launches_of_a_step(
     sizes = system.sizes if sizes is None else sizes
     launches = Launches(tensors_a_launch)
     correction = AdamCorrection(dense_steps=_DENSE_STEPS, fall_steps=0) if system.is_corrected else "auto"
-    settings = Settings(system.compressor, system.density, "single", "float32", 0, correction, system.exchange)
+    settings = Settings.of(
+        system.compressor,
+        system.density,
+        schedule="single",
+        warmup_epochs=0,
+        optimizer_correction=correction,
+        exchange=system.exchange,
+    )
     if system.is_corrected:
-        settings.correct_adam()
+        settings = settings.correcting_adam()
     with launches, mock.patch.object(torch, "Generator", _HostGenerator):
         pipeline = echo_pipeline(settings, sizes, ranks, system.device)
         pipeline.recorder = PhaseRecorder(launches)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -273,13 +273,22 @@ class Run(NamedTuple):
         epochs = 4 if self.optimizer == "sgd" else 0
         way, _, keep = self.exchange.partition(":")
         exchange = AUTO if name == "dense" else Owners(float(keep)) if keep else way
-        rounds = None
+        rounds: Union[int, LocalSteps] = 1
         if self.local:
             steps, rate, momentum, decay, synchronous = self.local_numbers()
             before = int(synchronous)
             rounds = LocalSteps(int(steps), rate, momentum, momentum > 0, decay, synchronous_steps=before)
             epochs = 0
-        return Settings(name, self.density, "single", self.wire, epochs, correction, exchange, local_steps=rounds)
+        return Settings.of(
+            name,
+            self.density,
+            schedule="single",
+            wire=self.wire,
+            warmup_epochs=epochs,
+            optimizer_correction=correction,
+            exchange=exchange,
+            local_steps=rounds,
+        )
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def memory(exchange: str, ranks: int) -> str:
 
 def _steps(sizes: Sequence[int], exchange: str, ranks: int) -> tuple[int, int]:
     """Make steps; return the bytes that are resident at the peak and afterwards, more than before."""
-    settings = Settings("topk", DENSITY, "merged", "float32", 0, exchange=exchange)
+    settings = Settings.of("topk", DENSITY, warmup_epochs=0, exchange=exchange)
     pipeline = echo_pipeline(settings, sizes, ranks, torch.device("cpu"))
     gradients = [torch.randn(size) for size in sizes]
     before = _resident()
@@ -193,7 +193,8 @@ def _work(exchange: str, node_ranks: int) -> float:
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     ddp = DistributedDataParallel(model)
     way, _, keep = exchange.partition(":")
-    settings = Settings("topk", DENSITY, "merged", "float32", 0, None, Owners(float(keep)) if keep else way)
+    owners = Owners(float(keep)) if keep else way
+    settings = Settings.of("topk", DENSITY, warmup_epochs=0, optimizer_correction=None, exchange=owners)
     engine = Engine(ddp, settings, node_ranks=node_ranks)
     counter, before = Path("/sys/class/net/eth0/statistics/rx_bytes"), 0
     for step in range(_WARM_UP + _STEPS):

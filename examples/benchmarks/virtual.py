@@ -210,7 +210,7 @@ class VirtualRank:
 
     def _build(self, settings: Settings, total_steps: int) -> None:
         if settings.can_correct_adam and is_correctable(self.optimizer):
-            settings.correct_adam()
+            self._settings = settings = settings.correcting_adam()
         compressor = settings.compressor
         rank, ranks = self._collectives.rank, self._collectives.ranks
         wires = settings.wires_for(rank, ranks)

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypedDict, Union
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, Unpack
 
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import FROM_OPTIMIZER, ErrorFeedback, checked_density, same_everywhere
@@ -110,50 +111,134 @@ def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
     return None if rounds == LocalSteps() else rounds
 
 
-class Settings:
-    """The user's choices, checked and with names turned into objects; arguments as of ``SparseDDPStrategy``.
+class Compression(TypedDict, total=False):
+    """What is sent, how, when and with whom: the settings that all entry points share, given by name.
 
-    ``feedback`` is what is asked of the memory, and ``adam`` how its updates are made before selection, if they are.
+    ``compressor`` and ``density`` are each entry point's own, and may be given first, without their names.
+
+    Args:
+        compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
+        density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
+        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
+            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
+            than the density asks for, or leave steps to DDP.
+        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
+            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
+        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's,
+            but at most a tenth of the steps of a training whose length is known, unless they are local steps.
+        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge
+            sparse gradients, before selection, with a warm-up, and warns of other adaptive optimizers; an
+            :class:`~lightning_sparse.AdamCorrection` has your numbers, and refuses all others; ``None`` changes none.
+        exchange: how selections travel: ``"gather"`` hands every rank's to every rank, so that bytes grow with ranks;
+            with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
+            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
+            half the bytes or less, from about 15 ranks on. See the page on scaling.
+        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it, as on NCCL with
+            SyncBatchNorm: no other collective of backward then meets theirs. See the page on limits.
+        local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
+            parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
+            :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.
+        levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
+            the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
+            has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
+            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``). With ``local_steps``, 2 has the ranks of a node
+            train in step, and rounds go between nodes. See the page on local steps.
+
+    Example::
+
+        >>> DEFAULTS  # doctest: +NORMALIZE_WHITESPACE
+        {'schedule': 'merged', 'wire': 'float32', 'warmup_epochs': None, 'optimizer_correction': 'auto',
+         'exchange': 'auto', 'overlaps_backward': True, 'local_steps': 1, 'levels': 'auto'}
     """
 
-    def __init__(
-        self,
-        compressor: Union[str, Compressor],
-        density: Optional[float],
-        schedule: Union[str, Schedule],
-        wire: str,
-        warmup_epochs: Optional[int] = None,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        overlaps_backward: bool = True,
-        local_steps: Optional[LocalSteps] = None,
-        levels: Union[str, int] = AUTO,
-    ) -> None:
-        self.compressor = own = resolve("compressor", Compressor, COMPRESSORS, compressor)
-        self.schedule = resolve("schedule", Schedule, SCHEDULES, schedule)
-        chosen = wire_values(wire)
-        self.wire, self.wire_bits = chosen if own.wire is None or chosen.bits is not None else wire_values(own.wire)
-        self.exchange: Exchange = exchange_of(exchange)
-        self.optimizer_correction = optimizer_correction
-        self.overlaps_backward = overlaps_backward
-        self.levels = levels
-        self.local_steps = local_steps
+    schedule: Union[str, Schedule]
+    wire: str
+    warmup_epochs: Optional[int]
+    optimizer_correction: Union[str, AdamCorrection, None]
+    exchange: Union[str, Owners]
+    overlaps_backward: bool
+    local_steps: Union[int, str, LocalSteps]
+    levels: Union[str, int]
+
+
+DEFAULTS = Compression(
+    schedule="merged",
+    wire="float32",
+    warmup_epochs=None,
+    optimizer_correction=AUTO,
+    exchange=AUTO,
+    overlaps_backward=True,
+    local_steps=1,
+    levels=AUTO,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """A training's choices, checked and with names turned into objects.
+
+    ``asked`` is what is asked of the memory, and ``feedback`` what it does: they differ where Adam's updates are made
+    before selection, as ``adam`` says.
+    """
+
+    compressor: Compressor
+    density: float
+    schedule: Schedule
+    wire: torch.dtype
+    wire_bits: Optional[int]
+    warmup_epochs: int
+    bounds_warm_up: bool
+    optimizer_correction: Union[str, AdamCorrection, None]
+    exchange: Exchange
+    overlaps_backward: bool
+    local_steps: Optional[LocalSteps]
+    levels: Union[str, int]
+    asked: ErrorFeedback
+    feedback: ErrorFeedback
+    adam: Optional[AdamCorrection] = None
+
+    @classmethod
+    def of(
+        cls, compressor: Union[str, Compressor], density: Optional[float] = None, **given: Unpack[Compression]
+    ) -> Self:
+        """Check what a user chose."""
+        chosen: Compression = {**DEFAULTS, **given}
+        own = resolve("compressor", Compressor, COMPRESSORS, compressor)
+        schedule = resolve("schedule", Schedule, SCHEDULES, chosen["schedule"])
+        wire, bits = wire_values(chosen["wire"])
+        if own.wire is not None and bits is None:
+            wire, bits = wire_values(own.wire)
+        exchange, rounds = exchange_of(chosen["exchange"]), rounds_of(chosen["local_steps"])
         refuse(
-            *_of_the_compressor(own, density, warmup_epochs, wire, exchange, levels),
-            *_of_the_correction(own, optimizer_correction),
-            *_of_the_schedule(own, self.schedule, schedule),
+            *_of_the_compressor(own, density, chosen),
+            *_of_the_correction(own, chosen["optimizer_correction"]),
+            *_of_the_schedule(own, schedule, chosen["schedule"]),
         )
-        self.density = own.default_density or 1.0 if density is None else checked_density("density", density)
-        self.warmup_epochs = own.default_warmup_epochs if warmup_epochs is None else int(warmup_epochs)
-        # Ranks make different numbers of local steps, and their epochs end together.
-        self.bounds_warm_up = warmup_epochs is None and self.warmup_epochs > 0 and local_steps is None
-        self.adam: Optional[AdamCorrection] = None
-        decay = 1.0
-        if local_steps is not None:
-            is_exact = own.is_lossless and self.wire is torch.float32
-            refuse(*_of_local_steps(own, local_steps, self.adapts_density, optimizer_correction, is_exact))
-            decay = local_steps.residual_decay
-        self._ask_for(own.feedback._replace(decay=decay))
+        epochs = chosen["warmup_epochs"]
+        warmup_epochs = own.default_warmup_epochs if epochs is None else int(epochs)
+        feedback = own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay)
+        settings = cls(
+            compressor=own,
+            density=own.default_density or 1.0 if density is None else checked_density("density", density),
+            schedule=schedule,
+            wire=wire,
+            wire_bits=bits,
+            warmup_epochs=warmup_epochs,
+            # Ranks make different numbers of local steps, and their epochs end together.
+            bounds_warm_up=epochs is None and warmup_epochs > 0 and rounds is None,
+            optimizer_correction=chosen["optimizer_correction"],
+            exchange=exchange,
+            overlaps_backward=chosen["overlaps_backward"],
+            local_steps=rounds,
+            levels=chosen["levels"],
+            asked=feedback,
+            feedback=feedback,
+        )
+        if rounds is not None:
+            is_exact = own.is_lossless and wire is torch.float32
+            correction = settings.optimizer_correction
+            refuse(*_of_local_steps(own, rounds, settings.adapts_density, correction, is_exact))
+        return settings
 
     @property
     def replicas_diverge(self) -> bool:
@@ -181,40 +266,37 @@ class Settings:
         """Whether the optimizers are given part of each gradient late."""
         return self.compressor.feedback.keeps_residual and self.density < 1 and self.local_steps is None
 
-    def correct_adam(self) -> None:
-        """Have Adam's updates made before selection in the next fit, in place of momentum."""
-        asked, own = self._asked_feedback, self.optimizer_correction
-        self.adam = own if isinstance(own, AdamCorrection) else AdamCorrection()
-        self.feedback = ErrorFeedback(follows_learning_rate=asked.follows_learning_rate, clip_norm=asked.clip_norm)
+    def correcting_adam(self) -> Self:
+        """Return those by which Adam's updates are made before selection, in place of momentum."""
+        asked, own = self.asked, self.optimizer_correction
+        feedback = ErrorFeedback(follows_learning_rate=asked.follows_learning_rate, clip_norm=asked.clip_norm)
+        return replace(self, feedback=feedback, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
 
-    def leave_optimizers(self) -> None:
-        """Have gradients accumulated, or the momentum that was asked for, in the next fit."""
-        self._ask_for(self._asked_feedback)
-
-    def _ask_for(self, feedback: ErrorFeedback) -> None:
-        self.feedback = self._asked_feedback = feedback
-        self.adam = None
+    def leaving_optimizers(self) -> Self:
+        """Return those by which gradients are accumulated, or the momentum that was asked for."""
+        return replace(self, feedback=self.asked, adam=None)
 
     @property
     def can_correct_adam(self) -> bool:
         """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
-        leaves_room = self._asked_feedback.momentum in (None, FROM_OPTIMIZER)
+        leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
         return is_wanted and leaves_room and _refusal_of_correction(self.compressor) is None
 
     @property
     def takes_momentum(self) -> bool:
         """Whether momentum was asked for that only the one kind of optimizer has."""
-        return self._asked_feedback.momentum is not None
+        return self.asked.momentum is not None
 
-    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
-        """Accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor says itself."""
+    def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
+        """Return those that accumulate momentum, mask and clip as ``correction`` says; ``None`` as the compressor."""
         own = self.compressor.feedback
         if correction is None:
-            self._ask_for(own._replace(decay=self.feedback.decay))
-            return
-        refuse(*_of_momentum(self, correction))
-        self._ask_for(correction._replace(follows_learning_rate=own.follows_learning_rate))
+            asked = own._replace(decay=self.asked.decay)
+        else:
+            refuse(*_of_momentum(self, correction))
+            asked = correction._replace(follows_learning_rate=own.follows_learning_rate)
+        return replace(self, asked=asked, feedback=asked, adam=None)
 
     def check_rules(self) -> None:
         """Refuse rules for densities where they could raise none."""
@@ -240,7 +322,7 @@ class Settings:
     def warm_up_stage(self, epoch: int, steps: int, total_steps: Optional[int]) -> int:
         """Return the warm-up's stage, from 0, of an epoch, or of so many of a training's steps where that is further.
 
-        >>> [Settings("dgc", None, "merged", "float32").warm_up_stage(0, steps, 150) for steps in (0, 8, 15)]
+        >>> [Settings.of("dgc").warm_up_stage(0, steps, 150) for steps in (0, 8, 15)]
         [0, 2, 4]
         """
         if not total_steps or not self.bounds_warm_up:
@@ -295,10 +377,10 @@ def takes_wire(compressor: Compressor, wire: str) -> bool:
     return is_sized or wire_values(wire).bits is None
 
 
-def _of_the_compressor(
-    own: Compressor, density: Optional[float], warmup_epochs: Any, wire: str, exchange: Any, levels: Any
-) -> Iterator[Row]:
+def _of_the_compressor(own: Compressor, density: Optional[float], chosen: Compression) -> Iterator[Row]:
     """Yield what a compressor has no place for."""
+    warmup_epochs: Any = chosen["warmup_epochs"]
+    wire, exchange, levels = chosen["wire"], chosen["exchange"], chosen["levels"]
     name, reason = type(own).__name__, refusal_of_shares(own)
     has_density = own.default_density is not None
     yield (

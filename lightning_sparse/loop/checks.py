@@ -1,7 +1,6 @@
 """What is checked of a model before its gradients are exchanged, whoever drives the training."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -74,22 +73,21 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
     local, told = settings.local_steps, list[str]()
     if backend != "nccl":
         return settings, told
-    kept = copy(settings)
-    if any(cut_modules(model)):  # FSDP gathers and scatters all through backward, on a communicator of its own
-        kept.overlaps_backward = False
+    # FSDP gathers and scatters all through backward, on a communicator of its own.
+    overlaps = settings.overlaps_backward and not any(cut_modules(model))
     has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
     if settings.overlaps_backward and has_batch_norm:
-        kept.overlaps_backward = False
+        overlaps = False
         told.append(
             f"gradients travel after backward, not during it: SyncBatchNorm exchanges during backward, too, {_ON_NCCL}."
         )
     if local is not None and local.overlap_steps:
-        kept.local_steps = replace(local, overlap_steps=0)
         told.append(
             f"overlap_steps={local.overlap_steps} is taken as 0, so that training waits for each exchange: metrics,"
             f" checkpoints, and the ranks of a node, exchange between steps, too, {_ON_NCCL}."
         )
-    return kept, told
+        local = replace(local, overlap_steps=0)
+    return replace(settings, overlaps_backward=overlaps, local_steps=local), told
 
 
 def of_the_settings(settings: Settings) -> Iterator[Row]:

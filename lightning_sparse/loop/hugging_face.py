@@ -7,8 +7,9 @@ from typing import Any, Optional, Union
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
+from lightning_sparse.loop.arguments import LoopArguments
 from lightning_sparse.loop.sparsify import Sparsifier, sparsify
 
 
@@ -38,7 +39,7 @@ class SparsifyCallback(TrainerCallback):
         trainer: Trainer,
         resume_from: Union[str, Path, None] = None,
         resume_compression: bool = True,
-        **settings: Any,
+        **settings: Unpack[LoopArguments],
     ) -> None:
         self._trainer = trainer
         self._resume_from = resume_from
@@ -61,7 +62,7 @@ class SparsifyCallback(TrainerCallback):
             return
         optimizer: Any = self._trainer.optimizer
         scaler = getattr(self._trainer.accelerator, "scaler", None)
-        given = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
+        given: LoopArguments = {"scaler": scaler, "total_steps": state.max_steps, **self._settings}
         self._handle = sparsify(ddp, optimizer, **given)
         self._norm, self._arguments = float(args.max_grad_norm or 0), args
         args.max_grad_norm = 0.0

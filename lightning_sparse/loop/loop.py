@@ -18,7 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, layout_of
+from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, ErrorFeedback, layout_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import align, backend_of
@@ -111,6 +111,15 @@ class Loop:
         self._versions, self._uncounted = 0, 0  # of the weights; batches that have changed them without a step
         self._unknown: list[Optimizer] = []  # of which it is not known whether they are adaptive
 
+    @property
+    def settings(self) -> Settings:
+        """What the user chose, checked, and what it asks of the memory in this training."""
+        return self._settings
+
+    def correct_momentum(self, correction: Optional[ErrorFeedback]) -> None:
+        """Accumulate momentum, mask and clip as ``correction`` says in each training that starts from now on."""
+        self._settings = self._settings.correcting_momentum(correction)
+
     def start(
         self,
         ddp: Wrapper,
@@ -124,11 +133,8 @@ class Loop:
         """Begin, after checks that one process makes as well; it exchanges with itself if it ``goes_alone``."""
         self.end()
         self.remember({}, None)
-        settings = self._settings
-        if can_correct(settings, optimizers):
-            settings.correct_adam()
-        else:
-            settings.leave_optimizers()
+        corrects, chosen = can_correct(self._settings, optimizers), self._settings
+        self._settings = settings = chosen.correcting_adam() if corrects else chosen.leaving_optimizers()
         if settings.replicas_diverge:
             refuse(*map(of_communication, optimizers))
         parameters = dict(ddp.module.named_parameters())

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -19,21 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Self, override
+from typing_extensions import Self, Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory.residual import waiting_kinds
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, refuse, rounds_of
+from lightning_sparse.engine.settings import Compression, Settings, refuse
 from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
-from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
+from lightning_sparse.loop.arguments import spelt_out, taken_settings
 from lightning_sparse.loop.checks import (
     check_parameters,
     check_reducer,
@@ -45,26 +45,22 @@ from lightning_sparse.loop.checks import (
 )
 from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
 from lightning_sparse.loop.optimizers import handled, listed
-from lightning_sparse.schedule import Auto, FixedSize, Schedule
+from lightning_sparse.schedule import Auto, FixedSize
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@spelt_out("levels")
 def sparsify(
     model: Module,
     optimizer: Union[Optimizer, Iterable[Optimizer]],
     compressor: Union[str, Compressor] = "topk",
     density: Optional[float] = None,
-    schedule: Union[str, Schedule] = "merged",
-    wire: str = "float32",
-    warmup_epochs: Optional[int] = None,
-    optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-    exchange: Union[str, Owners] = AUTO,
-    overlaps_backward: bool = True,
-    local_steps: Union[int, str, LocalSteps] = 1,
+    *,
     scaler: Optional[GradScaler] = None,
     total_steps: Optional[int] = None,
     timeout: Optional[timedelta] = None,
+    **given: Unpack[Compression],
 ) -> "Sparsifier":
     """Have a model send only the part of each gradient that matters most, in a training loop of your own.
 
@@ -78,30 +74,25 @@ def sparsify(
             shards are exchanged before the optimizer's step, or in :meth:`Sparsifier.clip`; the density, the schedule
             and ``overlaps_backward`` are as of :class:`~lightning_sparse.SparseModelParallelStrategy`.
         optimizer: that trains it, or several; those that others have wrapped, such as Accelerate, are unwrapped.
-        compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, but none that lets replicas drift apart.
-        density: as there, like the following.
-        schedule: see there.
-        wire: see there.
-        warmup_epochs: see there; where there are any, call :meth:`Sparsifier.set_epoch` at the start of each. For
-            ``None`` and ``total_steps`` there is no need to.
-        optimizer_correction: see there.
-        exchange: see there.
-        overlaps_backward: see there.
-        local_steps: see there; all ranks then make equally many steps, evaluate and save the model inside
-            :meth:`Sparsifier.shared_model`, and end with :meth:`Sparsifier.close`.
+        compressor: any that does not let replicas drift apart.
+        density: fraction of elements sent; ``None`` for the compressor's own.
         scaler: the gradient scaler, if there is one: residuals are kept without its scale.
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
         timeout: how long an exchange may wait for other ranks; ``None`` for the backend's default.
+        **given: settings as of :class:`~lightning_sparse.Compression`, without ``levels``. With ``warmup_epochs`` call
+            :meth:`Sparsifier.set_epoch` at the start of each; for ``None`` and ``total_steps`` there is no need to.
+            With ``local_steps`` all ranks make equally many steps, evaluate and save the model inside
+            :meth:`Sparsifier.shared_model`, and end with :meth:`Sparsifier.close`.
 
     Raises:
         ValueError: for a value out of range, a name that is not known, or something that a plain loop has no way for.
         TypeError: for an object of the wrong kind.
+            An argument that nobody knows is one, too.
         RuntimeError: if the model has a communication hook, or the gradients of a part of it are exchanged already.
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
-    what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
-    settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
+    settings = taken_settings(sparsify, compressor, density, given)
     check_settings(settings)
     check_facts(scaler, total_steps)
     return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _say)
@@ -150,6 +141,7 @@ class Sparsifier(Loop):
         elif any(cut_modules(model)):
             self._model = ShardedModel(model)
             replica_ranks = _check_shards(model, optimizers, settings, scaler)
+            self._settings = settings = replace(settings, schedule=FixedSize())
         else:
             _check_bare(model)
             self._model = BareModel(model)
@@ -627,7 +619,7 @@ def _check_wrapped(ddp: DistributedDataParallel) -> None:
 
 
 def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any) -> int:
-    """Check a sharded model on all ranks alike, and adapt the settings to it; return how many hold a replica."""
+    """Check a sharded model on all ranks alike; return how many hold a replica."""
     check_parameters(module)
     meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
     world, count = dist.get_world_size(), next((mesh.size() for mesh in meshes), 1)
@@ -659,7 +651,6 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
             ),
         )
     )
-    settings.schedule = FixedSize()
     return count
 
 

@@ -59,3 +59,12 @@ def _stream_of_its_own(device: int) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     caller.wait_stream(stream)
+
+
+def check_device(strategy: type, device: torch.device) -> None:
+    """Refuse a device whose tensors cannot be exchanged, which Lightning refuses for names that contain "ddp"."""
+    if device.type == "mps":
+        raise ValueError(
+            f"accelerator='mps' cannot go together with {strategy.__name__}, as its tensors cannot be exchanged between"
+            " processes: use accelerator='cpu', or strategy='auto' for one device"
+        )

@@ -14,23 +14,21 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
-from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
-from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.functional.elements import held_by
 from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
+from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
-from lightning_sparse.schedule import Plan, Schedule
+from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import KEY
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import wrap
+from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.trainer import SparseBase
 
 
@@ -312,13 +310,13 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
 
     Args:
         compressor: as there, but not one whose replicas diverge.
-        warmup_epochs: as there: call :meth:`set_epoch` at the start of each epoch. For ``None`` and ``total_steps``
-            there is no need to.
         resume_compression: whether ``fabric.load`` takes up what the ranks had kept.
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
         gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
+        **given: settings as of :class:`~lightning_sparse.Compression`, without ``levels``, and other arguments of
+            ``DDPStrategy`` and ``DistributedDataParallel``. With ``warmup_epochs`` call :meth:`set_epoch` at the start
+            of each epoch; for ``None`` and ``total_steps`` there is no need to.
 
     Attributes:
         settings: what the user chose, checked; each model has a copy.
@@ -328,27 +326,21 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         TypeError: for an argument that neither it nor ``DDPStrategy`` nor ``DistributedDataParallel`` has.
     """
 
+    @spelt_out("levels")
     def __init__(
         self,
         compressor: Union[str, Compressor] = "topk",
         density: Optional[float] = None,
-        schedule: Union[str, Schedule] = "merged",
-        wire: str = "float32",
-        warmup_epochs: Optional[int] = None,
+        *,
         resume_compression: bool = True,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        overlaps_backward: bool = True,
-        local_steps: Union[int, str, LocalSteps] = 1,
         total_steps: Optional[int] = None,
         gradient_as_bucket_view: bool = True,
-        **ddp_kwargs: Any,
+        **given: Unpack[DDPArguments],
     ) -> None:
-        what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
-        settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps))
+        bases = (FabricDDPStrategy, DistributedDataParallel)
+        settings = taken_settings(SparseFabricStrategy, compressor, density, given, *bases)
         self._prepare(settings, resume_compression, total_steps)
-        check_ddp_arguments(type(self), FabricDDPStrategy, settings, ddp_kwargs)
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @override
     def setup_environment(self) -> None:

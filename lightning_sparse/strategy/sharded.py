@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import copy_from_first
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Row, Settings, refuse, rounds_of
+from lightning_sparse.engine.settings import AUTO, Row, Settings, refuse
 from lightning_sparse.engine.step.shards import ShardedModel
-from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
+from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import listed
@@ -41,17 +41,13 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     Args:
         compressor: as of :class:`~lightning_sparse.SparseDDPStrategy`, of those that can work on shards: ``topk``,
             ``lags``, ``omgs``, ``dgc``, ``dense``.
-        density: as there, like the following.
-        wire: see there.
-        warmup_epochs: see there.
-        resume_compression: see there.
-        optimizer_correction: see there.
-        exchange: see there.
-        local_steps: see there; what steps by itself is a replica, and neither ``overlap_steps`` nor
-            ``synchronous_steps`` are there.
+        density: as there.
+        resume_compression: as there.
         replicas: how many replicas there are, of ranks that follow one another; ``"nodes"`` for one on each node.
         data_parallel_size: ranks over which FSDP shards, in a replica; ``"auto"`` for all that there are.
-        **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
+        **given: settings as of :class:`~lightning_sparse.Compression`, without ``schedule``, ``overlaps_backward`` and
+            ``levels``, and other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1. What makes
+            local steps by itself is a replica, and neither ``overlap_steps`` nor ``synchronous_steps`` are there.
 
     Attributes:
         settings: what the user chose, checked.
@@ -67,28 +63,24 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
 
     holds_shards: ClassVar[bool] = True
 
+    @spelt_out("schedule", "overlaps_backward", "levels")
     def __init__(
         self,
         compressor: Union[str, Compressor] = "lags",
         density: Optional[float] = None,
-        wire: str = "float32",
-        warmup_epochs: Optional[int] = None,
+        *,
         resume_compression: bool = True,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        local_steps: Union[int, str, LocalSteps] = 1,
         replicas: Union[str, int] = NODES,
         data_parallel_size: Union[str, int] = AUTO,
-        **model_parallel: Any,
+        **given: Unpack[ShardArguments],
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
-        what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
-        self.settings = Settings(*what, local_steps=rounds_of(local_steps))
-        refuse(*_of_shards(self.settings, model_parallel, self._sizes))
-        self._loop = Loop(self.settings, self._say)
+        settings = taken_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
+        refuse(*_of_shards(settings, given, self._sizes))
+        self._loop = Loop(replace(settings, schedule=FixedSize()), self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = []
-        super().__init__(**model_parallel)
+        super().__init__(**given)  # type: ignore[misc]
 
     @override
     def setup_environment(self) -> None:
@@ -165,7 +157,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         parallelize_fn: given the model and the mesh of a replica, shards the model.
         total_steps: optimizer steps of the whole training; ``None`` if not known. The warm-ups of Adam's correction
             and of a compressor go by it.
-        **model_parallel: other arguments of ``ModelParallelStrategy``; of ``tensor_parallel_size`` only 1.
+        **given: as of :class:`~lightning_sparse.SparseModelParallelStrategy`.
 
     Attributes:
         settings: what the user chose, checked; each model has a copy.
@@ -174,28 +166,25 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         ValueError: for an unknown name, a density out of range, or a compressor that cannot work on shards.
     """
 
+    @spelt_out("schedule", "overlaps_backward", "levels")
     def __init__(
         self,
         parallelize_fn: Callable[[Any, Any], Any],
         compressor: Union[str, Compressor] = "lags",
         density: Optional[float] = None,
-        wire: str = "float32",
-        warmup_epochs: Optional[int] = None,
+        *,
         resume_compression: bool = True,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        local_steps: Union[int, str, LocalSteps] = 1,
         total_steps: Optional[int] = None,
         replicas: Union[str, int] = NODES,
         data_parallel_size: Union[str, int] = AUTO,
-        **model_parallel: Any,
+        **given: Unpack[ShardArguments],
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
-        what = (compressor, density, FixedSize(), wire, warmup_epochs, optimizer_correction, exchange)
-        settings = Settings(*what, local_steps=rounds_of(local_steps))
-        refuse(*_of_shards(settings, model_parallel, self._sizes))
-        self._prepare(settings, resume_compression, total_steps)
-        super().__init__(parallelize_fn, **model_parallel)
+        bases = (FabricModelParallelStrategy,)
+        settings = taken_settings(SparseFabricModelParallelStrategy, compressor, density, given, *bases)
+        refuse(*_of_shards(settings, given, self._sizes))
+        self._prepare(replace(settings, schedule=FixedSize()), resume_compression, total_steps)
+        super().__init__(parallelize_fn, **given)  # type: ignore[misc]
 
     @override
     def setup_environment(self) -> None:
@@ -274,10 +263,10 @@ def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
     return save._replace(node_ranks=1)
 
 
-def _of_shards(settings: Settings, model_parallel: Mapping[str, Any], sizes: _Sizes) -> Iterator[Row]:
+def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[Row]:
     """Yield what there is no place for where every rank holds a shard."""
     yield from of_the_settings(settings)
-    layers = model_parallel.get("tensor_parallel_size", 1)
+    layers = given.get("tensor_parallel_size", 1)
     yield (
         layers not in (1, AUTO),  # which a command line gives where nobody has said anything
         f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"

@@ -10,18 +10,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping, ErrorFeedback
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import gather_together, leave_word
 from lightning_sparse.engine.local_steps import Rounds
-from lightning_sparse.engine.settings import AUTO, LocalSteps, Settings, rounds_of
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
-from lightning_sparse.engine.wire.owners import Owners
 from lightning_sparse.functional.elements import held_by
 from lightning_sparse.jobs import whereabouts
 from lightning_sparse.jobs.lightning import (
@@ -37,11 +35,12 @@ from lightning_sparse.jobs.lightning import (
 )
 from lightning_sparse.jobs.position import POSITION, Position, Reader
 from lightning_sparse.jobs.signals import Termination
+from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
-from lightning_sparse.schedule import Plan, Schedule
+from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import (
     AtomicCheckpointIO,
     Checkpointer,
@@ -52,8 +51,7 @@ from lightning_sparse.strategy.checkpoints import (
     restore,
     saved_layouts,
 )
-from lightning_sparse.strategy.ddp_arguments import check_ddp_arguments, check_device
-from lightning_sparse.strategy.ddp_wrapping import wrap
+from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.strategy.uneven import (
     catch_up,
@@ -69,7 +67,7 @@ from lightning_sparse.strategy.uneven import (
 class SparseBase:
     """What the strategies of the Trainer and of Fabric have in common."""
 
-    settings: Settings
+    settings: Settings  # what the user chose, checked
     _checkpoint_io: Optional[CheckpointIO]
     _checkpointer: Checkpointer
 
@@ -108,6 +106,12 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     _termination: Optional[Termination] = None
     _replaced: list[tuple[Any, str]]  # methods in whose place ours stand
     _clip_gradients: Callable[..., None]  # Lightning's, where ours stands in its place
+
+    @property
+    @override
+    def settings(self) -> Settings:  # type: ignore[override]
+        """What the user chose, checked."""
+        return self._loop.settings
 
     @property
     def engine(self) -> Optional[Engine]:
@@ -412,33 +416,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     Args:
         compressor: what is sent: a name from :func:`~lightning_sparse.available_compressors`, or an object.
         density: fraction of elements sent, ``0 < density <= 1`` (0.001 = 0.1 %); ``None`` for the compressor's own.
-        schedule: when and with whom gradients travel: ``"layerwise"``, ``"merged"``, ``"single"``, or an object. None
-            of them changes the numbers, except where OMGS selects from what travels together. ``"auto"`` may send more
-            than the density asks for, or leave steps to DDP.
-        wire: type of the values that travel: ``"float32"``, ``"bfloat16"``, ``"float16"``, or, of compressors that
-            send a fixed number of elements, or all, ``"4bit"``, ``"2bit"``. Rounding errors stay in the residual.
-        warmup_epochs: epochs over which the density falls geometrically to its target; ``None`` for the compressor's,
-            but at most a tenth of the steps of a training whose length is known, unless they are local steps.
         resume_compression: whether ``fit(ckpt_path=...)`` restores residuals; ``False`` starts with empty ones.
-        optimizer_correction: ``"auto"`` makes the updates of ``torch.optim.Adam`` and ``AdamW``, which would misjudge
-            sparse gradients, before selection, with a warm-up, and warns of other adaptive optimizers; an
-            :class:`~lightning_sparse.AdamCorrection` has your numbers, and refuses all others; ``None`` changes none.
-        exchange: how selections travel: ``"gather"`` hands every rank's to every rank, so that bytes grow with ranks;
-            with ``"owners"`` every element has a rank that sums it and chooses, so that they do not; an
-            :class:`~lightning_sparse.Owners` says how much. ``"auto"`` gathers, except for tensors of which owners take
-            half the bytes or less, from about 15 ranks on. See the page on scaling.
-        overlaps_backward: whether gradients travel during backward. ``False`` lets them begin after it, as on NCCL with
-            SyncBatchNorm: no other collective of backward then meets theirs. See the page on limits.
-        local_steps: optimizer steps of each rank by itself between two exchanges, which are then of the changes of its
-            parameters; 1 exchanges gradients in every step, ``"auto"`` chooses by measured times, and a
-            :class:`~lightning_sparse.LocalSteps` says more. See the page on local steps.
-        levels: with 2, the ranks of a node average their gradients first, and each exchanges a share of the means with
-            the other nodes: one selection for each node travels, and residuals take as many times less memory as a node
-            has ranks. ``"auto"`` takes 2 where several nodes have several ranks each, and the compressor can work on
-            shares (``topk``, ``lags``, ``omgs``, ``dgc``, ``dense``). With ``local_steps``, 2 has the ranks of a node
-            train in step, and rounds go between nodes. See the page on local steps.
         gradient_as_bucket_view: accepted and without effect, as no bucket holds gradients.
-        **ddp_kwargs: other arguments of ``DDPStrategy`` and ``DistributedDataParallel``.
+        **given: settings as of :class:`~lightning_sparse.Compression`, and other arguments of ``DDPStrategy`` and
+            ``DistributedDataParallel``.
 
     Attributes:
         settings: what the user chose, checked.
@@ -456,30 +437,22 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     holds_shards: ClassVar[bool] = False
 
+    @spelt_out()
     def __init__(
         self,
         compressor: Union[str, Compressor] = "topk",
         density: Optional[float] = None,
-        schedule: Union[str, Schedule] = "merged",
-        wire: str = "float32",
-        warmup_epochs: Optional[int] = None,
+        *,
         resume_compression: bool = True,
-        optimizer_correction: Union[str, AdamCorrection, None] = AUTO,
-        exchange: Union[str, Owners] = AUTO,
-        overlaps_backward: bool = True,
-        local_steps: Union[int, str, LocalSteps] = 1,
-        levels: Union[str, int] = AUTO,
         gradient_as_bucket_view: bool = True,
-        **ddp_kwargs: Any,
+        **given: Unpack[DDPArguments],
     ) -> None:
-        what = (compressor, density, schedule, wire, warmup_epochs, optimizer_correction)
-        self.settings = Settings(*what, exchange, overlaps_backward, rounds_of(local_steps), levels)
-        check_ddp_arguments(type(self), DDPStrategy, self.settings, ddp_kwargs)
-        self._loop = Loop(self.settings, self._say)
+        bases = (DDPStrategy, DistributedDataParallel)
+        self._loop = Loop(taken_settings(SparseDDPStrategy, compressor, density, given, *bases), self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._reader: Optional[Reader] = None
         self._replaced = []
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **given)
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -512,7 +485,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         """
         if correction is not None and self.engine is not None:
             raise RuntimeError("momentum can only be corrected from the start of fit: call it in a callback's setup")
-        self.settings.correct_momentum(correction)
+        self._loop.correct_momentum(correction)
 
     @override
     def _configure_launcher(self) -> None:

@@ -38,11 +38,19 @@ def sparse_ddp(
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
     ddp = DistributedDataParallel(model.to(DEVICE), **ddp_arguments)
-    settings = Settings(
-        built(compressor), density, schedule, wire, warmup_epochs, correction, exchange, overlaps_backward, local_steps
+    settings = Settings.of(
+        built(compressor),
+        density,
+        schedule=schedule,
+        wire=wire,
+        warmup_epochs=warmup_epochs,
+        optimizer_correction=correction,
+        exchange=exchange,
+        overlaps_backward=overlaps_backward,
+        local_steps=local_steps or 1,
     )
     if settings.can_correct_adam:
-        settings.correct_adam()
+        settings = settings.correcting_adam()
     engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
     if engine.rounds is not None and not engine.rounds.is_synchronous:
         engine.rounds.begin()

@@ -85,7 +85,7 @@ def strike(how):
 
 def strategy_of(point):
     compressor, schedule = point.settings
-    return SparseDDPStrategy(compressor, 0.05, schedule, timeout=timedelta(seconds=TIMEOUT))
+    return SparseDDPStrategy(compressor, 0.05, schedule=schedule, timeout=timedelta(seconds=TIMEOUT))
 
 
 @contextmanager

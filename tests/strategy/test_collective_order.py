@@ -344,7 +344,7 @@ def test_a_queue_is_stuck_where_orders_differ(recordings, where):
 @pytest.mark.parametrize("overlaps_backward", [True, False])
 def test_only_on_nccl_and_where_something_meets_it_is_an_overlap_left_out(overlaps_backward, layer, overlap, backend):
     local = LocalSteps(5, outer_lr=0.5, overlap_steps=overlap)
-    given = Settings("topk", 0.1, "merged", "float32", overlaps_backward=overlaps_backward, local_steps=local)
+    given = Settings.of("topk", 0.1, overlaps_backward=overlaps_backward, local_steps=local or 1)
     kept, said = in_one_order(given, nn.Sequential(nn.Linear(2, 2), layer), backend)
     is_nccl, syncs = backend == "nccl", isinstance(layer, nn.SyncBatchNorm)
     assert kept.overlaps_backward == (overlaps_backward and not (is_nccl and syncs))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sparse import LocalSteps
-from lightning_sparse.engine.settings import Settings, rounds_of
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.strategy.levels import ranks_of_node
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, refusals
@@ -246,6 +246,6 @@ def test_ranks_of_a_node_may_not(nodes):
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 4], ids=["one", "of one", "ragged", "in turns"])
 def test_islands_are_refused_where_there_are_none(ranks):
-    settings = Settings("topk", 0.01, "merged", "float32", local_steps=rounds_of(5), levels=2)
+    settings = Settings.of("topk", 0.01, local_steps=5, levels=2)
     with pytest.raises(ValueError, match="levels=2 was given, but"):
         ranks_of_node(settings, ranks)

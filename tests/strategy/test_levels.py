@@ -34,14 +34,14 @@ CHOICES = {
 
 @pytest.mark.parametrize(("compressor", "nodes", "expected"), CHOICES.values(), ids=CHOICES)
 def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
-    assert ranks_of_node(Settings(compressor, None, "merged", "float32"), nodes) == expected
-    assert ranks_of_node(Settings(compressor, None, "merged", "float32", levels=1), nodes) == 1
+    assert ranks_of_node(Settings.of(compressor), nodes) == expected
+    assert ranks_of_node(Settings.of(compressor, levels=1), nodes) == 1
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
 def test_two_levels_are_refused_where_there_are_none(nodes):
     with pytest.raises(ValueError, match="levels=2 was given, but"):
-        ranks_of_node(Settings("topk", 0.01, "merged", "float32", levels=2), nodes)
+        ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 
 @pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc"])

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -180,7 +181,7 @@ def test_an_argument_that_there_is_not_is_refused_with_what_was_meant(name, mean
 
 
 def test_a_warm_up_takes_the_published_densities():
-    settings = Settings("dgc", 0.001, "merged", "float32")
+    settings = Settings.of("dgc", 0.001)
     densities = [settings.density_at(epoch) for epoch in range(6)]
     assert densities == pytest.approx([0.25, 0.063, 0.016, 0.004, 0.001, 0.001], rel=0.02)
 
@@ -209,8 +210,8 @@ class AnotherMachines(float):
 
 
 def test_a_warm_up_has_the_same_densities_on_every_machine():
-    settings, others = Settings("dgc", 0.0013, "merged", "float32"), Settings("dgc", 0.0013, "merged", "float32")
-    others.density = AnotherMachines(0.0013)
+    settings = Settings.of("dgc", 0.0013)
+    others = replace(settings, density=AnotherMachines(0.0013))
     assert [settings.density_at(epoch) for epoch in range(6)] == [others.density_at(epoch) for epoch in range(6)]
     for settled in (step / 100 for step in range(100)):
         assert falling_density(0.0013, settled) == falling_density(AnotherMachines(0.0013), settled)

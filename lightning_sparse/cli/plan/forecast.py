@@ -56,8 +56,9 @@ def candidates(densities: Sequence[float], is_sharded: bool = False) -> Iterator
         has_choice = rounds is None and COMPRESSORS[compressor].default_density is not None
         for density in densities if has_choice else [given.get("density")]:
             if system != AUTO:  # it takes whichever of the others is faster
-                more: dict[str, Any] = {"overlaps_backward": not is_sharded, "local_steps": rounds}
-                yield Candidate(system.name, density, Settings(compressor, density, "merged", wire, 0, **more))
+                more: Any = {"wire": wire, "local_steps": 1 if rounds is None else rounds}
+                more |= {"warmup_epochs": 0, "overlaps_backward": not is_sharded}
+                yield Candidate(system.name, density, Settings.of(compressor, density, **more))
 
 
 def forecast(elements: int, compute_seconds: float, network: Network, ways: Iterable[Candidate]) -> list[Forecast]:

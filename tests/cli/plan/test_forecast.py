@@ -70,7 +70,7 @@ def test_a2sgd_pays_for_its_averages():
 
 
 def test_with_adam_the_mean_gradients_are_counted():
-    corrected = Candidate("sparse_topk", 0.01, Settings("topk", 0.01, "merged", "float32", 0))
+    corrected = Candidate("sparse_topk", 0.01, Settings.of("topk", 0.01, warmup_epochs=0))
     plain, adam = rows(NETWORK, topk(), corrected)[1:]
     assert adam.sent_bytes - plain.sent_bytes == pytest.approx(0.01 * 2 * 50 * MEGA)
 

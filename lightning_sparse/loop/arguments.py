@@ -1,0 +1,153 @@
+"""Which arguments an entry point takes: the settings, which one record spells, its own, and those of its bases."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Optional, TypeVar, Union
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.settings import DEFAULTS, Compression, LocalSteps, Settings
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_REFUSED = {
+    "ddp_comm_hook": "the strategy takes the gradients itself; for a hook use DDPStrategy",
+    "ddp_comm_state": "it belongs to a hook, and the strategy takes the gradients itself; for a hook use DDPStrategy",
+    "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
+    "model_averaging_period": "it belongs to torch's post-localSGD hook; for local steps use local_steps=...",
+    "bucket_cap_mb": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "bucket_cap_mb_list": "the schedule decides what travels together; use schedule=FixedSize(min_elements=...)",
+    "process_group": "gradients are exchanged between all processes of the training",
+    "module": "Lightning wraps the model that fit or Fabric.setup is given; leave it out",
+    "device_ids": "Lightning chooses a device for each process; use Trainer(devices=...) or Fabric(devices=...)",
+}
+_DENSITY = "did you mean density, the fraction of elements that is sent?"
+_SHARDS = "shards are exchanged before the optimizer's step, in groups of one size; leave it out"
+# What people call things elsewhere, where no likeness of letters leads to our name.
+_CALLED_ELSEWHERE = {
+    "compress_ratio": _DENSITY,
+    "densities": "did you mean density? Those of single parameters are given by compressor=LAGS(densities=...)",
+    "compression_ratio": "did you mean density, its inverse?",
+    "learning_rate": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
+    "lr": "the learning rate is the optimizer's: give it in configure_optimizers, or where you build it",
+    "momentum": "it is the optimizer's; to accumulate it before compression use compressor='dgc', or the Trainer's"
+    " callback MomentumCorrection",
+    "ratio": _DENSITY,
+    "sparsity": "did you mean density, which is 1 - sparsity?",
+    "warmup_steps": "did you mean warmup_epochs, which counts epochs? For steps use the callback"
+    " AdaptiveDensity([Warmup(length)])",
+    "levels": "two levels are taken by the Trainer's SparseDDPStrategy alone",
+    "schedule": _SHARDS,
+    "overlaps_backward": _SHARDS,
+}
+
+
+class DDPArguments(Compression, total=False):
+    """Settings, and arguments of Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``."""
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    precision: Any
+    process_group_backend: Optional[str]
+    timeout: Optional[timedelta]
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    broadcast_buffers: bool
+    init_sync: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    mixed_precision: Any
+
+
+class LoopArguments(Compression, total=False):
+    """Settings, and what else :func:`~lightning_sparse.sparsify` takes beside model and optimizer."""
+
+    compressor: Union[str, Compressor]
+    density: Optional[float]
+    scaler: Any
+    total_steps: Optional[int]
+    timeout: Optional[timedelta]
+
+
+class ShardArguments(Compression, total=False):
+    """Settings, and arguments of Lightning's ``ModelParallelStrategy``."""
+
+    tensor_parallel_size: Union[Literal["auto"], int]
+    save_distributed_checkpoint: bool
+    process_group_backend: Optional[str]
+    timeout: Optional[timedelta]
+
+
+def spelt_out(*left_out: str) -> Callable[[Function], Function]:
+    """Show a function's settings, with defaults and what they mean, where its signature has the record of them.
+
+    Type checkers and editors read ``Unpack``; help, and a command line, ask a function itself.
+    """
+
+    def show(function: Function) -> Function:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        settings = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=kind)  # type: ignore[literal-required]
+            for name, kind in Compression.__annotations__.items()
+            if name not in left_out
+        ]
+        others = [] if rest.annotation.__args__ == (Compression,) else [rest.replace(annotation=Any)]
+        function.__signature__ = signature.replace(parameters=[*own, *settings, *others])  # type: ignore[attr-defined]
+        function.__doc__ = function.__doc__ or Compression.__doc__
+        return function
+
+    return show
+
+
+def taken_settings(
+    entry: Callable[..., Any],
+    compressor: Union[str, Compressor],
+    density: Optional[float],
+    given: Any,
+    *bases: Callable[..., Any],
+) -> Settings:
+    """Take an entry point's settings out of what it was given, and check that ``bases`` take the rest."""
+    own = _names(entry)
+    settings = Settings.of(compressor, density, **{name: given.pop(name) for name in own & DEFAULTS.keys() & {*given}})
+    if not isinstance(given.get("timeout"), (timedelta, type(None))):
+        raise TypeError(f"timeout={given['timeout']!r} must be a datetime.timedelta, such as timedelta(seconds=60)")
+    for name, value in given.items():
+        if value is not None and name in _REFUSED and DistributedDataParallel in bases:
+            raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {_REFUSED[name]}")
+        if not any(name in _names(base) for base in bases):
+            raise TypeError(_unknown(entry, name, value, settings.compressor, bases))
+    return settings
+
+
+def _unknown(
+    entry: Callable[..., Any], name: str, value: Any, compressor: Compressor, bases: Sequence[Callable[..., Any]]
+) -> str:
+    """Compose the message for an argument that nobody takes."""
+    own = sorted(_names(entry))
+    hint = _hint(name, compressor, [*own, *(each for base in bases for each in _names(base))])
+    others = f", and the arguments of {' and '.join(base.__name__ for base in bases)}" if bases else ""
+    return (
+        f"{name}={value!r} is no argument of {entry.__name__}: {hint}{'' if hint.endswith('?') else '.'}"
+        f" It takes {', '.join(own)}{others}"
+    )
+
+
+def _hint(name: str, compressor: Compressor, known: Iterable[str]) -> str:
+    kind = type(compressor)
+    if name in _names(kind):
+        return f"it is one of {kind.__name__}, so give compressor={kind.__name__}({name}=...)"
+    if name in _names(LocalSteps):
+        return f"it is one of LocalSteps, so give local_steps=LocalSteps(5, {name}=...)"
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return _CALLED_ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments of a function or a class."""
+    parameters = inspect.signature(function).parameters.items()
+    return {name for name, parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
