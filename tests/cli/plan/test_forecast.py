@@ -16,7 +16,7 @@ SECOND = 1.0  # of compute
 
 
 def settings(compressor, density=None, **more):
-    return Settings(compressor, density, "merged", "float32", 0, None, **more)
+    return Settings.of(compressor, density, warmup_epochs=0, optimizer_correction=None, **more)
 
 
 def topk(density=0.01, **more):
