@@ -53,9 +53,17 @@ def fit_outside(rank):
     return set(handlers) == {signal.SIG_DFL}
 
 
-@pytest.mark.parametrize(("signalled", "backend"), [((0,), "gloo"), ((1,), "gloo"), ((0, 1), "gloo"), ((1,), "nccl")])
-def test_all_ranks_save_and_end_after_the_same_step(signalled, backend, pair, tmp_path):
-    put_scontrol(tmp_path, 0)
+@pytest.mark.parametrize(
+    ("signalled", "backend", "end"),
+    [
+        ((0,), "gloo", "exit 0"),
+        ((1,), "gloo", "exit 0"),
+        ((0, 1), "gloo", "kill -TERM $$"),  # SLURM may end the job's processes, this one too, before it answers
+        ((1,), "nccl", "exit 0"),
+    ],
+)
+def test_all_ranks_save_and_end_after_the_same_step(signalled, backend, end, pair, tmp_path):
+    put_scontrol(tmp_path, end)
     (ended, step, _, _), (other_ended, other_step, _, _) = pair.run(fit_signalled, str(tmp_path), signalled, backend)
     assert ended
     assert other_ended
@@ -66,13 +74,13 @@ def test_all_ranks_save_and_end_after_the_same_step(signalled, backend, pair, tm
 
 
 def test_without_a_signal_nothing_happens(pair, tmp_path):
-    put_scontrol(tmp_path, 0)
+    put_scontrol(tmp_path)
     assert pair.run(fit_signalled, str(tmp_path), ()) == [(False, STEPS, True, [])] * 2
     assert not list(tmp_path.glob("hpc*"))
 
 
 def test_a_job_that_may_not_go_back_trains_on(pair, tmp_path):
-    put_scontrol(tmp_path, 1)
+    put_scontrol(tmp_path, "echo no such job >&2; exit 1")
     first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
     assert first[:3] == second[:3] == (False, STEPS, True)
     assert "SLURM does not put job 77 back, which trains on until its end: no such job" in first[3][0]

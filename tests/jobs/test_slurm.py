@@ -127,7 +127,7 @@ def test_a_signalled_job_saves_goes_back_and_continues_with_the_nodes_that_are_l
         # At the end of a step, and with nothing done after it, that would be done twice.
         assert torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"] == made[-1][0]
     saved = first[-1][0]
-    assert 13 <= saved <= 20
+    assert saved == 15  # signalled after the thirteenth, agreed on while the fifteenth ran
     # Of 128 samples an epoch three ranks had 12 in a step, in 11 of them; two have 8, in 16.
     left = max(0, 128 - 12 * ((saved - 1) % 11 + 1))
     ends = saved + math.ceil(left / 8)  # the second epoch

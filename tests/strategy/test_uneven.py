@@ -366,7 +366,7 @@ def fit_requeued(rank, batches, how, folder, batch):
     ids=["midst", "last", "some have ended", "most have ended"],
 )
 def test_a_job_goes_back_from_where_all_ranks_can_go_on(pools, tmp_path, is_known, batch, begun):
-    put_scontrol(tmp_path, 0)
+    put_scontrol(tmp_path)
     how, batches, more = {"is_known": is_known}, (14, 8, 3), {"limit_val_batches": 0}
     trained = pools[3].run(fit_requeued, batches, how, str(tmp_path), batch)
     assert len(trained[0]) == begun
