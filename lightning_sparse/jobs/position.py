@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Optional
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_sparse.engine.collectives import gather_together
@@ -64,9 +65,9 @@ class Reader:
     @classmethod
     def of(cls, trainer: Trainer) -> Optional["Reader"]:
         """Return that of a training whose data are set up; ``None`` where no order is known, or ranks differ."""
-        loader: Any = trainer.train_dataloader
+        loader, *others = tree_leaves(trainer.train_dataloader)
         form: Any = None
-        if _is_dealt(loader):
+        if not others and _is_dealt(loader):
             sampler, batches = loader.sampler, trainer.num_training_batches
             form = (loader.batch_size, batches, sampler.num_replicas, len(sampler.dataset), sampler.seed, sampler.shuffle)
         forms = gather_together(form) if trainer.world_size > 1 else [form]
@@ -74,7 +75,8 @@ class Reader:
 
     def current(self) -> Optional["Reader"]:
         """Return that of the loader of now, where users have it made anew after epochs; all ranks must call."""
-        return self if self._trainer.train_dataloader is self._loader else Reader.of(self._trainer)
+        is_current = tree_leaves(self._trainer.train_dataloader) == [self._loader]
+        return self if is_current else Reader.of(self._trainer)
 
     def close(self) -> None:
         """Have the sampler, which may be the user's, begin its epoch anew in a training that follows."""

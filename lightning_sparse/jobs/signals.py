@@ -107,11 +107,6 @@ class Termination:
         self._signals.connect(trainer, self._end)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree  # type: ignore[method-assign]
 
-    @classmethod
-    def of(cls, trainer: Trainer) -> Optional["Termination"]:
-        """Return that of a training; ``None`` on one process."""
-        return cls(trainer) if trainer.world_size > 1 else None
-
     def _agree(self) -> None:
         """End training if any rank had been signalled at the last batch; at the start of a batch, on all ranks."""
         if self._heard():

@@ -265,7 +265,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         """Tell the loop, and users, of the steps that begin now."""
         trainer = self._trainer
         self._answer_signals(has_ended=False)  # a search for a batch size goes on after an error
-        self._termination = Termination.of(trainer)
+        self._termination = Termination(trainer) if self.world_size > 1 else None
         self._seen_batch = self._validated_batch = 0
         if not self._has_one_pace:  # schedules may be as long as an epoch of each rank's own
             catch_up(trainer, self.optimizers, trainer.num_training_batches)

@@ -79,19 +79,19 @@ def test_without_a_signal_nothing_happens(pair, tmp_path):
     assert not list(tmp_path.glob("hpc*"))
 
 
-def test_a_job_that_may_not_go_back_trains_on(pair, tmp_path):
-    put_scontrol(tmp_path, "echo no such job >&2; exit 1")
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("echo no such job >&2; exit 1", "SLURM does not put job 77 back, which trains on until its end: no such job"),
+        (None, "scontrol is not to be found here, such as in a container; job 77 trains on"),
+    ],
+)
+def test_a_job_that_does_not_go_back_saves_and_trains_on(end, said, pair, tmp_path):
+    if end is not None:
+        put_scontrol(tmp_path, end)
     first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
     assert first[:3] == second[:3] == (False, STEPS, True)
-    assert "SLURM does not put job 77 back, which trains on until its end: no such job" in first[3][0]
-    assert (tmp_path / "asked").read_text() == "requeue 77\n"
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
-
-
-def test_where_there_is_no_scontrol_the_job_saves_and_trains_on(pair, tmp_path):
-    first, second = pair.run(fit_signalled, str(tmp_path), (0, 1))
-    assert first[:3] == second[:3] == (False, STEPS, True)
-    assert "scontrol is not to be found here, such as in a container; job 77 trains on" in first[3][0]
+    assert said in first[3][0]
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
