@@ -9,6 +9,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,13 +19,17 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
-from lightning_sparse import SparseDDPStrategy, callbacks, compressors, schedule
+from lightning_sparse import AdamCorrection, SparseDDPStrategy, callbacks, compressors, schedule
+from lightning_sparse.engine.refusals import FEATURES, GIVES
+from lightning_sparse.engine.settings import Settings
+from lightning_sparse.loop.arguments import REFUSED
 from lightning_sparse.strategy.names import systems
 from tests.helpers.commands import run_pytest
 from tests.helpers.kit import run_kit
 from tests.helpers.pages import DOCS, PAGES, ROOT, anchors, blocks, prose, rows, spans
 
 SYSTEMS = DOCS / "systems"
+LIMITS, TOGETHER = DOCS / "limits.md", "## Choices that do not go together"
 MODULES = (lightning_sparse, callbacks, compressors, schedule)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 CLASSES = {name: each for name, each in NAMES.items() if inspect.isclass(each) or name == "sparsify"}
@@ -163,14 +168,51 @@ def test_what_a_target_of_make_has_pytest_run_is_there(target):
             assert status == 0, said
 
 
-@pytest.mark.parametrize(
-    "row", rows(DOCS / "limits.md", "## Refused when the strategy is built"), ids=lambda row: row[0]
-)
-def test_what_is_said_to_be_refused_is_refused(row):
-    (code,) = re.findall(r"^`([^`]+)`", row[0])
-    given = {name: object() for name in ("hook", "state", "wrapper", "group")}
-    with pytest.raises(ValueError, match=re.findall(r"(\w+)=", code)[-1]):
-        eval(code, {**CLASSES, **given})
+def test_arguments_of_ddp_that_are_told_to_be_refused_are_those_of_the_table():
+    assert rows(LIMITS, "## Arguments that are refused") == [[f"`{name}`", cure] for name, cure in REFUSED.items()]
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=f"^{name}="):
+            SparseDDPStrategy(**{name: object()})
+
+
+def lacking_of(gift):
+    """Return what a page says of choices that give a feature too little; nothing where all compressors give it."""
+    if not gift.is_of_compressor:
+        return gift.lacking
+    without = [f"`{name}`" for name in sorted(compressors.COMPRESSORS) if not gift.is_given(Settings.of(name))]
+    return f"{', '.join(without)}: {gift.lacking}" if without else ""
+
+
+def row_of(name, feature):
+    """Return what a page says of a feature."""
+    lacking = filter(None, (lacking_of(GIVES[need]) for need in feature.needs))
+    return [name if " " in name else f"`{name}`", "; ".join(lacking), feature.instead]
+
+
+def test_choices_that_are_told_not_to_go_together_are_those_of_the_table():
+    table = [row_of(*each) for each in FEATURES.items()]
+    assert rows(LIMITS, TOGETHER) == table
+
+
+ASKED = {
+    "density": 0.5,
+    "warmup_epochs": 2,
+    "wire": "4bit",
+    "exchange": "gather",
+    "levels": 2,
+    "optimizer_correction": AdamCorrection(),
+    "schedule": "auto",
+    "local_steps": 5,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_argument_is_refused_with_the_compressors_of_its_row_alone(name):
+    told = {feature.strip("`").partition("=")[0]: cell for feature, cell, _ in rows(LIMITS, TOGETHER)}
+    for compressor in compressors.COMPRESSORS:
+        is_told = f"`{compressor}`" in told[name]
+        with pytest.raises(ValueError, match=f"^{name}=") if is_told else nullcontext():
+            SparseDDPStrategy(compressor, **{name: ASKED[name]})
 
 
 @pytest.mark.exhaustive

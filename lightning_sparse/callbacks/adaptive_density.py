@@ -78,7 +78,6 @@ class AdaptiveDensity(StepObserver):
         if len(alike) > 1:
             raise ValueError(f"{' and '.join(alike)} would both set densities: give one AdaptiveDensity all the rules")
         if stage == "fit":
-            sparse_strategy(trainer).settings.check_rules()
             self._forget()
             for rule in self.rules:
                 rule.begin()
@@ -136,7 +135,8 @@ class AdaptiveDensity(StepObserver):
             return  # the step was left to plain DDP: nothing waits
         facts = samples.facts()
         names = [name for name in self._asked if name in facts]
-        squares = mean_over_ranks(strategy, [norm**2 for name in names for norm in facts[name][2:]])
+        norms = [(each.gradient_norm, each.residual_norm, each.added_norm) for each in map(facts.__getitem__, names)]
+        squares = mean_over_ranks(strategy, [norm**2 for each in norms for norm in each])
         gradients, residuals, added = (dict(zip(names, map(math.sqrt, squares[kind::3]))) for kind in range(3))
         updates = {name: norm for name, norm in added.items() if name in samples.update_norms}
         measurement = Measurement(gradients, residuals, updates)

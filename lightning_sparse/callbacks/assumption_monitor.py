@@ -43,16 +43,10 @@ class AssumptionMonitor(StepObserver):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.means, self._exceeding = {}, set()
-        engine = sparse_strategy(trainer).engine
         if sparse_strategy(trainer).has_uneven_batches:
             raise ValueError(
                 "AssumptionMonitor measures steps of all ranks together, and with local steps ranks have, or may have,"
                 " different numbers of batches: remove the callback, or give all ranks as many, of a known length"
-            )
-        if engine is not None and engine.compressor.default_density is None:
-            raise ValueError(
-                f"AssumptionMonitor measures what a selection leaves over, and {type(engine.compressor).__name__}"
-                " selects nothing: remove the callback, or choose a sparsifier such as compressor='lags'"
             )
 
     @override

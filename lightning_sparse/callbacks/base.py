@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
+from lightning_sparse.engine.refusals import FEATURES, lacking, refuse
 from lightning_sparse.jobs.lightning import CURE, Callback, LightningModule, Trainer
 from lightning_sparse.strategy.trainer import SparseDDPStrategy
 
@@ -52,6 +53,9 @@ class StepObserver(Callback):
         alike = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if alike > 1:
             raise ValueError(f"callbacks holds {alike} {name}, which would write over each other: give one")
+        if stage == "fit" and holds_shards is not None:
+            for feature in FEATURES.keys() & {kind.__name__ for kind in type(self).__mro__}:
+                refuse(lacking(feature, sparse_strategy(trainer).settings))
         self._looks = False
 
     def _refuse(self, message: str) -> None:

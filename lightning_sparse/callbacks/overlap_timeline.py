@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Union
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, engine_of, say, sparse_strategy, step_of
+from lightning_sparse.callbacks.base import StepObserver, engine_of, say, step_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.collectives import gather_together
 from lightning_sparse.engine.observe import Clock, Mark, StepMarks
@@ -94,12 +94,6 @@ class OverlapTimeline(StepObserver):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        local = sparse_strategy(trainer).settings.local_steps
-        if stage == "fit" and local is not None:
-            raise ValueError(
-                f"with local_steps={local.every!r} exchanges come between batches, and OverlapTimeline shows them"
-                " beside backward: leave it out; CompressionMonitor logs exposed_seconds"
-            )
         directory = trainer.log_dir  # asks rank 0, so all ranks have to ask
         self._target = Path(directory or ".") / "overlap.json" if self.path is None else Path(self.path)
 

@@ -6,7 +6,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.base import StepObserver, sparse_strategy
+from lightning_sparse.callbacks.base import StepObserver
 from lightning_sparse.compressors.base import checked_count
 from lightning_sparse.compressors.registry import one_of
 from lightning_sparse.engine.collectives import gather_together
@@ -44,21 +44,6 @@ class ReplicaSentinel(StepObserver):
     def __init__(self, every_n_steps: int = 100, action: str = "raise") -> None:
         self.every_n_steps = checked_count("every_n_steps", every_n_steps, "steps")
         self.action = one_of("action", action, self.actions)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = sparse_strategy(trainer)
-        settings = strategy.settings
-        if strategy.engine is not None and settings.replicas_diverge:
-            method, told = type(settings.compressor).__name__, ""
-            if settings.local_steps:
-                method = f"local_steps of {method}"
-            else:
-                told = "; replica_divergence in compression_stats() says how far apart they were"
-            raise ValueError(
-                f"ReplicaSentinel would find what {method} does by design: it lets replicas drift apart between two"
-                f" averages. Remove the callback{told}"
-            )
 
     @override
     def after_step(self, trainer: Trainer, pl_module: LightningModule, strategy: SparseDDPStrategy, step: int) -> None:

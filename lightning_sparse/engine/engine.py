@@ -173,7 +173,7 @@ class Engine(Uncopied):
     def follow(self, module: nn.Module, trained: Optional[Mapping[str, Tensor]] = None) -> None:
         """Exchange what is trained of the model from now on, between two backwards; what is kept stays."""
         trained = trained_in(module) if trained is None else trained
-        layout = layout_of(module, *self._layout[2:5], trained)
+        layout = layout_of(module, self._layout.rank, self._layout.ranks, self._layout.device, trained)
         self.replicas.follow(module, layout.names)
         names: dict[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
         renamed = {old: names[each] for each, old in self._names.items() if names.get(each, old) != old}

@@ -17,20 +17,13 @@ from lightning_sparse.engine.adam.correction import AdamCorrection, falling_dens
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory.momentum import MomentumMemory
 from lightning_sparse.engine.memory.residual import Hyperparameters, Memory, ResidualMemory
+from lightning_sparse.engine.refusals import lacking, refuse, unmet
 from lightning_sparse.engine.wire import Exchange, Wires, build_wires, exchange_of, wire_values
 from lightning_sparse.engine.wire.owners import Owners
-from lightning_sparse.schedule import SCHEDULES, Auto, Merged, Schedule
+from lightning_sparse.schedule import SCHEDULES, Merged, Schedule
 
 AUTO = "auto"
 WARM_UP_PART = 10  # a warm-up that nobody has asked for takes one in so many of a training's steps at most
-Row = tuple[Any, str]  # whether something is refused, and what is said then
-
-
-def refuse(*rows: Row) -> None:
-    """Raise ``ValueError`` with what the first row says that refuses something."""
-    for is_refused, message in rows:
-        if is_refused:
-            raise ValueError(message)
 
 
 @dataclass(frozen=True)
@@ -76,33 +69,37 @@ class LocalSteps:
                 continue
             # Users give every as local_steps, too.
             called = f"local_steps={given!r} (every, of LocalSteps)" if name == "every" else f"{name}={given!r}"
-            is_refused = not isinstance(given, Integral) or given < least
-            refuse((is_refused, f"{called} must be a whole number, at least {least}"))
+            if not isinstance(given, Integral) or given < least:
+                raise ValueError(f"{called} must be a whole number, at least {least}")
             object.__setattr__(self, name, int(given))  # of numpy's, too
-        every: Any = 1 if self.every == AUTO else self.every
+        refuse(self._refusals())
+
+    def _refusals(self) -> Iterator[str]:
         overlap, synchronous, momentum = self.overlap_steps, self.synchronous_steps, self.outer_momentum
         for name, number in (("outer_momentum", momentum), ("residual_decay", self.residual_decay)):
-            refuse((not 0 <= number <= 1, f"{name}={number!r} must be a number with 0 <= {name} <= 1"))
-        refuse(
-            (
-                self.every == AUTO and overlap,
+            if not 0 <= number <= 1:
+                yield f"{name}={number!r} must be a number with 0 <= {name} <= 1"
+        if self.every == AUTO and overlap:
+            yield (
                 f"local_steps='auto' measures exchanges that are waited for, and overlap_steps={overlap} was given:"
-                " name a number of local steps, or leave it out",
-            ),
-            (
-                overlap >= every,
-                f"overlap_steps={overlap} must be less than local_steps={every}: an exchange has to be applied before"
-                " the next one begins",
-            ),
-            (
-                synchronous and replace(self, synchronous_steps=0) == LocalSteps(),
+                " name a number of local steps, or leave it out"
+            )
+        if overlap >= (1 if self.every == AUTO else int(self.every)):
+            yield (
+                f"overlap_steps={overlap} must be less than local_steps={self.every}: an exchange has to be applied"
+                " before the next one begins"
+            )
+        if synchronous and replace(self, synchronous_steps=0) == LocalSteps():
+            yield (
                 f"synchronous_steps={synchronous} are those before rounds of local steps, and every step is synchronous"
-                " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more, or 'auto'",
-            ),
-            (not self.outer_lr > 0, f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is"),
-            (momentum == 1, "outer_momentum=1 never forgets: choose a number below 1, such as 0.9"),
-            (self.nesterov and not momentum, "nesterov=True needs an outer_momentum above 0, such as 0.9"),
-        )
+                " with local_steps=1: leave it out (0), or give local_steps=... of 2 or more, or 'auto'"
+            )
+        if not self.outer_lr > 0:
+            yield f"outer_lr={self.outer_lr!r} must be positive; 1 applies the mean change as it is"
+        if momentum == 1:
+            yield "outer_momentum=1 never forgets: choose a number below 1, such as 0.9"
+        if self.nesterov and not momentum:
+            yield "nesterov=True needs an outer_momentum above 0, such as 0.9"
 
 
 def rounds_of(local_steps: Union[int, str, LocalSteps]) -> Optional[LocalSteps]:
@@ -209,11 +206,7 @@ class Settings:
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
         exchange, rounds = exchange_of(chosen["exchange"]), rounds_of(chosen["local_steps"])
-        refuse(
-            *_of_the_compressor(own, density, chosen),
-            *_of_the_correction(own, chosen["optimizer_correction"]),
-            *_of_the_schedule(own, schedule, chosen["schedule"]),
-        )
+        refuse(_of_values(chosen))
         epochs = chosen["warmup_epochs"]
         warmup_epochs = own.default_warmup_epochs if epochs is None else int(epochs)
         feedback = own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay)
@@ -234,10 +227,9 @@ class Settings:
             asked=feedback,
             feedback=feedback,
         )
-        if rounds is not None:
-            is_exact = own.is_lossless and wire is torch.float32
-            correction = settings.optimizer_correction
-            refuse(*_of_local_steps(own, rounds, settings.adapts_density, correction, is_exact))
+        by_objects = {"schedule": schedule, "local_steps": rounds, "adapts_density": own.adapts_density}
+        decay = {} if rounds is None else {"residual_decay": rounds.residual_decay}
+        refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
         return settings
 
     @property
@@ -254,7 +246,7 @@ class Settings:
     @property
     def can_have_levels(self) -> bool:
         """Whether ranks of a node can average gradients first and share the rest of the work."""
-        return refusal_of_shares(self.compressor) is None
+        return not any(lacking("a model in shards", self))
 
     @property
     def asks_for_islands(self) -> bool:
@@ -281,7 +273,7 @@ class Settings:
         """Whether there is something to correct for Adam, and a way to do it, and the user has not ruled it out."""
         is_wanted = self.optimizer_correction is not None and self.is_sparse
         leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
-        return is_wanted and leaves_room and _refusal_of_correction(self.compressor) is None
+        return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     @property
     def takes_momentum(self) -> bool:
@@ -294,30 +286,11 @@ class Settings:
         if correction is None:
             asked = own._replace(decay=self.asked.decay)
         else:
-            refuse(*_of_momentum(self, correction))
+            refuse(lacking("MomentumCorrection", self))
+            if correction.masks_momentum:
+                refuse(lacking("masks_momentum=True", self))
             asked = correction._replace(follows_learning_rate=own.follows_learning_rate)
         return replace(self, asked=asked, feedback=asked, adam=None)
-
-    def check_rules(self) -> None:
-        """Refuse rules for densities where they could raise none."""
-        name = type(self.compressor).__name__
-        refuse(
-            (
-                not self.compressor.has_density_by_parameter,
-                f"{name} does not send a density of each parameter that rules could raise: use compressor='topk',"
-                " 'lags' or 'dgc'",
-            ),
-            (
-                isinstance(self.schedule, Auto),
-                "schedule='auto' decides itself how much is sent, and leaves steps to DDP: use schedule='merged', such"
-                " as strategy='sparse_lags'",
-            ),
-            (
-                self.local_steps is not None,
-                "rules raise densities by what they see of each step's gradients, and rounds of local steps exchange"
-                " none: leave the callback out, or use local_steps=1",
-            ),
-        )
 
     def warm_up_stage(self, epoch: int, steps: int, total_steps: Optional[int]) -> int:
         """Return the warm-up's stage, from 0, of an epoch, or of so many of a training's steps where that is further.
@@ -371,165 +344,19 @@ class Settings:
         )
 
 
-def takes_wire(compressor: Compressor, wire: str) -> bool:
-    """Tell whether a compressor's selections can be written so: few bits need to know how many elements there are."""
-    is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
-    return is_sized or wire_values(wire).bits is None
-
-
-def _of_the_compressor(own: Compressor, density: Optional[float], chosen: Compression) -> Iterator[Row]:
-    """Yield what a compressor has no place for."""
-    warmup_epochs: Any = chosen["warmup_epochs"]
-    wire, exchange, levels = chosen["wire"], chosen["exchange"], chosen["levels"]
-    name, reason = type(own).__name__, refusal_of_shares(own)
-    has_density = own.default_density is not None
-    yield (
-        density is not None and not has_density,
-        f"density={density} was given to {name}, which has no density: leave it out, or choose a sparsifier such as"
-        " compressor='topk'",
-    )
-    yield (
-        warmup_epochs and not has_density,
-        f"warmup_epochs={warmup_epochs} was given to {name}, which has no density to warm up: leave it out",
-    )
-    yield (
-        warmup_epochs is not None and (not isinstance(warmup_epochs, Integral) or warmup_epochs < 0),
-        f"warmup_epochs={warmup_epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)",
-    )
-    yield (
-        not takes_wire(own, wire),
-        f"wire={wire!r} was given to {name}, but only a fixed number of elements, or all, are written in few bits: use"
-        " wire='bfloat16', or a compressor such as 'topk'",
-    )
-    yield (
-        exchange != AUTO and own.wire_format != "gather",
-        f"exchange={exchange!r} was given to {name}, whose selections travel in a way of their own: leave it out, or"
-        " choose a compressor that sends a fixed number of elements, such as 'topk'",
-    )
-    yield (
-        levels not in (AUTO, 1, 2),
-        f"levels={levels!r} must be 'auto' (two where several nodes have several ranks each), 1 (all ranks exchange"
-        " with all) or 2 (ranks of a node average their gradients first)",
-    )
-    yield (
-        levels == 2 and reason is not None,
-        f"levels=2 was given, but {name} {reason}: leave it out, or choose a compressor that looks at each element by"
-        " itself: 'topk', 'lags', 'omgs', 'dgc' or 'dense'",
-    )
-
-
-def _of_the_correction(own: Compressor, correction: Any) -> Iterator[Row]:
-    """Yield why an ``optimizer_correction`` cannot be."""
-    is_asked = isinstance(correction, AdamCorrection)
-    yield (
-        not (is_asked or correction is None or correction == AUTO),
-        f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or an"
-        " AdamCorrection(...)",
-    )
-    reason = _refusal_of_correction(own)
-    if reason is None and own.is_lossless:
-        reason = "sends everything, so that there is nothing to correct"
-    yield (
-        is_asked and reason is not None,
-        f"optimizer_correction={correction!r} was given, but {type(own).__name__} {reason}: leave it out, or choose a"
-        " sparsifier such as compressor='topk'",
-    )
-
-
-def _of_the_schedule(own: Compressor, schedule: Schedule, given: Union[str, Schedule]) -> Iterator[Row]:
-    """Yield why a schedule does not suit a compressor."""
-    name = type(own).__name__
-    is_simple = own.feedback == ErrorFeedback() and not own.replicas_diverge and own.dense_wire_format is not None
-    yield (
-        own.adapts_density and not isinstance(schedule, Merged),
-        f"schedule={given!r} follows no plan, but {name} was asked to adapt its densities to one: use"
-        " schedule='merged', or adapts_density=False",
-    )
-    yield (
-        isinstance(schedule, Auto) and not is_simple,
-        f"schedule={given!r} sends some gradients whole and leaves others to DDP, which {name} with its settings has no"
-        " way for: use compressor='lags', 'topk' or 'omgs' without momentum, or schedule='merged'",
-    )
-
-
-def _of_local_steps(
-    own: Compressor, local: LocalSteps, adapts_density: bool, correction: Any, is_exact: bool
-) -> Iterator[Row]:
-    """Yield what has no meaning where changes of parameters are exchanged."""
-    name, feedback, given = type(own).__name__, own.feedback, f"local_steps={local.every!r}"
-    yield (
-        own.replicas_diverge,
-        f"{given} was given to {name}, which averages replicas by a period of its own: choose another compressor, such"
-        " as 'topk' or 'dense'",
-    )
-    yield (
-        feedback.momentum is not None or feedback.clip_norm is not None,
-        f"{given} was given to {name}, whose momentum={feedback.momentum!r} and clip_norm={feedback.clip_norm} act on"
-        " gradients, which are not exchanged: set both to None, or choose compressor='topk'",
-    )
-    yield (
-        adapts_density,
-        f"{given} leaves nothing of an exchange to hide behind backward, and {name} or schedule='auto' was told to send"
-        " more where it hides: use schedule='merged', and adapts_density=False",
-    )
-    yield (
-        isinstance(correction, AdamCorrection),
-        f"optimizer_correction={correction!r} corrects updates that are exchanged in every step; with {given}"
-        " optimizers see whole gradients: leave it out",
-    )
-    yield (
-        local.residual_decay != 1 and (is_exact or not feedback.keeps_residual),
-        f"residual_decay={local.residual_decay} was given to {name}, which keeps no residual: leave it out, or choose a"
-        " sparsifier such as compressor='topk', or a wire that rounds, such as wire='4bit'",
-    )
-
-
-def _of_momentum(settings: Settings, correction: ErrorFeedback) -> Iterator[Row]:
-    """Yield why momentum cannot be accumulated before selection."""
-    compressor, own = settings.compressor, settings.compressor.feedback
-    name = type(compressor).__name__
-    yield (
-        own.momentum is not None or own.clip_norm is not None,
-        f"{name} corrects momentum or clips itself (momentum={own.momentum!r}, clip_norm={own.clip_norm}): choose"
-        f" another compressor, such as 'topk', or tell {name} what you want and leave out the correction",
-    )
-    yield (
-        not own.keeps_residual,
-        f"momentum correction has nothing to correct with {name}, which keeps nothing for later: choose a sparsifier"
-        " such as compressor='topk', or leave out the correction",
-    )
-    yield (
-        compressor.selects_across_group and correction.masks_momentum,
-        f"masks_momentum=True was given, but {name} selects across a group and cannot mask the momentum of what it"
-        " sent: set masks_momentum=False, or choose compressor='lags'",
-    )
-    yield (
-        settings.local_steps is not None,
-        "momentum correction accumulates gradients before they are exchanged, and rounds of local steps exchange"
-        " changes of parameters: leave it out, or use local_steps=1",
-    )
-    yield (
-        isinstance(settings.schedule, Auto),
-        "momentum correction cannot be combined with schedule='auto', which leaves steps to DDP, where nothing"
-        " accumulates momentum: use schedule='merged', such as strategy='sparse_lags'",
-    )
-
-
-def _refusal_of_correction(compressor: Compressor) -> Optional[str]:
-    """Return why the updates of Adam cannot be made before selection; ``None`` where they can."""
-    if compressor.replicas_diverge:
-        return "lets replicas drift apart, whose optimizers then differ in more than a first moment"
-    if not compressor.feedback.keeps_residual:
-        return "keeps nothing for later, so that Adam sees every gradient in the step that it is of"
-    return None
-
-
-def refusal_of_shares(compressor: Compressor) -> Optional[str]:
-    """Return why a compressor cannot work on shares of gradients; ``None`` if it can."""
-    if compressor.replicas_diverge:
-        return "lets replicas drift apart, also those of one node"
-    if type(compressor).finish_step is not Compressor.finish_step:
-        return "learns from whole gradients of all ranks"
-    if compressor.wire_format not in ("gather", "reduce"):
-        return "exchanges in a way of its own between all ranks"
-    return None
+def _of_values(chosen: Compression) -> Iterator[str]:
+    """Yield what is no value of an argument."""
+    epochs: Any = chosen["warmup_epochs"]
+    levels, correction = chosen["levels"], chosen["optimizer_correction"]
+    if epochs is not None and (not isinstance(epochs, Integral) or epochs < 0):
+        yield f"warmup_epochs={epochs!r} must be a whole number of epochs, at least 0 (0 = no warm-up)"
+    if levels not in (AUTO, 1, 2):
+        yield (
+            f"levels={levels!r} must be 'auto' (two where several nodes have several ranks each), 1 (all ranks exchange"
+            " with all) or 2 (ranks of a node average their gradients first)"
+        )
+    if not (isinstance(correction, AdamCorrection) or correction is None or correction == AUTO):
+        yield (
+            f"optimizer_correction={correction!r} must be 'auto' (Adam and AdamW are corrected), None (nothing is), or"
+            " an AdamCorrection(...)"
+        )

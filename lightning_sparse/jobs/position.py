@@ -100,7 +100,8 @@ class Reader:
         is_as_before = own.samples == position.samples and not progress.is_last_batch
         in_epoch = own.samples_in_epoch if is_as_before else position.samples_in_epoch
         left = self._batches(max(0, in_epoch - position.samples))
-        if left and own[3:] != position[3:]:
+        is_same_order = (own.dataset, own.seed, own.shuffle) == (position.dataset, position.seed, position.shuffle)
+        if left and not is_same_order:
             rank_zero_warn(
                 f"the checkpoint was saved after {position.samples} of {position.dataset} samples of an epoch (seed"
                 f" {position.seed}, shuffle={position.shuffle}), and the data set has {own.dataset} now (seed"

@@ -12,7 +12,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.settings import DEFAULTS, Compression, LocalSteps, Settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_REFUSED = {
+REFUSED = {
     "ddp_comm_hook": "the strategy takes the gradients itself; for a hook use DDPStrategy",
     "ddp_comm_state": "it belongs to a hook, and the strategy takes the gradients itself; for a hook use DDPStrategy",
     "ddp_comm_wrapper": "it wraps a hook; to send 16-bit values use wire='float16' or wire='bfloat16'",
@@ -117,8 +117,8 @@ def taken_settings(
     if not isinstance(given.get("timeout"), (timedelta, type(None))):
         raise TypeError(f"timeout={given['timeout']!r} must be a datetime.timedelta, such as timedelta(seconds=60)")
     for name, value in given.items():
-        if value is not None and name in _REFUSED and DistributedDataParallel in bases:
-            raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {_REFUSED[name]}")
+        if value is not None and name in REFUSED and DistributedDataParallel in bases:
+            raise ValueError(f"{name}={value!r} cannot be given to {entry.__name__}: {REFUSED[name]}")
         if not any(name in _names(base) for base in bases):
             raise TypeError(_unknown(entry, name, value, settings.compressor, bases))
     return settings

@@ -10,7 +10,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.settings import LocalSteps, Row, Settings, refusal_of_shares, refuse
+from lightning_sparse.engine.refusals import lacking, refuse
+from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.shards import cut_modules
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.optimizers import listed
@@ -37,16 +38,12 @@ def check_rounds(local: Optional[LocalSteps], model: Optional[Module] = None) ->
     """Refuse what would send in each of the local steps, if there are any."""
     if local is None:
         return
-    modules = () if model is None else model.modules()
-    has_batch_norm = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
-    refuse(
-        (
-            has_batch_norm,
+    if model is not None and any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
             f"local_steps={local.every!r} exchanges nothing between rounds, but SyncBatchNorm does in each of its"
             " layers in every step: leave out sync_batchnorm=True or convert_sync_batchnorm, so that BatchNorm's"
-            " statistics are averaged in each round, or use local_steps=1",
-        ),
-    )
+            " statistics are averaged in each round, or use local_steps=1"
+        )
 
 
 def refuse_training(message: str, module: Module, inputs: Any) -> None:
@@ -90,57 +87,53 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
     return replace(settings, overlaps_backward=overlaps, local_steps=local), told
 
 
-def of_the_settings(settings: Settings) -> Iterator[Row]:
+def of_the_settings(settings: Settings) -> Iterator[str]:
     """Yield what there is no place for where every rank holds a shard of the model."""
-    compressor, local = type(settings.compressor).__name__, settings.local_steps or LocalSteps()
-    yield (
-        not settings.can_have_levels,
-        f"compressor={compressor} {refusal_of_shares(settings.compressor)}, and here each rank has shards alone: choose"
-        " 'topk', 'lags', 'omgs', 'dgc' or 'dense'",
-    )
-    yield (
-        local.overlap_steps or local.synchronous_steps,
-        f"overlap_steps={local.overlap_steps} would send beside FSDP's own collectives, which NCCL may not bring to an"
-        f" end, and synchronous_steps={local.synchronous_steps} are DDP's: leave both out (0), or use SparseDDPStrategy"
-        " where the model fits",
-    )
+    yield from lacking("a model in shards", settings, f"compressor={type(settings.compressor).__name__} for shards")
+    local = settings.local_steps or LocalSteps()
+    if local.overlap_steps or local.synchronous_steps:
+        yield (
+            f"overlap_steps={local.overlap_steps} would send beside FSDP's own collectives, which NCCL may not bring to"
+            f" an end, and synchronous_steps={local.synchronous_steps} are DDP's: leave both out (0), or use"
+            " SparseDDPStrategy where the model fits"
+        )
 
 
-def refuse_together(rows: Iterator[Row]) -> None:
+def refuse_together(reasons: Iterator[str]) -> None:
     """Raise on every rank what the first that has one has to say."""
-    reasons = gather_together(next((reason for is_refused, reason in rows if is_refused), ""))
-    refuse(*((True, reason) for reason in reasons if reason))
+    refuse(filter(None, gather_together(next(reasons, ""))))
 
 
-def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[Row]:
+def of_the_model(module: Any, ranks: Sequence[int], device: torch.device) -> Iterator[str]:
     """Yield what cannot be trained in shards that replicas exchange; what comes later goes by what came before."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     whole = [name for name, each in trained.items() if not hasattr(each, "device_mesh")]
-    kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
-    yield (
-        bool(whole),
-        f"fully_shard has cut {kind}, and what is left whole nobody averages in a replica: call {_SHARD} of its"
-        " layers, then of the module that holds the rest; a model that fits is better served by strategy='sparse_lags'",
-    )
+    if whole:
+        kind = "nothing" if len(whole) == len(trained) else f"all but {listed(whole)}"
+        yield (
+            f"fully_shard has cut {kind}, and what is left whole nobody averages in a replica: call {_SHARD} of its"
+            " layers, then of the module that holds the rest; a model that fits is better served by"
+            " strategy='sparse_lags'"
+        )
     elsewhere = [name for name, each in trained.items() if each.device_mesh.mesh.flatten().tolist() != ranks]
-    yield (
-        bool(elsewhere),
-        f"fully_shard has cut {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and"
-        f" between replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica",
-    )
+    if elsewhere:
+        yield (
+            f"fully_shard has cut {listed(elsewhere)} over other ranks than {ranks}, which are a replica, and between"
+            f" replicas FSDP must not exchange: call {_SHARD}, whose mesh is that of one replica"
+        )
     yield from of_the_shards({name: held_of(each) for name, each in trained.items()}, device)
 
 
-def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[Row]:
+def of_the_shards(held: Mapping[str, Tensor], device: torch.device) -> Iterator[str]:
     """Yield what a rank cannot exchange of the shards that it holds, on a device."""
     elsewhere = [name for name, shard in held.items() if shard.device.type != device.type]
-    yield (
-        bool(elsewhere),
-        f"shards of {listed(elsewhere)} are not on {device}, where gradients are exchanged: leave CPUOffloadPolicy out;"
-        " replicas of more ranks take less memory of each",
-    )
-    yield (
-        not any(shard.numel() for shard in held.values()),
-        "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
-        " data_parallel_size",
-    )
+    if elsewhere:
+        yield (
+            f"shards of {listed(elsewhere)} are not on {device}, where gradients are exchanged: leave CPUOffloadPolicy"
+            " out; replicas of more ranks take less memory of each"
+        )
+    if not any(shard.numel() for shard in held.values()):
+        yield (
+            "a rank holds no element of any parameter, as no dimension 0 is as long as there are shards: take a smaller"
+            " data_parallel_size"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import FrameType
 from typing import Any, Optional
@@ -22,7 +23,8 @@ from lightning_sparse.compressors.base import NOT_CLIPPED, Clipping, ErrorFeedba
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import align, backend_of
-from lightning_sparse.engine.settings import Row, Settings, refuse
+from lightning_sparse.engine.refusals import refuse
+from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.levels import Replicas, Topology
 from lightning_sparse.engine.step.shards import ShardedModel
@@ -136,7 +138,7 @@ class Loop:
         corrects, chosen = can_correct(self._settings, optimizers), self._settings
         self._settings = settings = chosen.correcting_adam() if corrects else chosen.leaving_optimizers()
         if settings.replicas_diverge:
-            refuse(*map(of_communication, optimizers))
+            refuse(chain.from_iterable(map(of_communication, optimizers)))
         parameters = dict(ddp.module.named_parameters())
         self._device = next(iter(parameters.values())).device
         OptimizerView(parameters, optimizers, settings.feedback).close()  # it checks them
@@ -199,14 +201,13 @@ class Loop:
 
     def _replace_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         assert self.engine is not None
-        refuse(
-            (
-                self.unfinished.is_begun and self.corrects_adam,
+        if self.unfinished.is_begun and self.corrects_adam:
+            raise ValueError(
                 "trainer.optimizers = [...] came between backward and step, where what has arrived is an update of the"
-                " optimizer before: assign it after a step, such as in on_train_epoch_start",
-            ),
-            *(map(of_communication, optimizers) if self._settings.replicas_diverge else ()),
-        )
+                " optimizer before: assign it after a step, such as in on_train_epoch_start"
+            )
+        if self._settings.replicas_diverge:
+            refuse(chain.from_iterable(map(of_communication, optimizers)))
         can_correct(self._settings, optimizers)  # it refuses what has to be corrected and cannot be
         total_steps = self.view.adam.total_steps
         self.view.close()
@@ -570,7 +571,7 @@ class Loop:
             # After an error a device may be in the midst of an exchange that never ends: it is not asked for anything.
             can_ask = not has_failed or self._device.type == "cpu"
             stats, plan = (self.stats(), self.plan()) if can_ask else ({}, None)
-            if stats.get("total_steps") and not has_failed and engine.topology[0] > 1:
+            if stats.get("total_steps") and not has_failed and engine.topology.ranks > 1:
                 self._say(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
@@ -582,15 +583,15 @@ class Loop:
         self._forget()
 
 
-def of_communication(optimizer: Optimizer) -> Row:
-    """Return what is said of an optimizer that sends in its step, where each rank makes steps of its own."""
-    found = next((type(each).__name__ for each in chain_of(optimizer) if any(map(_sends, vars(each).values()))), "")
-    return (
-        bool(found),
-        f"{found} holds a process group, to send in its own step, and with local steps or A2SGD each rank steps by"
-        " itself: what ranks have learned would be overwritten. Give the optimizer that is inside, such as"
-        " torch.optim.AdamW, or exchange in every step, with local_steps=1",
-    )
+def of_communication(optimizer: Optimizer) -> Iterator[str]:
+    """Yield what is said of an optimizer that sends in its step, where each rank makes steps of its own."""
+    for each in chain_of(optimizer):
+        if any(map(_sends, vars(each).values())):
+            yield (
+                f"{type(each).__name__} holds a process group, to send in its own step, and with local steps or A2SGD"
+                " each rank steps by itself: what ranks have learned would be overwritten. Give the optimizer that is"
+                " inside, such as torch.optim.AdamW, or exchange in every step, with local_steps=1"
+            )
 
 
 def _sends(held: Any) -> bool:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Optional, Union
@@ -27,7 +26,8 @@ from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory.residual import waiting_kinds
-from lightning_sparse.engine.settings import Compression, Settings, refuse
+from lightning_sparse.engine.refusals import lacking, refuse
+from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
@@ -93,7 +93,7 @@ def sparsify(
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = taken_settings(sparsify, compressor, density, given)
-    check_settings(settings)
+    refuse(lacking("a loop of one's own", settings))
     check_facts(scaler, total_steps)
     return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _say)
 
@@ -333,8 +333,8 @@ class Sparsifier(Loop):
         ours, theirs = (each.get("layouts", {}) for each in (present, given))
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         for kind, cure in _ALIKE.items():
-            before, now = given.get(kind), present.get(kind)
-            refuse((before != now, f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}"))
+            if (before := given.get(kind)) != (now := present.get(kind)):
+                raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
         if changed:
             raise ValueError(
                 f"this state is of a model in which {listed(changed)} had another shape, type or order in memory, or"
@@ -568,32 +568,22 @@ def _check_bare(model: Module) -> None:
     check_parameters(model)
     named, given = dict(model.named_parameters()), f"model={type(model).__name__}"
     bases = {name or "itself": {base.__name__ for base in type(each).__mro__} for name, each in model.named_modules()}
-    wrappers = [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]
-    cut = [name for name, each in named.items() if hasattr(each, "device_mesh")]
-    refuse(
-        (
-            bool(wrappers),
+    if wrappers := [name for name, each in bases.items() if not _WRAPPERS.isdisjoint(each)]:
+        raise ValueError(
             f"{given} holds wrappers that exchange gradients themselves, {listed(wrappers)}: give a model without any,"
-            " or each DistributedDataParallel by itself; for shards call fully_shard",
-        ),
-        (
-            bool(cut),
+            " or each DistributedDataParallel by itself; for shards call fully_shard"
+        )
+    if cut := [name for name, each in named.items() if hasattr(each, "device_mesh")]:
+        raise ValueError(
             f"{given} holds parts of {listed(cut)}, cut by something else than fully_shard, such as tensor parallelism:"
-            " each rank has to hold all of every parameter, or call fully_shard",
-        ),
-        (
-            any(map(is_lazy, named.values())),
-            f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before",
-        ),
-        (
-            len({each.device for each in named.values()}) > 1,
-            f"{given} has parameters on several devices: give each process a model on one device",
-        ),
-        (
-            not any(each.requires_grad for each in named.values()),
-            f"{given} has no parameter that requires a gradient, so there is nothing to train",
-        ),
-    )
+            " each rank has to hold all of every parameter, or call fully_shard"
+        )
+    if any(map(is_lazy, named.values())):
+        raise ValueError(f"{given} has lazy parameters, whose shapes are not known yet: call it with a batch before")
+    if len({each.device for each in named.values()}) > 1:
+        raise ValueError(f"{given} has parameters on several devices: give each process a model on one device")
+    if not any(each.requires_grad for each in named.values()):
+        raise ValueError(f"{given} has no parameter that requires a gradient, so there is nothing to train")
 
 
 def _check_wrapped(ddp: DistributedDataParallel) -> None:
@@ -604,18 +594,14 @@ def _check_wrapped(ddp: DistributedDataParallel) -> None:
             "model has a communication hook, or sparsify has exchanged its gradients before: wrap the module inside in"
             " a new DistributedDataParallel, without a hook, or give that module as it is"
         )
+    if ddp.is_multi_device_module:
+        raise ValueError("model has parameters on several devices: give each process a model on one device")
     ranks, world = dist.get_world_size(ddp.process_group), dist.get_world_size()
-    refuse(
-        (
-            ddp.is_multi_device_module,
-            "model has parameters on several devices: give each process a model on one device",
-        ),
-        (
-            ranks != world,
+    if ranks != world:
+        raise ValueError(
             f"model is of a process group of {ranks} of {world} processes, and gradients are exchanged between all:"
-            " leave process_group out",
-        ),
-    )
+            " leave process_group out"
+        )
 
 
 def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Settings, scaler: Any) -> int:
@@ -624,72 +610,57 @@ def _check_shards(module: Module, optimizers: Sequence[Optimizer], settings: Set
     meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
     world, count = dist.get_world_size(), next((mesh.size() for mesh in meshes), 1)
     first = dist.get_rank() // count * count
-    refuse_together(
-        chain(
-            of_the_settings(settings),
-            of_the_model(module, list(range(first, first + count)), next(module.parameters()).device),
-            (
-                (
-                    world % count or count == world > 1,
-                    f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal"
-                    " size, two or more, exchange: call fully_shard with the mesh of one replica",
-                ),
-                (
-                    isinstance(settings.schedule, Auto),
-                    "schedule='auto' compares with DDP, which does not train shards: leave schedule out",
-                ),
-                (
-                    scaler is not None,
-                    "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train"
-                    " in bfloat16, or with SparseModelParallelStrategy",
-                ),
-                (
-                    len(optimizers) > 1 and settings.local_steps is None,
-                    f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
-                    " local_steps of 2 or more",
-                ),
-            ),
-        )
-    )
+
+    def reasons() -> Iterator[str]:
+        yield from of_the_settings(settings)
+        yield from of_the_model(module, list(range(first, first + count)), next(module.parameters()).device)
+        if world % count or count == world > 1:
+            yield (
+                f"model={type(module).__name__} is cut over {count} of {world} processes, and replicas of equal size,"
+                " two or more, exchange: call fully_shard with the mesh of one replica"
+            )
+        if isinstance(settings.schedule, Auto):
+            yield "schedule='auto' compares with DDP, which does not train shards: leave schedule out"
+        if scaler is not None:
+            yield (
+                "scaler=... looks for overflow before shards are exchanged, on the ranks of a replica alone: train in"
+                " bfloat16, or with SparseModelParallelStrategy"
+            )
+        if len(optimizers) > 1 and settings.local_steps is None:
+            yield (
+                f"optimizer=[...] are {len(optimizers)}, and shards are exchanged once, before a step: give one, or"
+                " local_steps of 2 or more"
+            )
+
+    refuse_together(reasons())
     return count
 
 
 def _check_optimizers(module: Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
     trained, are_rounds = set(module.parameters()), settings.local_steps is not None
     counts_steps = are_rounds or isinstance(settings.schedule, Auto)
-    refuse((not optimizers, "optimizer=[] names none: give the optimizer that trains the model, or all of them"))
+    if not optimizers:
+        raise ValueError("optimizer=[] names none: give the optimizer that trains the model, or all of them")
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or several of them in a list")
-        refuse(
-            (
-                trained.isdisjoint(handled(optimizer)),
-                f"optimizer={type(optimizer).__name__} trains no parameter of model: build it from model.parameters()",
-            ),
-            *([of_communication(optimizer)] if are_rounds else ()),
-            (
-                counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"),
-                f"optimizer={type(optimizer).__name__} calls no hooks, by which steps are counted for local_steps and"
-                " schedule='auto': call super().__init__() of torch.optim.Optimizer in its own",
-            ),
-        )
+        given = f"optimizer={type(optimizer).__name__}"
+        if trained.isdisjoint(handled(optimizer)):
+            raise ValueError(f"{given} trains no parameter of model: build it from model.parameters()")
+        if are_rounds:
+            refuse(of_communication(optimizer))
+        if counts_steps and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise ValueError(
+                f"{given} calls no hooks, by which steps are counted for local_steps and schedule='auto': call"
+                " super().__init__() of torch.optim.Optimizer in its own"
+            )
 
 
 def check_facts(scaler: Optional[GradScaler], total_steps: Any) -> None:
     """Check what a loop of one's own tells of itself."""
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None where the loss is not scaled")
-    is_number = total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)
-    message = f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
-    refuse((not is_number, message))
-
-
-def check_settings(settings: Settings) -> None:
-    """Refuse what a loop of one's own has no place for."""
-    refuse(
-        (
-            settings.compressor.replicas_diverge,
-            f"compressor={type(settings.compressor).__name__} lets replicas drift apart, which have to be averaged"
-            " before validation and saving: use the Trainer's strategy for it, or another compressor, such as 'topk'",
-        ),
-    )
+    if not (total_steps is None or (isinstance(total_steps, Integral) and int(total_steps) >= 1)):
+        raise ValueError(
+            f"total_steps={total_steps!r} must be a whole number of optimizer steps, or None where it is not known"
+        )

@@ -18,13 +18,14 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
+from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.functional.elements import held_by
 from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
-from lightning_sparse.loop.sparsify import Sparsifier, check_facts, check_settings
+from lightning_sparse.loop.sparsify import Sparsifier, check_facts
 from lightning_sparse.schedule import Plan
 from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, restore, saved_layouts
 from lightning_sparse.strategy.checkpoints.shards import KEY
@@ -40,7 +41,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     def _prepare(self, settings: Settings, resume_compression: bool, total_steps: Optional[int]) -> None:
         """Check what the user chose, before Lightning's own part is built."""
         self.settings = settings
-        check_settings(settings)
+        refuse(lacking("a loop of one's own", settings))
         check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)

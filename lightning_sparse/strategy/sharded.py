@@ -11,7 +11,8 @@ from typing_extensions import Unpack, override
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.collectives import copy_from_first
-from lightning_sparse.engine.settings import AUTO, Row, Settings, refuse
+from lightning_sparse.engine.refusals import refuse
+from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_by, held_of
 from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
@@ -76,7 +77,7 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
     ) -> None:
         self._sizes = _Sizes(replicas, data_parallel_size)
         settings = taken_settings(SparseModelParallelStrategy, compressor, density, given, ModelParallelStrategy)
-        refuse(*_of_shards(settings, given, self._sizes))
+        refuse(_of_shards(settings, given, self._sizes))
         self._loop = Loop(replace(settings, schedule=FixedSize()), self._say)
         self._checkpointer = Checkpointer(self, resume_compression)
         self._replaced = []
@@ -182,7 +183,7 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
         self._sizes = _Sizes(replicas, data_parallel_size)
         bases = (FabricModelParallelStrategy,)
         settings = taken_settings(SparseFabricModelParallelStrategy, compressor, density, given, *bases)
-        refuse(*_of_shards(settings, given, self._sizes))
+        refuse(_of_shards(settings, given, self._sizes))
         self._prepare(replace(settings, schedule=FixedSize()), resume_compression, total_steps)
         super().__init__(parallelize_fn, **given)  # type: ignore[misc]
 
@@ -263,15 +264,16 @@ def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
     return save._replace(node_ranks=1)
 
 
-def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[Row]:
+def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[str]:
     """Yield what there is no place for where every rank holds a shard."""
     yield from of_the_settings(settings)
     layers = given.get("tensor_parallel_size", 1)
-    yield (
-        layers not in (1, AUTO),  # which a command line gives where nobody has said anything
-        f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times in"
-        " the norms of shards: shard over these ranks, too, with data_parallel_size",
-    )
+    if layers not in (1, AUTO):  # which a command line gives where nobody has said anything
+        yield (
+            f"tensor_parallel_size={layers!r} leaves parameters whole on several ranks, which would count several times"
+            " in the norms of shards: shard over these ranks, too, with data_parallel_size"
+        )
     for (name, size), word in zip(sizes._asdict().items(), (NODES, AUTO)):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        yield (not is_number and size != word, f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1")
+        if not is_number and size != word:
+            yield f"{name}={size!r} must be {word!r}, or a number of ranks, at least 1"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.collectives import gather_together
-from lightning_sparse.engine.settings import LocalSteps, refuse
+from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.jobs.lightning import ModelCheckpoint, ModelPruning, Timer, Trainer, _extract_batch_size
 from lightning_sparse.jobs.position import advance
 
@@ -52,19 +52,17 @@ def check_batches(trainer: Trainer, local: LocalSteps, is_position_own: bool, in
 def check_ranks_apart(trainer: Trainer) -> None:
     """Refuse what each rank would decide by its own clock, or by its own model, where ranks step apart."""
     seconds = getattr(trainer, "_val_check_time_interval", None)
-    refuse(
-        (
-            seconds is not None,
+    if seconds is not None:
+        raise ValueError(
             f"val_check_interval is a time ({seconds} s), which each rank has from its own clock, and ranks that step"
             " apart would validate after different steps: give a number of batches or a fraction of an epoch, such as"
-            " val_check_interval=0.5",
-        ),
-        (
-            any(isinstance(each, ModelPruning) for each in trainer.callbacks),  # type: ignore[attr-defined]
+            " val_check_interval=0.5"
+        )
+    if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
             "ModelPruning removes what is small in each rank's own model, and ranks that step apart have different"
-            " ones: exchange in every step, such as with strategy='sparse_lags', or prune when training has ended",
-        ),
-    )
+            " ones: exchange in every step, such as with strategy='sparse_lags', or prune when training has ended"
+        )
 
 
 def pace_of(trainer: Trainer, batches: Sequence[float]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import pytest
 
-from lightning_sparse.engine.settings import takes_wire
+from lightning_sparse.engine.refusals import takes_wire
 from lightning_sparse.testing.pool import Pool
 from lightning_sparse.testing.subjects import COMPRESSOR_NAMES, subject_of
 

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.correction import AdamCorrection
-from lightning_sparse.engine.settings import LocalSteps, Settings
-from lightning_sparse.engine.wire.owners import Owners
+from lightning_sparse.engine.settings import DEFAULTS, LocalSteps, Settings
 from lightning_sparse.schedule import Schedule
 from lightning_sparse.testing.subjects import built
 from lightning_sparse.testing.tensors import DEVICE
@@ -26,29 +25,17 @@ def sparse_ddp(
     compressor: "str | Compressor" = "topk",
     density: Optional[float] = None,
     schedule: "str | Schedule" = "merged",
-    wire: str = "float32",
-    warmup_epochs: Optional[int] = 0,
     say: Callable[[str], None] = print,
     correction: Optional[AdamCorrection] = None,
-    exchange: "str | Owners" = "auto",
-    overlaps_backward: bool = True,
     local_steps: Optional[LocalSteps] = None,
     node_ranks: int = 1,
-    **ddp_arguments: Any,
+    **given: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Engine]]:
     """Wrap a model on the device under test, exchange its gradients with an engine, and take the engine down again."""
-    ddp = DistributedDataParallel(model.to(DEVICE), **ddp_arguments)
-    settings = Settings.of(
-        built(compressor),
-        density,
-        schedule=schedule,
-        wire=wire,
-        warmup_epochs=warmup_epochs,
-        optimizer_correction=correction,
-        exchange=exchange,
-        overlaps_backward=overlaps_backward,
-        local_steps=local_steps or 1,
-    )
+    chosen = {name: given.pop(name) for name in DEFAULTS.keys() & given.keys()}
+    chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
+    ddp = DistributedDataParallel(model.to(DEVICE), **given)
+    settings = Settings.of(built(compressor), density, **{"warmup_epochs": 0, **chosen})
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)

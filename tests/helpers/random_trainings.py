@@ -33,7 +33,8 @@ from lightning_sparse.callbacks import (
 )
 from lightning_sparse.compressors import A2SGD, COMPRESSORS, DGC, LAGS, Compressor
 from lightning_sparse.compressors.registry import resolve
-from lightning_sparse.engine.settings import LocalSteps, takes_wire
+from lightning_sparse.engine.refusals import takes_wire
+from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.testing.laws.replicas import Sluggish
 from lightning_sparse.testing.subjects import agrees, is_exact, is_grouping_free, keeps
 from tests.compatibility.running import changing_hands
@@ -847,13 +848,13 @@ def keeps_nothing(compressor):
 
 # What documented limits refuse, and what the message has to say.
 REFUSALS = {
-    "averages replicas by a period of its own": lambda it: it.local is not None and not agrees(it.subject),
-    "act on gradients, which are not exchanged": (
-        lambda it: it.local is not None and it.subject.feedback.momentum is not None
+    "local_steps=": (
+        lambda it: (
+            it.local is not None
+            and (not agrees(it.subject) or it.subject.feedback.momentum is not None or it.strategy == "auto")
+        )
     ),
-    "leaves nothing of an exchange to hide": lambda it: it.local is not None and it.strategy == "auto",
-    "optimizers see whole gradients": lambda it: it.local is not None and isinstance(it.correction, AdamCorrection),
-    "which keeps no residual": (
+    "residual_decay=": (
         lambda it: (
             it.local is not None
             and it.local.residual_decay < 1
@@ -861,17 +862,19 @@ REFUSALS = {
             and (it.subject.wire or it.wire) == "float32"
         )
     ),
-    "rounds of local steps exchange changes": lambda it: it.local is not None and "MomentumCorrection" in it.callbacks,
-    "rounds of local steps exchange none": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
-    "only a fixed number of elements": lambda it: not takes_wire(it.subject, it.wire),
-    "whose selections travel in a way of their own": (
+    "MomentumCorrection is refused, as local_steps": lambda it: (
+        it.local is not None and "MomentumCorrection" in it.callbacks
+    ),
+    "AdaptiveDensity is refused, as local_steps": lambda it: it.local is not None and "AdaptiveDensity" in it.callbacks,
+    "sends a number of elements that is not fixed": lambda it: not takes_wire(it.subject, it.wire),
+    "sends its selections in a way of its own": (
         lambda it: it.exchange != "auto" and it.subject.wire_format != "gather"
     ),
-    "levels=2 was given, but": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED),
+    "levels=2": lambda it: it.levels == 2 and (it.nodes == 1 or it.strategy not in _SHARED),
     "AdamCorrection": (
         lambda it: (
             isinstance(it.correction, AdamCorrection)
-            and (not it.has_adam or keeps_nothing(it.subject) or not agrees(it.subject))
+            and (it.local is not None or not it.has_adam or keeps_nothing(it.subject) or not agrees(it.subject))
         )
     ),
     "choose torch.optim.SGD": (

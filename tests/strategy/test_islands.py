@@ -247,5 +247,5 @@ def test_ranks_of_a_node_may_not(nodes):
 @pytest.mark.parametrize("ranks", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 4], ids=["one", "of one", "ragged", "in turns"])
 def test_islands_are_refused_where_there_are_none(ranks):
     settings = Settings.of("topk", 0.01, local_steps=5, levels=2)
-    with pytest.raises(ValueError, match="levels=2 was given, but"):
+    with pytest.raises(ValueError, match="levels=2"):
         ranks_of_node(settings, ranks)

@@ -40,13 +40,13 @@ def test_auto_takes_two_levels_where_there_are(compressor, nodes, expected):
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1] * 8], ids=["one", "of one", "ragged", "in turns"])
 def test_two_levels_are_refused_where_there_are_none(nodes):
-    with pytest.raises(ValueError, match="levels=2 was given, but"):
+    with pytest.raises(ValueError, match="levels=2"):
         ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 
 @pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc"])
 def test_two_levels_are_refused_to_methods_that_cannot_work_on_shares(compressor):
-    with pytest.raises(ValueError, match="levels=2 was given, but"):
+    with pytest.raises(ValueError, match="levels=2"):
         SparseDDPStrategy(compressor, levels=2)
     SparseDDPStrategy(compressor, levels="auto")
 

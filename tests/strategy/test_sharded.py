@@ -29,7 +29,7 @@ from lightning_sparse import (
     sparsify,
 )
 from lightning_sparse.callbacks import CompressionMonitor, ReplicaSentinel
-from lightning_sparse.engine.settings import refuse as refuse_rows
+from lightning_sparse.engine.refusals import refuse as refuse_reasons
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.loop.checks import of_the_shards
 from lightning_sparse.strategy.checkpoints.shards import cut_anew
@@ -517,8 +517,8 @@ def test_bad_arguments_are_refused(name, arguments):
 )
 def test_shards_that_cannot_be_exchanged_are_refused(shards, word):
     with pytest.raises(ValueError, match=word):
-        refuse_rows(*of_the_shards(shards, torch.device("cpu")))
-    refuse_rows(*of_the_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu")))
+        refuse_reasons(of_the_shards(shards, torch.device("cpu")))
+    refuse_reasons(of_the_shards({"w": torch.zeros(1), "none": torch.zeros(0)}, torch.device("cpu")))
 
 
 class Sampled(Sharded):

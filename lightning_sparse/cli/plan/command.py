@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_sparse.cli.plan.advice import Advice, Ratio
 from lightning_sparse.cli.plan.forecast import FP32_BYTES, Forecast, candidates, forecast
-from lightning_sparse.engine.settings import refuse
 from lightning_sparse.loop.summary import in_bytes
 from lightning_sparse.schedule.network import Network, parse_bandwidth, parse_latency
 
@@ -64,13 +63,17 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> None:
     missing = [name for name in _NEEDED if getattr(options, name) is None]
     if options.r is not None:
-        refuse((not options.r > 0, f"--r {options.r} must be above zero"))
-        refuse((len(missing) < len(_NEEDED), f"--r {options.r} stands for --{', --'.join(_NEEDED)}: leave them out"))
+        if not options.r > 0:
+            raise ValueError(f"--r {options.r} must be above zero")
+        if len(missing) < len(_NEEDED):
+            raise ValueError(f"--r {options.r} stands for --{', --'.join(_NEEDED)}: leave them out")
         print(Advice(options.r))
         return
-    refuse((missing, f"--{', --'.join(missing)} must be given; or --r, where that is known"))
+    if missing:
+        raise ValueError(f"--{', --'.join(missing)} must be given; or --r, where that is known")
     parameters, compute = parse_parameters(options.parameters), parse_latency(options.compute, "compute", "120ms")
-    refuse((not compute, f"compute={options.compute!r} must be above zero, such as '120ms'"))
+    if not compute:
+        raise ValueError(f"compute={options.compute!r} must be above zero, such as '120ms'")
     network, is_sharded = _network(options), options.shards != 1
     ways = candidates(options.densities, is_sharded)
     rows = forecast(-(-parameters // options.shards), compute, network, ways)
@@ -93,7 +96,8 @@ def parse_parameters(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.lower())
     number = 0 if match is None else round(float(match[1]) * _UNITS[match[2]])
-    refuse((not number, f"parameters={text!r} must be a number above zero, or one of k, M, B, such as '124M'"))
+    if not number:
+        raise ValueError(f"parameters={text!r} must be a number above zero, or one of k, M, B, such as '124M'")
     return number
 
 
@@ -102,14 +106,13 @@ def _network(options: argparse.Namespace) -> Network:
     links = parse_bandwidth(options.bandwidth), parse_latency(options.latency), options.workers
     inside = parse_bandwidth(options.node_bandwidth, "node-bandwidth"), parse_latency(options.node_latency)
     network, shards = Network(*links, options.ranks_per_node, *inside).checked(), options.shards
-    refuse(
-        (shards < 1, f"--shards {shards} must be a number of workers, at least 1 (whole models)"),
-        (
-            shards > 1 and network.node_ranks not in (1, shards),
+    if shards < 1:
+        raise ValueError(f"--shards {shards} must be a number of workers, at least 1 (whole models)")
+    if shards > 1 and network.node_ranks not in (1, shards):
+        raise ValueError(
             f"--shards {shards} beside --ranks-per-node {network.node_ranks}: a replica on each node is what is worked"
-            " out: give the same number, or leave --ranks-per-node out",
-        ),
-    )
+            " out: give the same number, or leave --ranks-per-node out"
+        )
     return network if shards == 1 else network._replace(node_ranks=shards).checked().between.checked()
 
 

@@ -1,0 +1,135 @@
+"""Refusals: what a feature needs of other choices, which of them give it, and what is said where one does not."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import ErrorFeedback
+from lightning_sparse.engine.wire import wire_values
+from lightning_sparse.schedule import Auto, Merged
+
+
+class Gift(NamedTuple):
+    """What a choice may give to a feature."""
+
+    is_given: Callable[[Any], bool]  # by settings
+    lacking: str  # what the compressor is or has in its place; a whole sentence of other choices
+    is_of_compressor: bool = True
+
+
+class Feature(NamedTuple):
+    """What users ask for, by an argument, by a callback, or by where they train."""
+
+    needs: tuple[str, ...]
+    instead: str
+    is_asked: Callable[[Any], Any] = lambda value: False  # by an argument's value; who else asks does so itself
+
+
+def takes_wire(compressor: Compressor, wire: str) -> bool:
+    """Tell whether a compressor's selections can be written so: few bits need to know how many elements there are."""
+    is_sized = compressor.wire_format == "reduce" or (compressor.wire_format == "gather" and compressor.fills_selection)
+    return is_sized or wire_values(wire).bits is None
+
+
+def _works_on_shares(settings: Any) -> bool:
+    own = settings.compressor
+    return type(own).finish_step is Compressor.finish_step and own.wire_format in ("gather", "reduce")
+
+
+GIVES = {
+    "density": Gift(lambda it: it.compressor.default_density is not None, "has no density"),
+    "density by parameter": Gift(
+        lambda it: it.compressor.has_density_by_parameter, "does not send a density of each parameter"
+    ),
+    "one model": Gift(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
+    "residual": Gift(lambda it: it.compressor.feedback.keeps_residual, "keeps nothing for later"),
+    "part": Gift(lambda it: not it.compressor.is_lossless, "sends everything"),
+    "rest": Gift(lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends everything exactly"),
+    "gradient": Gift(
+        lambda it: it.compressor.feedback.momentum is None and it.compressor.feedback.clip_norm is None,
+        "accumulates momentum or clips, by its own momentum=... and clip_norm=...",
+    ),
+    "mask": Gift(lambda it: not it.compressor.selects_across_group, "selects across a group, not by parameter"),
+    "residual alone": Gift(
+        lambda it: it.compressor.feedback == ErrorFeedback(), "keeps something else than a residual of gradients"
+    ),
+    "dense groups": Gift(lambda it: it.compressor.dense_wire_format is not None, "cannot send a gradient whole"),
+    "shares": Gift(_works_on_shares, "works on whole gradients of all ranks"),
+    "size": Gift(lambda it: takes_wire(it.compressor, "4bit"), "sends a number of elements that is not fixed"),
+    "gather": Gift(lambda it: it.compressor.wire_format == "gather", "sends its selections in a way of its own"),
+    "plan": Gift(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
+    "exchange": Gift(lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False),
+    "bound": Gift(lambda it: not it.adapts_density, "more than the density is sent where backward hides it", False),
+    "step": Gift(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
+}
+_OUT = "leave it out"
+_SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
+_BY_ELEMENT = "choose a compressor that looks at each element by itself: `topk`, `lags`, `omgs`, `dgc` or `dense`"
+FEATURES = {
+    "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
+    "warmup_epochs=...": Feature(("density",), _SPARSIFIER, bool),
+    "wire='4bit'": Feature(
+        ("size",), "use `wire='bfloat16'`, or `compressor='topk'`", lambda value: wire_values(value).bits is not None
+    ),
+    "exchange=...": Feature(("gather",), _SPARSIFIER, lambda value: value != "auto"),
+    "levels=2": Feature(("one model", "shares"), f"{_OUT}, or {_BY_ELEMENT}", lambda value: value == 2),
+    "optimizer_correction=AdamCorrection(...)": Feature(
+        ("one model", "residual", "part", "step"),
+        _SPARSIFIER,
+        lambda value: value not in (None, "auto"),
+    ),
+    "adapts_density=True": Feature(("plan",), "use `schedule='merged'`, or `adapts_density=False`", bool),
+    "schedule='auto'": Feature(
+        ("residual alone", "one model", "dense groups"),
+        "use `schedule='merged'`, or `topk`, `lags` or `omgs` without momentum",
+        lambda value: isinstance(value, Auto),
+    ),
+    "local_steps=...": Feature(
+        ("one model", "gradient", "bound"),
+        "use `topk` or `dense`, or give the compressor `momentum=None` and `clip_norm=None`, with `schedule='merged'`"
+        " and `adapts_density=False`",
+        lambda value: value is not None,
+    ),
+    "residual_decay=...": Feature(
+        ("residual", "rest"),
+        f"{_SPARSIFIER}, or a wire that rounds, such as `wire='4bit'`",
+        lambda value: value != 1,
+    ),
+    "MomentumCorrection": Feature(
+        ("gradient", "residual", "step", "exchange"), f"{_OUT}, or use `sparse_topk` or `sparse_lags`"
+    ),
+    "masks_momentum=True": Feature(("mask",), "use `masks_momentum=False`, or `compressor='lags'`"),
+    "AdaptiveDensity": Feature(
+        ("density by parameter", "exchange", "step"), f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'`"
+    ),
+    "AssumptionMonitor": Feature(("density",), _SPARSIFIER),
+    "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
+    "ReplicaSentinel": Feature(("one model", "step"), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
+    "a loop of one's own": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
+    "a model in shards": Feature(("one model", "shares"), _BY_ELEMENT),
+}
+
+
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise ``ValueError`` with the first of the reasons, if there is any; no other is composed."""
+    for reason in reasons:
+        raise ValueError(reason)
+
+
+def lacking(feature: str, settings: Any, given: str = "") -> Iterator[str]:
+    """Yield why a feature cannot go together with settings."""
+    for gift in map(GIVES.__getitem__, FEATURES[feature].needs):
+        if not gift.is_given(settings):
+            name = f"{type(settings.compressor).__name__} " if gift.is_of_compressor else ""
+            told = f"{given or feature} is refused, as {name}{gift.lacking}: {FEATURES[feature].instead}"
+            yield told.replace("`", "")
+
+
+def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what arguments ask for that the choices which came of them do not give; ``given`` has them as written."""
+    for feature, (_, _, is_asked) in FEATURES.items():
+        name = feature.partition("=")[0]
+        if name in asked and is_asked(asked[name]):
+            yield from lacking(feature, settings, f"{name}={given.get(name, asked[name])!r}")
