@@ -29,6 +29,7 @@ ENGINE = [
     {"adam"},
     {"settings"},
     {"replicas"},
+    {"shared_model", "meeting"},
     {"local_steps"},
     {"engine"},
     {"__init__"},
