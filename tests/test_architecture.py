@@ -30,6 +30,7 @@ ENGINE = [
     {"adam"},
     {"settings"},
     {"replicas"},
+    {"shared_model", "meeting"},
     {"local_steps"},
     {"engine"},
     {"__init__"},

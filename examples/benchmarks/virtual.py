@@ -19,8 +19,10 @@ from lightning_sparse.compressors.base import Clipping, Densities, layout_of
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
@@ -32,7 +34,7 @@ POWER_SGD_WORTH = 2  # torch's hook leaves a matrix alone unless it shrinks by t
 POST_LOCAL_START = 100  # start_localSGD_iter in the examples of torch's documentation; it has no default
 
 
-class Meeting:
+class Rendezvous:
     """Where threads, one for each rank, hand in tensors and receive everybody's.
 
     Args:
@@ -65,7 +67,7 @@ class ThreadCollectives(Collectives):
         ranks: how many there are.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, ranks: int) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, ranks: int) -> None:
         self.group = None
         self.device = _DEVICE
         self.rank = rank
@@ -222,8 +224,9 @@ class VirtualRank:
 
         if settings.local_steps is not None:
             names = [name for name, _ in self.network.named_parameters()]
-            arguments = (settings.local_steps, self._pipeline, Single(), InlineWorker())
-            self._rounds = Rounds(self.network, names, *arguments)
+            local, worker = settings.local_steps, InlineWorker()
+            shared = SharedModel(self.network, names, local, self._pipeline, Single(), worker)
+            self._rounds = Rounds(local, shared, Meeting(self._collectives), worker)
 
         def target_of(name: str) -> float:
             return compressor.density_of(name, settings.density)
@@ -239,11 +242,10 @@ class VirtualRank:
         loss.backward()
         self._steps += 1
         rounds = self._rounds
-        if rounds is not None:
-            rounds.see_batch(1)
         is_local = self._averages_every is not None and self._steps > self._averages_after
         if rounds is not None and not rounds.is_synchronous:
             rounds.begin()
+            rounds.meeting.see_batch(1)
             is_local = True
         with torch.no_grad():
             if is_local:
@@ -336,7 +338,7 @@ class VirtualRanks:
         averages_after: int = POST_LOCAL_START,
         power_rank: Optional[int] = None,
     ) -> None:
-        self._meeting = Meeting(ranks)
+        self._meeting = Rendezvous(ranks)
         # How many threads torch takes is a setting of each thread.
         self._pool = ThreadPoolExecutor(ranks, initializer=torch.set_num_threads, initargs=(1,))
         self.ranks = []

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from lightning_sparse.compressors.base import Densities, ModelLayout, layout_of, trained_in
 from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.memory.residual import Memory
 from lightning_sparse.engine.observe import Recorder, mean_stats
 from lightning_sparse.engine.planner import Planner, StepPlanner
-from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, averaged
+from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, Replicas, averaged
 from lightning_sparse.engine.settings import WARM_UP_PART, Settings
+from lightning_sparse.engine.shared_model import SharedModel
 from lightning_sparse.engine.step.exchange import ArrivedGradients, Exchange, Stream, Wrapper
-from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Replicas, Shards, Topology, TwoLevels
+from lightning_sparse.engine.step.levels import Divided, Islands, OneLevel, Shards, Topology, TwoLevels
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.engine.step.step import NOTHING_KNOWN, Pipeline, StepContext
 from lightning_sparse.engine.step.worker import Channel, ExchangeWorker
@@ -157,9 +159,10 @@ class Engine(Uncopied):
 
     def _replicas_of(self, module: nn.Module, say: Callable[[str], None]) -> Replicas:
         settings = self._settings
-        if settings.local_steps is not None:
-            parts = (settings.local_steps, self.pipeline, settings.schedule, self.worker)
-            return Rounds(module, self.parameter_names, *parts, self._begin_exchange, say)
+        if (local := settings.local_steps) is not None:
+            shared = SharedModel(module, self.parameter_names, local, self.pipeline, settings.schedule, self.worker)
+            meeting = Meeting(self._collectives, self.levels.node_ranks if self.levels.are_in_step else 1)
+            return Rounds(local, shared, meeting, self.worker, self._begin_exchange, say)
         if self.compressor.replicas_diverge:
             averager = ReplicaAverager(module, self._collectives, self.recorder)
             return AveragedReplicas(averager, self.compressor.param_sync_every, self.worker)
@@ -316,9 +319,11 @@ class Engine(Uncopied):
 
     def _expect_round(self) -> None:
         """Have the compressor know the parameters of a round that goes on, some of which may be frozen here so far."""
-        if self.rounds is None or self.rounds.trained == set(self._layout.names):
+        if self.rounds is None or self.rounds.shared.trained == set(self._layout.names):
             return
-        numels = {name: held_of(each).numel() for each, name in self._names.items() if name in self.rounds.trained}
+        numels = {
+            name: held_of(each).numel() for each, name in self._names.items() if name in self.rounds.shared.trained
+        }
         frozen = tuple(name for name in self._names.values() if name not in numels)
         self._layout = self._layout._replace(names=tuple(numels), numels=tuple(numels.values()), frozen=frozen)
         self._begin_compressor()

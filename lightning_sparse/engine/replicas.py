@@ -1,7 +1,8 @@
-"""Averages of replicas that drift apart."""
+"""Replicas of the model: one after every step, or drifting apart and averaged now and then."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Optional
 from zlib import crc32
@@ -11,14 +12,64 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives
+from lightning_sparse.engine.collectives import Collectives, Uncopied
 from lightning_sparse.engine.observe import Recorder
-from lightning_sparse.engine.step.levels import Replicas
 from lightning_sparse.engine.step.worker import ExchangeWorker
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
 
 _AVERAGED_AT_ONCE = 1 << 24  # elements
+
+
+class Replicas(Uncopied):
+    """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
+
+    are_apart = False  # each rank steps with gradients of its own
+
+    def begin(self) -> None:
+        """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
+
+    def adopt(self) -> None:
+        """Go on from the model that there is now, as the one of all ranks; all must call."""
+        self.synchronize()
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Have the model be one on all ranks inside; all must call."""
+        self.synchronize()
+        yield
+
+    @property
+    def waited_seconds(self) -> Optional[float]:
+        """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
+        return None
+
+    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
+        """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
+
+    def meet(self, place: str, agreed: Sequence[float] = ()) -> bool:
+        """Return when all ranks have come to a place, taking part in exchanges of those that still train.
+
+        ``False`` if some will not come, as they are past it.
+        """
+        return True
+
+    def synchronize(self) -> None:
+        """Make all replicas one; all ranks must call."""
+
+    def follow(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
+
+    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
+        """Return the statistics of the last exchange with those of the replicas."""
+        return stats
+
+    def state_dict(self, together: bool = False) -> dict[str, Any]:
+        """Return their part of the engine's state, by its name, not copied; all ranks call if ``together``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what they keep by a copy of their part of an engine's state, if it has one; on the worker."""
 
 
 class AveragedReplicas(Replicas):

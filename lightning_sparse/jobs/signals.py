@@ -43,7 +43,7 @@ class Signals(Uncopied):
         self._is_connected, self.answer = True, answer
         self._rounds = getattr(strategy, "rounds", None)
         if self._rounds is not None:
-            self._rounds.notes[self] = lambda: self.is_noted
+            self._rounds.meeting.flags.append(self)
         self._group = dist.new_group(timeout=getattr(strategy, "_timeout", None)) if is_gloo else None
         self._noted = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device="cpu" if is_gloo else device)
         self._streams = None if self._noted.device.type == "cpu" else torch.get_device_module(device)
@@ -72,7 +72,7 @@ class Signals(Uncopied):
         if not self._is_connected:  # one process hears of itself
             return self.is_noted
         if self._work is None:
-            return self._rounds is not None and self._rounds.hears(self)
+            return self._rounds is not None and self._rounds.meeting.hears(self)
         if self._stream is not None:
             self._stream.synchronize()
         else:
@@ -87,8 +87,8 @@ class Signals(Uncopied):
         if self._number is not None:
             signal.signal(self._number, self.replaced)
             self._number = None
-        if self._rounds is not None:
-            self._rounds.notes.pop(self, None)
+        if self._rounds is not None and self in self._rounds.meeting.flags:
+            self._rounds.meeting.flags.remove(self)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

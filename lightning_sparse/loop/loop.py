@@ -24,9 +24,10 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import align, backend_of
 from lightning_sparse.engine.refusals import refuse
+from lightning_sparse.engine.replicas import Replicas
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
-from lightning_sparse.engine.step.levels import Replicas, Topology
+from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.backend_choice import BackendChoice

@@ -201,7 +201,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
                 batches = check_batches(trainer, self.settings.local_steps, self._has_own_position, self._ranks_in_step)
                 self.has_uneven_batches = len(set(batches)) > 1 or batches[0] == float("inf")
                 if self.rounds is not None:
-                    self.rounds.pace = pace_of(trainer, batches)
+                    self.rounds.meeting.pace = pace_of(trainer, batches)
             run()
             if self._loop.replicas.are_apart:  # a resume with nothing left to train has no end
                 self._loop.replicas.synchronize()
@@ -237,12 +237,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
 
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
-        replicas, rounds = self._loop.replicas, self.rounds
-        while (have_met := replicas.meet(place, self._loop.rates())) is None:
-            for signals in list(rounds.notes if rounds is not None else ()):
-                if signals.heard():
-                    signals.answer()
-        if have_met and replicas.are_uneven:
+        have_met = self._loop.replicas.meet(place, self._loop.rates())
+        if have_met and self.has_uneven_batches:
             catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         if not have_met:
             rank_zero_warn(
@@ -283,7 +279,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     @property
     def _has_one_pace(self) -> bool:
         """Whether no rank is ahead of others until all meet."""
-        return self.rounds is None or self.rounds.pace[1] == 1
+        return self.rounds is None or self.rounds.meeting.pace[1] == 1
 
     def _agree_on_rates(self) -> None:
         plateaus = (each.reduce_on_plateau for each in self.lr_scheduler_configs)
@@ -301,9 +297,9 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         adopts = self._has_ended_steps and self._trainer.fit_loop.batch_idx == 0
         self._loop.begin_batch(adopts, forgets=True)
         batch = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if self.settings.local_steps is not None and batch != self._seen_batch:  # or a closure has asked once more
+        if self.rounds is not None and batch != self._seen_batch:  # or a closure has asked once more
             self._seen_batch = batch
-            self._loop.replicas.see_batch(samples_of(args[0] if args else None))
+            self.rounds.meeting.see_batch(samples_of(args[0] if args else None))
         output = super().training_step(*args, **kwargs)
         if self.has_uneven_batches and self._trainer.num_training_batches != float("inf"):
             check_logged(self._trainer)
@@ -326,7 +322,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         with self._loop.step_of(optimizer, counts=not self._has_ended_steps):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.rounds is not None:
-            skip(self._trainer, self.rounds.skipped())
+            skip(self._trainer, self.rounds.meeting.skipped())
         return output
 
     @override

@@ -1,14 +1,19 @@
-"""Rounds of local steps against slow references in float64."""
+"""Rounds of local steps: when they exchange, with numbers alone, and what, against slow references in float64."""
 
 import time
 from dataclasses import replace
+from itertools import accumulate, cycle
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_sparse.engine.local_steps import Rounds
+from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.shared_model import Change
+from lightning_sparse.engine.step.worker import ExchangeWorker
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
 from tests.helpers.sparse_ddp import WIRES, Edges, batch, parameters_of, sparse_ddp
@@ -33,7 +38,7 @@ def train(rank, steps, local, settings, closes=False, samples=()):
                 ddp(batch(rank, step)).backward()
             optimizer.step()
             if samples:
-                engine.replicas.see_batch(samples[rank])
+                engine.rounds.meeting.see_batch(samples[rank])
             seen["drift"].append(flat(ddp.parameters()))
             engine.end_step()
             if closes and step == steps - 1:
@@ -341,7 +346,7 @@ def average_a_buffer(rank):
     torch.manual_seed(0)
     with sparse_ddp(Written(), "dense", local_steps=LocalSteps(every=2)) as (ddp, engine):
         for step in range(2):
-            engine.replicas.see_batch(3 - 2 * rank)
+            engine.rounds.meeting.see_batch(3 - 2 * rank)
             write_a_step(ddp.module, rank, step, is_assigned=False)
             engine.end_step()
         return ddp.module.mean.cpu()
@@ -447,60 +452,85 @@ def test_numbers_out_of_range_are_refused(changes):
         LocalSteps(**changes)
 
 
-def two_optimizers(rank):
-    """Let two optimizers step in turn, first synchronously; return the bytes sent by each pair of steps."""
-    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every=2, synchronous_steps=3)) as (_, engine):
-        sent = []
-        for _ in range(7):
-            if not engine.rounds.is_synchronous:
-                engine.rounds.begin()
-            engine.end_step(0)
-            engine.end_step(1)
-            engine.worker.settle()
-            sent.append(engine.recorder.totals.wire_bytes)
-    return sent
+class Numbers:
+    """A shared model of no tensor, which notes after which steps changes are taken and applied."""
+
+    trained = frozenset()
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.begun, self.applied = [], []
+
+    def change(self, is_late):
+        self.begun.append(self.now)
+        return Change([], [], [] if is_late else None)
+
+    def apply(self, change):
+        self.applied.append(self.now)
+
+    def has_moved(self):
+        return False
+
+    def nothing(self, *arguments):
+        pass
+
+    adopt = check_followed = unify_rest = exchange = nothing
 
 
-def test_several_optimizers_are_counted_anew_when_rounds_begin(pair):
-    for sent in pair.run(two_optimizers):
-        assert sent == [0] * 4 + [sent[4]] * 2 + [2 * sent[4]]
-        assert sent[4] > 0
+class Alone:
+    """Collectives of one rank."""
+
+    rank = 0
+
+    def gather_numbers(self, numbers):
+        return torch.tensor([numbers], dtype=torch.float64)
+
+    def mean_of_numbers(self, numbers):
+        return numbers
 
 
-def slow_link(rank, seconds):
-    """Train over a link whose exchanges take a while; return the bytes sent by each step, and what is said."""
-    torch.manual_seed(0)
-    lines = []
-    with sparse_ddp(Edges(), "dense", local_steps=LocalSteps(every="auto"), say=lines.append) as (_, engine):
-        gather = engine.pipeline.collectives.all_gather
-
-        def slowly(tensor, out=None):
-            time.sleep(seconds)
-            return gather(tensor, out)
-
-        sent = []
-        with mock.patch.object(engine.pipeline.collectives, "all_gather", slowly):
-            while len(set(sent)) < 7:  # four rounds that are timed, and two that are not
-                time.sleep(0.002)
-                engine.end_step()
-                sent.append(engine.recorder.totals.wire_bytes)
-    return sent, lines
+def count(local, steps, ends=(), optimizers=1, pace=(1, 1)):
+    """Count steps, and end rounds after some; return after which exchanges begin and are applied, and what is said."""
+    shared, lines, worker = Numbers(), [], ExchangeWorker(torch.device("cpu"))
+    rounds = Rounds(local, shared, Meeting(Alone()), worker, say=lines.append)
+    rounds.meeting.pace = pace
+    for step in range(1, steps + 1):
+        shared.now = step
+        if not rounds.is_synchronous:
+            rounds.begin()
+        for optimizer in range(optimizers):
+            rounds.count_step(optimizer)
+        if step in ends:
+            rounds.synchronize()
+    worker.close()
+    return shared.begun, shared.applied, lines
 
 
-@pytest.mark.exhaustive
-@pytest.mark.clock
-def test_rounds_are_as_long_as_exchanges_are_slow(pair):
-    lengths = []
-    for seconds in (0.0, 0.1):
-        answers = pair.run(slow_link, seconds)
-        (sent, lines), (other, _) = answers
-        assert sent == other
-        assert len(lines) == 1
-        ends = [step for step in range(1, len(sent)) if sent[step] > sent[step - 1]]
-        lengths.append(ends[-1] - ends[-2])
-        assert f"rounds of {lengths[-1]} local steps" in lines[0]
-    assert lengths[0] < lengths[1] / 2
-    assert lengths[1] > 100  # an exchange that takes as long as some twenty steps
+@pytest.mark.parametrize(
+    ("local", "arguments", "begun", "late"),
+    [
+        (LocalSteps(4), {}, [4, 8, 12], 0),
+        (LocalSteps(4, overlap_steps=2), {}, [4, 8, 12], 2),
+        (LocalSteps(4), {"ends": (6, 8)}, [4, 6, 8, 12], 0),
+        (LocalSteps(4), {"ends": (8,)}, [4, 8, 12], 0),  # nothing has changed since
+        (LocalSteps(5, synchronous_steps=3), {}, [8, 13], 0),
+        (LocalSteps(2, synchronous_steps=3), {"optimizers": 2}, [5, 7, 9, 11, 13], 0),
+        (LocalSteps(4), {"pace": (7, 14)}, [2, 4, 6, 8, 10, 12], 0),  # each step stands for two
+    ],
+)
+def test_when_exchanges_begin_and_are_applied(local, arguments, begun, late):
+    seen, applied, _ = count(local, 13, **arguments)
+    assert seen == begun
+    assert applied == [step + late for step in begun if step + late <= 13]
+
+
+def test_rounds_are_as_long_as_exchanges_are_slow():
+    # Of the first 8 steps, and of each 8 thereafter, which take 3 seconds, an exchange takes half a second.
+    seconds = accumulate(cycle([3.0, 0.5, 0.0]), initial=0.0)
+    with mock.patch("lightning_sparse.engine.local_steps.perf_counter", seconds.__next__):
+        begun, _, (line,) = count(LocalSteps("auto"), 90)
+    assert begun == [8, 16, 24, 32, 59, 86]  # 5 % of the time of 27 steps
+    assert "rounds of 27 local steps" in line
 
 
 @pytest.mark.parametrize("local", [OUTER, LATE])

@@ -161,13 +161,6 @@ def test_a_validation_ends_a_round_whatever_is_validated(pair, kind):
     assert all(differences(one, other) for one, other in pairwise(ours))  # what is watched has moved
 
 
-def test_a_round_after_a_validation_is_a_whole_one(pair):
-    more = {"limit_train_batches": 12, "max_epochs": 1, "val_check_interval": 6, "limit_val_batches": 1}
-    answers = fits(pair, Numbered, {"compressor": "dense", "local_steps": 4}, **more)
-    ends = [seen + 1 for seen, is_one in enumerate(are_alike(answers)) if is_one]
-    assert ends == [4, 10]  # those of validations, after 6 and 12, come after what was noted
-
-
 class Loads(Callback):
     """Load other weights when training starts, before which there are others, in a hook or at once."""
 

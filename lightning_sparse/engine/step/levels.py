@@ -1,15 +1,14 @@
-"""Which ranks exchange with which: all with all, or those of a node first; and what rounds of local steps offer."""
+"""Which ranks exchange with which: all with all, or those of a node first."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_sparse.engine.collectives import Collectives, Uncopied
+from lightning_sparse.engine.collectives import Collectives
 from lightning_sparse.engine.memory.residual import widened
 from lightning_sparse.engine.step.selecting import Workspace
 from lightning_sparse.engine.step.worker import Channel, Phases
@@ -111,62 +110,6 @@ class OneLevel:
     def close(self, has_failed: bool) -> None:
         """Give the process groups back."""
         self.everybody.collectives.close(has_failed)
-
-
-class Replicas(Uncopied):
-    """Replicas that are one after every step, as the exchange of gradients keeps them: nothing is done for them."""
-
-    are_apart = False  # each rank steps with gradients of its own
-    are_uneven = False  # at the last meeting ranks had made different numbers of steps
-
-    def begin(self) -> None:
-        """Begin rounds of local steps, if there are any and they have not begun; all ranks must call."""
-
-    def adopt(self) -> None:
-        """Go on from the model that there is now, as the one of all ranks; all must call."""
-        self.synchronize()
-
-    @contextmanager
-    def shared_model(self) -> Iterator[None]:
-        """Have the model be one on all ranks inside; all must call."""
-        self.synchronize()
-        yield
-
-    @property
-    def waited_seconds(self) -> Optional[float]:
-        """Seconds that training has waited for exchanges; ``None`` where each step's own marks tell."""
-        return None
-
-    def see_batch(self, samples: Optional[int]) -> None:
-        """Count a batch of so many samples, by which this rank's step counts; ``None`` where that cannot be told."""
-
-    def count_step(self, optimizer: int, agreed: Sequence[float] = ()) -> None:
-        """Count a step of an optimizer; ``agreed`` are numbers that have to be the same on all ranks in an exchange."""
-
-    def meet(self, place: str, agreed: Sequence[float] = ()) -> Optional[bool]:
-        """Tell whether all ranks have come to a place; ``False`` if some will not, as they are past it.
-
-        Where some still train it takes part in one more exchange and returns ``None``; also where an exchange has
-        brought something that ranks have noted, which is to be heard first.
-        """
-        return True
-
-    def synchronize(self) -> None:
-        """Make all replicas one; all ranks must call."""
-
-    def follow(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Know a model whose parameters of these names are trained from now on, between two backwards; all call."""
-
-    def in_stats(self, stats: dict[str, float]) -> dict[str, float]:
-        """Return the statistics of the last exchange with those of the replicas."""
-        return stats
-
-    def state_dict(self, together: bool = False) -> dict[str, Any]:
-        """Return their part of the engine's state, by its name, not copied; all ranks call if ``together``."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what they keep by a copy of their part of an engine's state, if it has one; on the worker."""
 
 
 class Divided(OneLevel):

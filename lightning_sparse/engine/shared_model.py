@@ -1,0 +1,300 @@
+"""The shared model: what all ranks have between two rounds of local steps, and what each rank's own differs from it by.
+
+The mean of the changes is the gradient of an outer step on it, that of ``torch.optim.SGD``. The module is asked for its
+tensors when they are used: it may have others by then, or other names for them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from threading import Event
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import SGD
+
+from lightning_sparse.engine.memory.residual import widened
+from lightning_sparse.engine.replicas import ReplicaAverager, averaged
+from lightning_sparse.engine.settings import LocalSteps
+from lightning_sparse.engine.step.step import LocalGradient, Pipeline, StepContext
+from lightning_sparse.engine.step.worker import ExchangeWorker
+from lightning_sparse.engine.wire.base import Payload
+from lightning_sparse.functional.elements import held_of, laid_flat, round_to
+from lightning_sparse.schedule import Schedule
+
+_OTHERS = (
+    "other parameters are trained than when this round of local steps began (new: {new}; gone: {gone}), and ranks would"
+    " train them apart. Change what is trained before a training_step, or, in a loop of your own, close() and sparsify"
+    " the model anew"
+)
+
+
+@dataclass
+class Change:
+    """What this rank's tensors have changed by, from when its exchange begins until the mean is applied to them."""
+
+    names: list[str]
+    parts: list[Tensor]  # flat; held for as long as a device may read them
+    corrections: Optional[list[Tensor]]  # added to each tensor; ``None``: the shared model replaces them
+    due: int = 0  # the step after which it is applied
+    steps: int = 0  # that it is of
+    flags: int = 0  # that ranks have set, as bits
+    done: Event = field(default_factory=Event)
+
+
+class SharedModel:
+    """Tensors of the model that all ranks share, moved by the means of what ranks have changed.
+
+    Buffers of floating point are exchanged with the parameters that are trained. What else ranks write (frozen
+    parameters, integers, new buffers) they have alike when a round ends early, as before a validation and at the end.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        names: Sequence[str],
+        local: LocalSteps,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        worker: ExchangeWorker,
+    ) -> None:
+        self._local = local
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._worker = worker
+        self._averager = ReplicaAverager(module, pipeline.levels.holders.collectives, pipeline.recorder)
+        self.trained: frozenset[str] = frozenset()  # names of the parameters whose changes are exchanged
+        self._known: dict[Tensor, str] = {}  # parameters, by which they are found where they get another name
+        self._shared: dict[str, Tensor] = {}  # parameters that are trained, then what is exchanged beside them
+        self._momenta: dict[str, Tensor] = {}
+        self._away: Optional[dict[str, Tensor]] = None  # this rank's own tensors, while the shared ones are shown
+        self.follow(module, names)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._averager.device
+
+    def follow(self, module: Module, names: Sequence[str]) -> None:
+        """Know what is exchanged, where replicas are the same."""
+        self.module = module
+        renamed = {self._known.get(parameter, name): name for name, parameter in module.named_parameters()}
+        shared, self._momenta = (
+            {renamed.get(name, name): each for name, each in kept.items()} for kept in (self._shared, self._momenta)
+        )
+        self._known = {parameter: name for name, parameter in module.named_parameters()}
+        tensors = averaged(self._named())
+        buffers = {name for name, _ in module.named_buffers()}
+        beside = [name for name, tensor in tensors.items() if name in buffers and tensor.is_floating_point()]
+        self.trained = frozenset(names)
+        self._shared = {
+            name: known
+            if (known := shared.get(name)) is not None and known.shape == tensors[name].shape
+            else tensors[name].to(widened(tensors[name].dtype), copy=True)
+            for name in (*names, *beside)
+        }
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's tensors, parameters under the names that they had when they were followed."""
+        named = chain(self.module.named_parameters(), self.module.named_buffers())
+        return ((self._known.get(tensor, name), tensor) for name, tensor in named)
+
+    @property
+    def _beside(self) -> list[str]:
+        """Names of what is exchanged beside the parameters that are trained."""
+        return list(self._shared)[len(self.trained) :]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the model's tensors that are shared, but those that it no longer has, or has in another shape."""
+        held = {name: held_of(tensor) for name, tensor in self._named() if name in self._shared}
+        held = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in held.items()}
+        return {name: tensor for name, tensor in held.items() if tensor.shape == self._shared[name].shape}
+
+    def _unshared(self) -> dict[str, Tensor]:
+        """Return what ranks may write without an optimizer: frozen parameters, integers, buffers that have changed."""
+        known = self.trained | self._tensors().keys()
+        return {name: tensor for name, tensor in averaged(self._named()).items() if name not in known}
+
+    def check_followed(self) -> None:
+        """Refuse to end a round without what is trained by now, or with what the model no longer has."""
+        present = {name: each.requires_grad and held_of(each).numel() > 0 for name, each in self._named()}
+        new = [name for name, is_trained in present.items() if is_trained and name not in self.trained]
+        gone = sorted(self.trained - present.keys())
+        if new or gone:
+            raise RuntimeError(_OTHERS.format(new=new, gone=gone))
+
+    def trained_now(self) -> list[str]:
+        """Return the names of the parameters that are trained now."""
+        parameters = self.module.named_parameters()
+        return [name for name, each in parameters if each.requires_grad and held_of(each).numel()]
+
+    def has_moved(self) -> bool:
+        """Tell whether what is trained is not that of the shared model, whoever has written it; a device is waited for.
+
+        An exchange of nothing would move the shared model, too, by its momentum.
+        """
+        trained = [(name, tensor) for name, tensor in self._tensors().items() if name in self.trained]
+        moved = [tensor.ne(round_to(self._shared[name], tensor.dtype)).any() for name, tensor in trained]
+        return bool(moved) and bool(torch.stack(moved).any())
+
+    def adopt(self) -> None:
+        """Share the model that there is now, averaged over ranks; all must call."""
+        self._worker.run(self._averager.average)
+        self._away = None
+        for name, tensor in self._tensors().items():
+            shared = self._shared[name]  # where a narrow tensor is what it rounds to, it stays as it is
+            shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+
+    def change(self, is_late: bool) -> Change:
+        """Return what this rank's tensors have changed by, to be exchanged while they go on changing if it ``is_late``.
+
+        A tensor that the model no longer has is taken for unchanged: ranks exchange the same names.
+        """
+        present = self._tensors()
+        tensors = {name: present.get(name, shared) for name, shared in self._shared.items()}
+        starts = [tensor.clone() for tensor in tensors.values()] if is_late else None
+        return Change(list(tensors), [self._change_of(name, tensor) for name, tensor in tensors.items()], starts)
+
+    def _change_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what a tensor has changed by, as a gradient: flat, and in the order in which the shared one lies."""
+        shared, part_of = self._shared[name], self._pipeline.levels.part_of
+        base, own = laid_flat(shared), laid_flat(tensor, shared)
+        if name in self.trained:
+            return _difference(_as(part_of(base), own.dtype), part_of(own))
+        # The mean may be finite, and nothing finite leads there from an infinity.
+        return _difference(_as(base, own.dtype).nan_to_num(0, 0, 0), own)
+
+    def exchange(self, change: Change, weight: float, prepare: Callable[[], StepContext]) -> None:
+        """Exchange a change, and move the shared model by the mean; on the worker."""
+        pipeline, names, parts, trained = self._pipeline, change.names, change.parts, len(self.trained)
+        pipeline.recorder.begin_backward()
+        pipeline.recorder.end_backward()
+        if weight == 0:  # a product with an infinity, as in a mask, would be no number
+            torch._foreach_zero_(parts)
+        elif weight != 1:  # before residuals are added, so that all of what counts arrives in the end
+            torch._foreach_mul_(parts, weight)
+        pipeline.context = prepare()
+        gradients = [LocalGradient(name, part, None) for name, part in zip(names[:trained], parts)]
+        pipeline.commit(pipeline.exchange_in_groups(gradients, self._schedule.closes_group))
+        self._average(names[trained:], parts[trained:])
+        self._move(names, parts)
+        for name, start in zip(names, change.corrections or ()):
+            start.copy_(_difference(_as(self._shared[name], start.dtype), start))
+        pipeline.recorder.current.covered_steps = change.steps
+        pipeline.selector.release()  # the next exchange is many steps away: what is not in use is given back
+        pipeline.close_step()
+
+    def _average(self, names: Sequence[str], changes: Sequence[Tensor]) -> None:
+        """Average changes over replicas, in place: all of each, whatever the compressor."""
+        if not changes:
+            return
+        holders = self._pipeline.levels.holders
+        flat = holders.call(Payload("all_reduce", torch.cat(list(changes)).div_(holders.ranks)), names)
+        for change, mean in zip(changes, flat.split([change.numel() for change in changes])):
+            change.copy_(mean)
+
+    def _move(self, names: Sequence[str], means: list[Tensor]) -> None:
+        """Make an outer step; what is not trained takes its mean as it is."""
+        levels, trained = self._pipeline.levels, names[: len(self.trained)]
+        wholes = [laid_flat(self._shared[name]) for name in names]
+        parts = [levels.part_of(whole) for whole in wholes[: len(trained)]]
+        how, momentum = self._local, "momentum_buffer"
+        # Made for each round, as an optimizer knows its tensors by identity.
+        outer = SGD([{"params": parts}], how.outer_lr, how.outer_momentum, nesterov=how.nesterov, foreach=False)
+        for name, part, mean in zip(trained, parts, means):
+            part.grad, outer.state[part][momentum] = mean, self._momenta.get(name)
+        outer.step()
+        outer.zero_grad()
+        if how.outer_momentum:
+            self._momenta.update({name: outer.state[part][momentum] for name, part in zip(trained, parts)})
+        for whole, mean in zip(wholes[len(parts) :], means[len(parts) :]):
+            whole.nan_to_num_(0, 0, 0).sub_(mean)
+        levels.put_together(parts, wholes[: len(parts)], trained)
+
+    def apply(self, change: Change) -> None:
+        """Have this rank's tensors go on from the shared model, or add what an exchange that was late has brought."""
+        tensors = self._tensors()
+        for position, name in enumerate(change.names):
+            if name not in tensors:
+                continue
+            if change.corrections is None:
+                tensors[name].copy_(round_to(self._shared[name], tensors[name].dtype))
+            else:
+                tensors[name].add_(change.corrections[position])
+
+    def unify_rest(self) -> None:
+        """Have all ranks hold the same of what is not trained; all must call."""
+        rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in self.trained}
+        self._worker.run(lambda: self._averager.average_differing(rest))
+        for name in self._beside:
+            if name in rest and rest[name].shape == self._shared[name].shape:
+                self._shared[name].copy_(rest[name])
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the model hold the shared tensors inside."""
+        if self._away is not None:
+            yield
+            return
+        self._away = {}
+        for name, tensor in self._tensors().items():
+            self._away[name] = tensor.clone()
+            tensor.copy_(round_to(self._shared[name], tensor.dtype))
+        try:
+            yield
+        finally:
+            tensors = self._tensors()
+            for name, tensor in (self._away or {}).items():  # none where the model has been adopted meanwhile
+                if name in tensors:
+                    tensors[name].copy_(tensor)
+            self._away = None
+
+    def state(self, has_begun: bool, together: bool) -> dict[str, Any]:
+        """Return what this rank keeps, not copied; of one model, before rounds begin, Lightning's file holds all."""
+        own: Mapping[str, Tensor] = {}
+        unshared: dict[str, Tensor] = {}
+        if has_begun:
+            own = self._tensors() if self._away is None else self._away
+        if has_begun and together:
+            unshared = self._unshared()
+            # Also on a rank that has not written it: Lightning's file has what rank 0 wrote.
+            differing = self._worker.run(lambda: self._averager.differing(unshared))
+            unshared = {name: unshared[name] for name in differing}
+        return {
+            "local": dict(own),
+            "beside": self._beside,
+            "unshared": unshared,
+            # In Lightning's file the shared model has the type of the parameters.
+            "shared": {name: self._shared[name] for name, each in own.items() if widened(each.dtype) is not each.dtype},
+            "momentum": dict(self._momenta),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, with the shared model that the model's tensors hold now."""
+        present = (name for name, _ in self.module.named_parameters())
+        if names := [name for name in present if name in state["local"] and name not in state["beside"]]:
+            self.follow(self.module, names)  # others may be frozen here until training goes on
+        for name, tensor in state["local"].items():
+            if name in self._shared and self._shared[name].shape != tensor.shape:
+                raise ValueError(f"{name!r} has the shape {tuple(self._shared[name].shape)}, not {tuple(tensor.shape)}")
+        unshared = self._unshared()
+        for name, tensor in state["unshared"].items():
+            if name in unshared and unshared[name].shape == tensor.shape:
+                unshared[name].copy_(tensor)
+        for name, tensor in self._tensors().items():
+            self._shared[name].copy_(state["shared"].get(name, tensor))
+            tensor.copy_(state["local"].get(name, tensor))
+        self._momenta = {name: each.to(self.device, copy=True) for name, each in state["momentum"].items()}
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return one less the other; 0 where they are the same infinity."""
+    return (one - other).masked_fill_(one == other, 0)
+
+
+def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shared model as a parameter of a type holds it, wide: rounding is no change of the parameter."""
+    return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
