@@ -36,11 +36,8 @@ def leave_end_of_training(trainer: Trainer) -> None:
 
 
 @contextmanager
-def telling(trainer: Optional[Trainer]) -> Iterator[None]:
+def telling(trainer: Trainer) -> Iterator[None]:
     """Say what it means that a rank has waited in vain, wherever it did, and leave behind what else ended this one."""
-    if trainer is None:  # nothing is trained here
-        yield
-        return
     try:
         yield
     except Exception as error:
@@ -57,7 +54,7 @@ def telling(trainer: Optional[Trainer]) -> Iterator[None]:
 
 def told(trainer: Optional[Trainer], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function inside of :func:`telling`, from the newest checkpoint if it asks for the last."""
-    if trainer is None:
+    if trainer is None:  # nothing is trained here
         return function(*args, **kwargs)
     with telling(trainer), taking_newest(trainer, args) as arguments:
         return function(*arguments, **kwargs)

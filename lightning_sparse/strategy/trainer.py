@@ -567,7 +567,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     ) -> None:
         if "loops" in checkpoint and self._reader is not None and (reader := self._reader.current()) is not None:
             self._reader, checkpoint = reader, {**checkpoint, POSITION: reader.position()._asdict()}
-        with whereabouts.telling(self._module._trainer):  # callbacks save after an error, too, which goes another way
+        with whereabouts.telling(self._trainer):  # callbacks save after an error, too, which goes another way
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Callback, LightningModule, Trainer
-from torch import Tensor
+from pytorch_lightning import Callback
 
 from tests.helpers.trainers import Small
 
 
-def restarts() -> int:
+def restarts():
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
@@ -27,22 +25,22 @@ class Slow(Small):
     ``waits_at`` are the steps before which a job waits for the signal, by how often it has been put back.
     """
 
-    def __init__(self, waits_at: Sequence[int] = ()) -> None:
+    def __init__(self, waits_at: Sequence[int] = ()):
         super().__init__()
         self.waits_at = dict(enumerate(waits_at)).get(restarts())
         self._is_signalled = threading.Event()
 
-    def on_train_start(self) -> None:
-        handler: Any = signal.getsignal(signal.SIGUSR1)
+    def on_train_start(self):
+        handler = signal.getsignal(signal.SIGUSR1)
 
-        def note(number: int, frame: Any) -> None:
+        def note(number, frame):
             self._is_signalled.set()
             handler(number, frame)
 
         if self.waits_at is not None:
             signal.signal(signal.SIGUSR1, note)
 
-    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+    def on_train_batch_start(self, batch, batch_index):
         if self.trainer.is_global_zero:
             time.sleep(0.1)
             if self.waits_at == self.trainer.global_step:
@@ -52,19 +50,17 @@ class Slow(Small):
 class Recorder(Callback):
     """Append to a file a JSON object for every step, and one at the end, of what has become of the training."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str):
         self.path = Path(path)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_global_zero:
             self._write(restarts=restarts(), step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer, pl_module):
         weights = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
         replicas = [torch.empty_like(weights) for _ in range(trainer.world_size)]
-        hosts: list[Any] = [None] * trainer.world_size
+        hosts = [None] * trainer.world_size
         dist.all_gather(replicas, weights)
         dist.all_gather_object(hosts, os.environ["SLURMD_NODENAME"])
         if trainer.is_global_zero:
@@ -75,6 +71,6 @@ class Recorder(Callback):
                 loss=float(trainer.callback_metrics["loss"]),
             )
 
-    def _write(self, **line: Any) -> None:
+    def _write(self, **line):
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

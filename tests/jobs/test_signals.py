@@ -59,12 +59,16 @@ def test_all_ranks_end_and_save_after_the_same_step(signalled, arguments, stop, 
     assert [path.name for path in tmp_path.glob("*.ckpt")] != []
 
 
-def test_a_signal_in_validation_is_answered_after_it(pair, tmp_path):
-    assert pair.run(fit_signalled, (1,), 4, str(tmp_path), True, {}) == [(True, 5, True, 1, True)] * 2
-
-
-def test_a_signal_in_the_last_batch_is_lightnings_when_training_has_ended(pair, tmp_path):
-    assert pair.run(fit_signalled, (1,), STEPS - 1, str(tmp_path), False, {}) == [(False, STEPS, True, 1, True)] * 2
+@pytest.mark.parametrize(
+    ("signalled", "step", "in_validation", "end"),
+    [
+        ((1,), 4, True, (True, 5, True, 1, True)),  # after the validation
+        ((1,), STEPS - 1, False, (False, STEPS, True, 1, True)),  # by Lightning, when training has ended
+        ((), 0, False, (False, STEPS, False, 0, True)),
+    ],
+)
+def test_a_signal_is_answered_where_training_could_go_on(signalled, step, in_validation, end, pair, tmp_path):
+    assert pair.run(fit_signalled, signalled, step, str(tmp_path), in_validation, {}) == [end] * 2
 
 
 def fit_in_a_thread(rank):
@@ -90,10 +94,6 @@ def fit_in_a_thread(rank):
 
 def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair):
     assert pair.run(fit_in_a_thread) == [(True, 7)] * 2
-
-
-def test_without_a_signal_nothing_happens(pair, tmp_path):
-    assert pair.run(fit_signalled, (), 0, str(tmp_path), False, {}) == [(False, STEPS, False, 0, True)] * 2
 
 
 class Counting(Callback):
