@@ -479,7 +479,7 @@ class Exchange(Stream):
         if self._clips:
             self._held.append(members)
         else:
-            self._submit(self._gradients_of(members))
+            self._submit(members, self._gradients_of(members))
 
     def _is_used(self, member: _Member) -> bool:
         return (member.is_used or self._is_sharded) and member.parameter.grad is not None
@@ -542,7 +542,9 @@ class Exchange(Stream):
     def _clips(self) -> bool:
         return self._pipeline.memory.clips_gradients and not self._goes_dense
 
-    def _submit(self, group: Sequence[LocalGradient], flags: Optional[Tensor] = None) -> None:
+    def _submit(
+        self, members: Sequence[_Member], group: Sequence[LocalGradient], flags: Optional[Tensor] = None
+    ) -> None:
         """Have a group travel, with flags of what was used if it is a step's last."""
         if self._goes_dense:
             gradients = [local.gradient for local in group]
@@ -614,8 +616,8 @@ class Exchange(Stream):
             together = sorted(chain.from_iterable(groups), key=lambda local: self._positions[local.name])
             self._worker.submit(lambda: self._pipeline.measure_norms(together))
         flags = [*[None] * (len(groups) - 1), self._flags()]
-        for group, used in zip(groups, flags):
-            self._submit(group, used)
+        for members, group, used in zip(held, groups, flags):
+            self._submit(members, group, used)
         self._committed = threading.Event()
         commit = self._end_average if self._goes_dense else self._commit_of_step()
         self._worker.submit(commit, settle=self._committed.set)
