@@ -102,6 +102,12 @@ def test_files_tests_and_names_exist(page):
             assert span in StrategyRegistry, span
 
 
+def test_each_law_has_its_tests():
+    told = rows(DOCS / "promises.md", "## The laws")
+    assert len({law for law, *_ in told}) == len(told)
+    assert all("::test_" in tests or tests.startswith("the same;") for *_, tests in told)
+
+
 @each_page
 def test_arguments_exist(page):
     known = set().union(*map(arguments_of, [*CLASSES.values(), *OTHERS]))

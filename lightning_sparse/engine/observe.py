@@ -102,13 +102,6 @@ class Clock:
         event.record()
         return event
 
-    def reference(self) -> tuple[Mark, float]:
-        """Return a mark and the host's time (``time.perf_counter``) at which it passed; on a device this waits."""
-        mark = self.mark()
-        if not self.is_host:
-            mark.synchronize()
-        return mark, mark if self.is_host else perf_counter()
-
     @staticmethod
     def has_passed(mark: Mark) -> bool:
         """Tell whether a device has come to a mark, without waiting for it."""
@@ -134,13 +127,12 @@ class Span(NamedTuple):
 class GroupMarks:
     """The life of one group."""
 
-    def __init__(self, names: tuple[str, ...], ready: Optional[Mark] = None) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.elements = 0
         self.counts = 0  # elements that the density asked for, of parameters that are not sent whole
         self.dense_elements = 0  # of parameters that are sent whole
         self.wire_bytes = 0.0
-        self.ready = ready  # the last gradient; none if nobody marked it
         self.spans: list[Span] = []  # in their order; exchanges are at the same time on all ranks
 
     def seconds(self, *stages: str) -> float:
@@ -308,8 +300,7 @@ class Recorder:
         self.has_levels = node_ranks > 1  # some ranks share a gradient
         self.current = StepFacts(*self._ranks)  # changes only between two backwards
         self.last: Optional[StepFacts] = None  # that ended, with the engine or with plain DDP
-        self.watches_gradients = False  # mark each, also where that costs an event of the device; the planner's
-        self.is_watched = False  # the same, for whoever looks on from outside the engine
+        self.watches_gradients = False  # mark each, also where that costs an event of the device
         self.samples_deltas = False  # of the next step, on all ranks: costs a dense all-reduce
         self.samples: Optional[ParameterSamples] = None  # of the step in progress, if somebody asked
         self.last_samples: Optional[ParameterSamples] = None  # of the last step for which they were asked
@@ -327,12 +318,12 @@ class Recorder:
         """Return what marks that a gradient is ready, in the step in progress."""
         if self.clock.is_host:
             return perf_counter
-        return self.clock.mark if self.watches_gradients or self.is_watched else _no_mark
+        return self.clock.mark if self.watches_gradients else _no_mark
 
     @contextmanager
-    def group(self, names: Sequence[str], ready: Optional[Mark] = None) -> Iterator[None]:
+    def group(self, names: Sequence[str]) -> Iterator[None]:
         """Count what is recorded inside as that of one group."""
-        self._group = GroupMarks(tuple(names), ready)
+        self._group = GroupMarks(tuple(names))
         self.current.marks.groups.append(self._group)
         try:
             yield

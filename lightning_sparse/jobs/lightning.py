@@ -28,6 +28,7 @@ if TYPE_CHECKING or NAME == "pytorch_lightning":
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
+    from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from pytorch_lightning.utilities import GradClipAlgorithmType
@@ -46,6 +47,7 @@ else:
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+    from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.utilities import GradClipAlgorithmType

@@ -56,7 +56,7 @@ def test_another_strategy_is_refused_or_warned_of_and_the_same_callback_twice_is
         (AssumptionMonitor, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
         (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
         (ReplicaSentinel, ValueError, "action", ("rise",)),
-        (OverlapTimeline, ValueError, "steps", ([], [3, 3], [-1], [1.5], "12", 7)),
+        (OverlapTimeline, ValueError, "steps", ([], [-1], [1.5], "12", 7)),
         (MomentumCorrection, ValueError, "momentum", (1.0, None)),
         (MomentumCorrection, ValueError, "clip_norm", (0.0,)),
         (AdaptiveDensity, ValueError, "rules", ([],)),

@@ -551,8 +551,8 @@ class Exchange(Stream):
             self._worker.submit(partial(self._average, [each.parameter for each in members], gradients, flags))
             self._dense_bytes = min(2 * self._dense_bytes, _DENSE_BYTES)
             return
-        exchanged, ready = self._exchanged, members[-1].mark
-        self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, ready, flags)))
+        exchanged = self._exchanged
+        self._worker.submit(lambda: exchanged.extend(self._pipeline.exchange(group, flags)))
 
     def _reduce_sparse_layout(self, member: _Member) -> None:
         parameter = member.parameter

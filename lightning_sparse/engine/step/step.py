@@ -48,7 +48,6 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.selection import GroupSelection, Selection, grouped
 from lightning_sparse.engine.memory.residual import Clip, Hyperparameters, Memory
-from lightning_sparse.engine.observe import Mark
 from lightning_sparse.engine.planner import Planner
 from lightning_sparse.engine.step.levels import LocalGradient, OneLevel
 from lightning_sparse.engine.step.selecting import GroupSelector, Part
@@ -137,16 +136,14 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float32, device=self.collectives.device)
         return norm_of([self._shares[name].gradient for name in names])
 
-    def exchange(
-        self, group: Sequence[LocalGradient], ready: Optional[Mark] = None, used: Optional[Tensor] = None
-    ) -> list[Exchanged]:
+    def exchange(self, group: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[Exchanged]:
         """Add the residuals of a group, send what is selected of it, and receive what the other ranks selected.
 
-        The gradients, the last of them there at ``ready``, are working memory until :meth:`commit`. With a step's last
-        group travels which parameters of the step this rank has ``used``, uint8.
+        The gradients are working memory until :meth:`commit`. With a step's last group travels which parameters of the
+        step this rank has ``used``, uint8.
         """
         names = [local.name for local in group]
-        with self.recorder.group(names, ready):
+        with self.recorder.group(names):
             are_known = names[0] in self._shares
             group = [self._shares.pop(name) for name in names] if are_known else self.levels.shares(group)
             gradients = [local.gradient for local in group]
