@@ -62,6 +62,11 @@ GIVES = {
     "plan": Gift(lambda it: isinstance(it.schedule, Merged), "this schedule follows no plan", False),
     "exchange": Gift(lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` leaves steps to DDP", False),
     "bound": Gift(lambda it: not it.adapts_density, "more than the density is sent where backward hides it", False),
+    "replicas": Gift(
+        lambda it: not it.replicas_diverge,
+        "replicas drift apart between two averages, as with `a2sgd` and `local_steps`",
+        False,
+    ),
     "step": Gift(lambda it: it.local_steps is None, "`local_steps` exchange changes, not gradients", False),
 }
 _OUT = "leave it out"
@@ -106,9 +111,9 @@ FEATURES = {
     ),
     "AssumptionMonitor": Feature(("density",), _SPARSIFIER),
     "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
-    "ReplicaSentinel": Feature(("one model", "step"), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
-    "a loop of one's own": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
-    "a model in shards": Feature(("one model", "shares"), _BY_ELEMENT),
+    "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
+    "in a loop of one's own": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
+    "in shards": Feature(("one model", "shares"), _BY_ELEMENT),
 }
 
 
@@ -122,8 +127,10 @@ def lacking(feature: str, settings: Any, given: str = "") -> Iterator[str]:
     """Yield why a feature cannot go together with settings."""
     for gift in map(GIVES.__getitem__, FEATURES[feature].needs):
         if not gift.is_given(settings):
-            name = f"{type(settings.compressor).__name__} " if gift.is_of_compressor else ""
-            told = f"{given or feature} is refused, as {name}{gift.lacking}: {FEATURES[feature].instead}"
+            name = type(settings.compressor).__name__
+            asked = given or (f"compressor={name} {feature}" if feature.startswith("in ") else feature)
+            lacks = f"{name} {gift.lacking}" if gift.is_of_compressor else gift.lacking
+            told = f"{asked} is refused, as {lacks}: {FEATURES[feature].instead}"
             yield told.replace("`", "")
 
 

@@ -246,7 +246,7 @@ class Settings:
     @property
     def can_have_levels(self) -> bool:
         """Whether ranks of a node can average gradients first and share the rest of the work."""
-        return not any(lacking("a model in shards", self))
+        return not any(lacking("in shards", self))
 
     @property
     def asks_for_islands(self) -> bool:

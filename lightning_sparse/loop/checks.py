@@ -89,7 +89,7 @@ def in_one_order(settings: Settings, model: Module, backend: str) -> tuple[Setti
 
 def of_the_settings(settings: Settings) -> Iterator[str]:
     """Yield what there is no place for where every rank holds a shard of the model."""
-    yield from lacking("a model in shards", settings, f"compressor={type(settings.compressor).__name__} for shards")
+    yield from lacking("in shards", settings)
     local = settings.local_steps or LocalSteps()
     if local.overlap_steps or local.synchronous_steps:
         yield (

@@ -93,7 +93,7 @@ def sparsify(
     """
     optimizers = [_unwrapped(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     settings = taken_settings(sparsify, compressor, density, given)
-    refuse(lacking("a loop of one's own", settings))
+    refuse(lacking("in a loop of one's own", settings))
     check_facts(scaler, total_steps)
     return Sparsifier(model, optimizers, settings, scaler, total_steps, timeout, _say)
 

@@ -41,7 +41,7 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
     def _prepare(self, settings: Settings, resume_compression: bool, total_steps: Optional[int]) -> None:
         """Check what the user chose, before Lightning's own part is built."""
         self.settings = settings
-        refuse(lacking("a loop of one's own", settings))
+        refuse(lacking("in a loop of one's own", settings))
         check_facts(None, total_steps)
         self._total_steps = total_steps
         self._checkpointer = Checkpointer(self, resume_compression)
