@@ -224,12 +224,14 @@ class Rounds(Replicas):
             elif own < last:
                 return False
             elif first == last:
+                self.meeting.end(everywhere)
                 if place == PLACES[-1]:
                     self.meeting.begin_epoch(self._step)
                 return True
 
     def _catch_up(self, missed: int) -> None:
         """Count steps that others have made since this rank has had no batch."""
+        self.meeting.missed_steps += missed
         self._step += missed
         self._skip(missed)
         if self._pending is not None:

@@ -20,6 +20,7 @@ class RankStatus(NamedTuple):
     samples: float  # since the last exchange; NaN where they cannot be told
     batches: float
     step: float
+    missed_steps: float  # of others, since all ranks last met
     is_stale: float  # whether its model is not the shared one
     flags: float  # as bits
 
@@ -39,6 +40,8 @@ class Meeting:
         self.heard = 0  # flags that exchanges have brought, as bits, until they are asked for
         self.pace = (1, 1)  # steps of an epoch: of this rank, and of the rank with the most
         self._epoch = (0, 0)  # the step at which it began, and steps that this rank has made since
+        self.missed_steps = 0  # that others have made, since all ranks last met
+        self.are_uneven = False  # when all last met, some had missed steps
         self._skipped = 0
         self._samples = self._batches = 0.0  # since the last exchange began; NaN samples where they cannot be told
         self._is_told_of_batches = False
@@ -57,6 +60,7 @@ class Meeting:
         began, made = self._epoch[0], self._epoch[1] + 1
         self._epoch = (began, made)
         steps = 1 if most == 1 else max(0, began + made * most // own - step)
+        self.missed_steps += steps - 1
         self._skipped += steps - 1
         return steps
 
@@ -72,7 +76,8 @@ class Meeting:
     def status(self, step: int, is_stale: bool = True, place: int = 0, agreed: Sequence[float] = ()) -> list[float]:
         """Return what this rank tells before an exchange that begins now; ``agreed`` are to be the same on all."""
         flags = sum(flag.is_noted << bit for bit, flag in enumerate(self.flags))
-        return [*RankStatus(place, self._samples, self._batches, step, is_stale, flags), *agreed]
+        counts = (self._samples, self._batches, step, self.missed_steps)
+        return [*RankStatus(place, *counts, is_stale, flags), *agreed]
 
     def begin_exchange(self) -> None:
         """Count batches for the next exchange."""
@@ -103,6 +108,11 @@ class Meeting:
                 if flag.heard():
                     flag.answer()
 
+    def end(self, everywhere: Sequence[RankStatus]) -> None:
+        """Know that all ranks have met."""
+        self.are_uneven = len({told.step for told in everywhere}) > 1 or any(told.missed_steps for told in everywhere)
+        self.missed_steps = 0
+
     def state(self) -> dict[str, tuple[float, float]]:
         """Return what this rank goes on from."""
         return {"epoch": self._epoch, "seen": (self._samples, self._batches)}
@@ -110,7 +120,8 @@ class Meeting:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         (self._samples, self._batches), self._epoch = state["seen"], state["epoch"]
-        self._skipped = 0
+        self.missed_steps = self._skipped = 0
+        self.are_uneven = False
 
 
 def _check_agreed(everywhere: Sequence[Sequence[float]]) -> None:

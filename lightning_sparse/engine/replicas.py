@@ -119,13 +119,13 @@ class ReplicaAverager:
         self.divergence = torch.zeros(())
         self._sent_bytes = 0.0
 
-    def average(self, are_apart: bool = False) -> None:
-        """Average the model over ranks, in place, unless all are the same; afterwards they are identical to the bit."""
-        tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
-        self.average_differing(tensors, are_apart)
+    def average(self, tensors: Optional[Mapping[str, Tensor]] = None, are_apart: bool = False) -> None:
+        """Average tensors, or the whole model, over ranks, in place; of what is no float take the first rank's.
 
-    def average_differing(self, tensors: Mapping[str, Tensor], are_apart: bool = False) -> None:
-        """Average over ranks, in place, what they hold differently, or all; of what is no float take the first's."""
+        Unless they ``are_apart``, only those that ranks hold differently. Afterwards all are identical to the bit.
+        """
+        if tensors is None:
+            tensors = averaged(chain(self._module.named_parameters(), self._module.named_buffers()))
         self._sent_bytes = 0.0
         floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
         asked = {name: tensor for name, tensor in tensors.items() if not (are_apart and name in floats)}

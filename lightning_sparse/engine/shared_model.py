@@ -228,7 +228,7 @@ class SharedModel:
     def unify_rest(self) -> None:
         """Have all ranks hold the same of what is not trained; all must call."""
         rest = {name: tensor for name, tensor in averaged(self._named()).items() if name not in self.trained}
-        self._worker.run(lambda: self._averager.average_differing(rest))
+        self._worker.run(lambda: self._averager.average(rest))
         for name in self._beside:
             if name in rest and rest[name].shape == self._shared[name].shape:
                 self._shared[name].copy_(rest[name])

@@ -238,7 +238,7 @@ class SparseStrategy(SparseBase, ParallelStrategy):
     def _meet(self, place: str) -> bool:
         """Return whether all ranks come here, when they have: those without a batch take part in others' rounds."""
         have_met = self._loop.replicas.meet(place, self._loop.rates())
-        if have_met and self.has_uneven_batches:
+        if have_met and self.rounds is not None and self.rounds.meeting.are_uneven:
             catch_up(self._trainer, self.optimizers, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         if not have_met:
             rank_zero_warn(

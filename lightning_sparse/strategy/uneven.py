@@ -187,10 +187,10 @@ def catch_up(trainer: Trainer, optimizers: Sequence[Optimizer], batches: float) 
     loop = trainer.fit_loop.epoch_loop
     states = [each.state_dict() for each in schedulers]
     everywhere = gather_together((batches, trainer.global_step, loop._batches_that_stepped, states, settings))
-    most, step, stepped, states, settings = max(everywhere, key=lambda theirs: theirs[0])
     for rank, (theirs, *_) in enumerate(everywhere):
-        if theirs == 0 < most:
+        if theirs == 0:
             raise ValueError(f"rank {rank} had no batch in an epoch in which others had some: give it at least one")
+    most, step, stepped, states, settings = max(everywhere, key=lambda theirs: theirs[0])
     if batches == most:
         return
     for scheduler, state in zip(schedulers, states):
