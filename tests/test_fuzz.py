@@ -37,7 +37,7 @@ from lightning_sparse.functional.topk import batched_top_k_indices, indices_reac
 from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
-from lightning_sparse.strategy.checkpoints.shards import KEY, Save, read_header, read_shard
+from lightning_sparse.strategy.checkpoints.shards import KEY, SaveHeader, read_header, read_shard
 from tests.helpers.lockstep import run_phases
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
@@ -339,7 +339,7 @@ def test_a_plan_is_the_best_of_all_partitions(tensors, costs, selection):
 
 # Saved files ------------------------------------------------------------------------------------------------------
 
-SAVE = Save("0123456789abcdef" * 2, 2, "TopK")
+SAVE = SaveHeader("0123456789abcdef" * 2, 2, "TopK")
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from lightning_sparse.strategy.checkpoints.shards import (
     CURE,
     KEY,
     AbsentError,
-    Save,
-    Share,
-    mean_of_shares,
+    PartialSum,
+    SaveHeader,
+    mean_of_sums,
     read_header,
     read_state,
 )
@@ -30,7 +30,7 @@ class Checkpointer:
 
     def __init__(self, strategy: Union[ParallelStrategy, FabricParallelStrategy], resumes: bool) -> None:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
-        self.loaded: Optional[tuple[str, Optional[Save]]] = None
+        self.loaded: Optional[tuple[str, Optional[SaveHeader]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
         self.are_islands = False  # whose ranks make their local steps together
         self.same_shards: Optional[ProcessGroup] = None  # ranks that hold the same shards, where the model has some
@@ -60,7 +60,7 @@ class Checkpointer:
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         ranks, node_ranks, are_islands = self._topology
-        save = Save(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
+        save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
@@ -155,7 +155,7 @@ class Checkpointer:
 
         self.together(restore, f"{path}: another rank could not restore what it had kept")
 
-    def _check_shards(self, path: str, save: Optional[Save]) -> None:
+    def _check_shards(self, path: str, save: Optional[SaveHeader]) -> None:
         """Refuse shards for a whole model, and the other way round; on all ranks alike."""
         is_sharded = self.same_shards is not None
         if save is not None and save.is_sharded != is_sharded:
@@ -165,7 +165,7 @@ class Checkpointer:
                 f" strategy. {CURE}"
             )
 
-    def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
+    def _read_together(self, path: str, save: SaveHeader) -> Optional[dict[str, Any]]:
         """Read on every rank, and raise on every rank if one of them cannot; ``None`` if there is nothing anywhere."""
         found = error = None
         strategy = self._strategy
@@ -181,8 +181,8 @@ class Checkpointer:
             )
             return None
         self._agree(error, f"{path}: another rank could not read what it had kept")
-        if isinstance(found, Share):
-            return mean_of_shares(found, save, strategy.root_device, self.same_shards)
+        if isinstance(found, PartialSum):
+            return mean_of_sums(found, save, strategy.root_device, self.same_shards)
         return found
 
     def together(self, action: Callable[[], None], complaint: str) -> None:
@@ -214,8 +214,8 @@ class Checkpointer:
         self.loaded = None
 
 
-def _remarks(save: Save, topology: Topology, unused: Sequence[str], source: str) -> Iterator[str]:
-    """Yield what the user should know of a state that was taken up by ranks of a :attr:`Save.topology`."""
+def _remarks(save: SaveHeader, topology: Topology, unused: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what the user should know of a state that was taken up by ranks of a :attr:`SaveHeader.topology`."""
     if save.topology != topology:
         group = "in replicas" if save.is_sharded else "on nodes"
         before, now = ("" if each == 1 else f" {group} of {each}" for each in (save.node_ranks, topology[1]))

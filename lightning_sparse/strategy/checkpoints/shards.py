@@ -31,7 +31,7 @@ class AbsentError(CheckpointError):
     """Nothing of what the ranks kept lies beside the checkpoint."""
 
 
-class Save(NamedTuple):
+class SaveHeader(NamedTuple):
     """One save, as noted in Lightning's file and in the part of every rank."""
 
     name: str  # random, 32 hexadecimal digits
@@ -51,7 +51,7 @@ class Save(NamedTuple):
         return {"version": VERSION, **self._asdict()}
 
 
-def read_header(content: Any, source: str) -> Optional[Save]:
+def read_header(content: Any, source: str) -> Optional[SaveHeader]:
     """Return the save that a file says it belongs to; ``None`` if it says nothing."""
     if not isinstance(content, dict) or content.get(KEY) is None:
         return None
@@ -62,15 +62,15 @@ def read_header(content: Any, source: str) -> Optional[Save]:
             f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
             f" {VERSION}): use that version. {CURE}"
         )
-    values: list[Any] = [header.get(field) for field in Save._fields]
+    values: list[Any] = [header.get(field) for field in SaveHeader._fields]
     is_whole = version == VERSION and [*map(type, values)] == [str, int, str, int, bool, bool]
     # The name becomes part of a path.
     if is_whole and re.fullmatch("[0-9a-f]{32}", values[0]) and min(values[1], values[3]) > 0 == values[1] % values[3]:
-        return Save(*values)
+        return SaveHeader(*values)
     raise CheckpointError(f"{source} holds {KEY!r}, but not as this package writes it. {CURE}")
 
 
-def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> Models:
+def read_shard(checkpoint_io: CheckpointIO, path: str, save: SaveHeader) -> Models:
     """Read what one rank kept, without ever running what a pickle asks for."""
     parameters = inspect.signature(checkpoint_io.load_checkpoint).parameters
     if "weights_only" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -108,7 +108,7 @@ def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> Models:
 Place = tuple[Any, ...]  # the keys that lead there: a model's name, a scope, and others
 
 
-class Share(NamedTuple):
+class PartialSum(NamedTuple):
     """What a rank has read of the parts of another number of ranks."""
 
     first: Models  # of these parts, or one of somebody else's
@@ -116,7 +116,7 @@ class Share(NamedTuple):
     shapes: dict[Place, tuple[torch.Size, torch.dtype]]  # of those tensors, in a part
 
 
-def read_share(read: Callable[[int], Models], rank: int, ranks: int, saved: int) -> Share:
+def read_sum(read: Callable[[int], Models], rank: int, ranks: int, saved: int) -> PartialSum:
     """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter."""
     first = read(rank % saved)
     shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(first)}
@@ -125,18 +125,20 @@ def read_share(read: Callable[[int], Models], rank: int, ranks: int, saved: int)
         for place, tensor in _summed(read(source)):
             shapes.setdefault(place, (tensor.shape, tensor.dtype))
             sums[place] = sums[place].double().add_(tensor) if place in sums else tensor
-    return Share(first, sums, shapes)
+    return PartialSum(first, sums, shapes)
 
 
-def mean_of_shares(share: Share, save: Save, device: torch.device, group: Optional[ProcessGroup] = None) -> Models:
+def mean_of_sums(
+    mine: PartialSum, save: SaveHeader, device: torch.device, group: Optional[ProcessGroup] = None
+) -> Models:
     """Return what a rank goes on with, of parts of which every rank of a group has read a share; all must call.
 
     What is a rank's own becomes the mean over ranks, and what ranks of a node had parts of the mean over nodes, whole,
     so that the model is owed what it was. The rest is passed on as it is, from rank to rank in turn.
     """
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
-    forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()), group)
-    shapes = share.shapes
+    forms = gather_together(crc32(repr(sorted(mine.shapes.items(), key=str)).encode()), group)
+    shapes = mine.shapes
     if len(set(forms)) > 1:
         everywhere = gather_together(shapes, group)
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
@@ -145,17 +147,17 @@ def mean_of_shares(share: Share, save: Save, device: torch.device, group: Option
     for place, (shape, dtype) in sorted(shapes.items(), key=str):
         if not shape.numel():
             continue
-        own = share.sums[place] if place in share.sums else torch.zeros(shape, dtype=dtype)
+        own = mine.sums[place] if place in mine.sums else torch.zeros(shape, dtype=dtype)
         mean = torch.empty(shape, dtype=dtype)
         parts = save.ranks // save.node_ranks if save.is_sharded or place[1] == SHARE else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
-        _put(share.first, place, mean)
-    for state in share.first.values():
+        _put(mine.first, place, mean)
+    for state in mine.first.values():
         whole, state[SHARE] = state[SHARE], {"memory": {}}
         state[RANK]["memory"] |= whole.pop("memory")
         state[EVERYWHERE] |= whole
-    return share.first
+    return mine.first
 
 
 def _summed(models: Models) -> Iterator[tuple[Place, Tensor]]:
@@ -173,7 +175,7 @@ def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
         yield place, part
 
 
-def _laid_out(models: Models, save: Save, rank: int) -> Models:
+def _laid_out(models: Models, save: SaveHeader, rank: int) -> Models:
     """Put the parts that a rank kept where they belong in whole parameters, with zeros for those of other ranks."""
     for state in models.values():
         for place, part in list(_floats(state[SHARE])):
@@ -239,9 +241,9 @@ def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: Topology
-) -> Union[Models, Share]:
-    """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed."""
+    checkpoint_io: CheckpointIO, path: PathLike, save: SaveHeader, rank: int, topology: Topology
+) -> Union[Models, PartialSum]:
+    """Read what a rank goes on with: its own part, or a share of all where their topology has changed."""
     places = [place for place in dict.fromkeys((followed(path), str(path))) if save.name in saves_beside(place)]
     place = (places or [str(path)])[0]
 
@@ -261,8 +263,8 @@ def read_state(
                 parts = [read(source * save.node_ranks + each) for each in range(save.node_ranks)]
                 return {name: cut_anew([part[name] for part in parts], shard, shards) for name in parts[0]}
 
-            return read_share(read_shard_of, replica, topology.ranks // shards, saved)
-        return read_share(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
+            return read_sum(read_shard_of, replica, topology.ranks // shards, saved)
+        return read_sum(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):
             raise AbsentError(str(error)) from error
