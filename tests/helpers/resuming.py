@@ -82,11 +82,7 @@ def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
 
 
 def kept_at_end(trainer):
-    return kept_in(trainer.strategy._loop.final_state)
-
-
-def kept_in(state):
-    """Return what is kept, whose ever it is, without the plan, which holds times."""
+    state = trainer.strategy._loop.final_state  # but the plan, which holds times
     kept = {part: each for scope in SCOPES for part, each in state[scope].items() if part != "plan"}
     return {**kept, "memory": {kind: each for scope in SCOPES for kind, each in state[scope]["memory"].items()}}
 
