@@ -34,9 +34,10 @@ from lightning_sparse.functional.reductions import (
     sign_totals,
 )
 from lightning_sparse.functional.topk import batched_top_k_indices, indices_reaching, top_k_indices
+from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE
 from lightning_sparse.schedule import plan_groups
 from lightning_sparse.strategy.checkpoints import AtomicCheckpointIO, CheckpointError
-from lightning_sparse.strategy.checkpoints.shards import KEY, Save, read_header, read_shard
+from lightning_sparse.strategy.checkpoints.shards import KEY, SaveHeader, read_header, read_shard
 from tests.helpers.lockstep import run_phases
 
 IS_LONG = bool(os.environ.get("LIGHTNING_SPARSE_FAULTS"))
@@ -338,14 +339,15 @@ def test_a_plan_is_the_best_of_all_partitions(tensors, costs, selection):
 
 # Saved files ------------------------------------------------------------------------------------------------------
 
-SAVE = Save("0123456789abcdef" * 2, 2, "TopK")
+SAVE = SaveHeader("0123456789abcdef" * 2, 2, "TopK")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "rank_00000.pt"
-    state = {"memory": {"residual": {"weight": torch.arange(50.0)}}, "compressor": {"threshold": 0.5}}
-    AtomicCheckpointIO().save_checkpoint({KEY: SAVE.as_header(), "engine": state}, path)
+    memory = {"memory": {"residual": {"weight": torch.arange(50.0)}}}
+    models = {"model": {RANK: memory, SHARE: {}, EVERYWHERE: {"compressor": {"threshold": 0.5}}}}
+    AtomicCheckpointIO().save_checkpoint({KEY: SAVE.as_header(), "models": models}, path)
     return path.read_bytes()
 
 
@@ -355,13 +357,12 @@ def assert_is_refused_or_read(folder, content):
     path.write_bytes(content)
     trace = folder / "executed"
     try:
-        shard = read_shard(AtomicCheckpointIO(), str(path), SAVE)
+        models = read_shard(AtomicCheckpointIO(), str(path), SAVE)
     except CheckpointError as error:
         has_cure = str(path) in str(error) and "resume_compression=False" in str(error)
         assert has_cure
     else:
-        assert read_header(shard, str(path)) == SAVE
-        assert {"memory", "compressor"} <= shard["engine"].keys()
+        assert all({*SCOPES} <= each.keys() for each in models.values())
     assert not trace.exists()
 
 
@@ -398,7 +399,7 @@ values = some.recursive(
     lambda inner: (
         some.lists(inner, max_size=3)
         | some.dictionaries(
-            some.sampled_from([KEY, "engine", "memory", "compressor", "save", "version", "ranks", "x"]),
+            some.sampled_from([KEY, "models", *SCOPES, "compressor", "name", "version", "ranks", "x"]),
             inner,
             max_size=4,
         )
@@ -430,7 +431,7 @@ def test_a_file_of_torch_with_other_things_in_it_is_refused(tmp_path_factory, co
 
 
 def test_a_pickle_that_asks_for_more_is_not_obeyed(tmp_path):
-    torch.save({KEY: SAVE.as_header(), "engine": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
+    torch.save({KEY: SAVE.as_header(), "models": Evil(str(tmp_path / "executed"))}, tmp_path / "evil.pt")
     assert_is_refused_or_read(tmp_path, (tmp_path / "evil.pt").read_bytes())
     assert_is_refused_or_read(tmp_path, pickle.dumps(Evil(str(tmp_path / "executed"))))
     with pytest.raises(CheckpointError):

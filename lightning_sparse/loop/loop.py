@@ -32,6 +32,7 @@ from lightning_sparse.engine.step.shards import ShardedModel
 from lightning_sparse.functional.elements import held_as, held_of
 from lightning_sparse.loop.backend_choice import BackendChoice
 from lightning_sparse.loop.checks import in_one_order
+from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted, kept_by
 from lightning_sparse.loop.optimizers import (
     OptimizerView,
     TrainedParameters,
@@ -523,37 +524,37 @@ class Loop:
 
         All ranks must ask: of what they hold differently each then keeps its own.
         """
-        state = self.final_state
+        kept = self.final_state
         if self.engine is not None:
             self.engine.worker.settle()
-            state = self.engine.state_dict(together=True)
-        if state is None:
+            kept = kept_by(self.engine, self._ddp.module, together=True)
+        if kept is None:
             return None
-        kept = {"engine": state, "clips": self.view.adam.clips()}
+        own = dict(kept[RANK])
         if self._settings.replicas_diverge:
             # The file of the model holds those of one rank; they differ, as the gradients that they were fed with.
             states = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
-            kept["optimizers"] = [_mapped(lambda tensor, _: held_of(tensor), state) for state in states]
+            own["optimizers"] = [_mapped(lambda tensor, _: held_of(tensor), state) for state in states]
             if self._scaler is not None:
-                kept["scaler"] = self._scaler.state_dict()
-        return kept
+                own["scaler"] = self._scaler.state_dict()
+        return {**kept, RANK: own, EVERYWHERE: {**kept[EVERYWHERE], "clips": self.view.adam.clips()}}
 
-    def load(self, state: Mapping[str, Any], topology: Optional[Topology] = None) -> bool:
-        """Go on from what a rank kept, maybe of another topology; return whether its plan, if any, is followed."""
+    def load(self, kept: Mapping[str, Any]) -> list[str]:
+        """Go on from what a rank kept, maybe of another topology; return in words what is of no use here."""
         assert self.engine is not None
-        kept = state["engine"]
-        self.engine.load_state_dict(kept)
-        self.view.adam.restore_clips(state.get("clips", ()))
-        # Earlier versions had one clip, of all that is trained.
-        trained = (parameter for optimizer in self.optimizers for parameter in handled(optimizer))
-        self.view.adam.clip(Clipping(*state.get("clipping", ())), trained)
+        usable, unused = fitted(kept, self.engine, self._ddp.module)
+        self.engine.load_state_dict(usable)
+        own, everywhere = kept[RANK], kept[EVERYWHERE]
+        self.view.adam.restore_clips(everywhere["clips"])
         if self._settings.replicas_diverge:
-            for optimizer, own in zip(self.optimizers, state.get("optimizers", ())):
+            for optimizer, state in zip(self.optimizers, own.get("optimizers", ())):
                 present = optimizer.state_dict()
-                optimizer.load_state_dict({**present, "state": _mapped(held_as, own, present["state"])})
-            if self._scaler is not None and "scaler" in state:
-                self._scaler.load_state_dict(state["scaler"])
-        return "plan" not in kept or self.engine.restore_plan(kept["plan"], topology or self.engine.topology)
+                optimizer.load_state_dict({**present, "state": _mapped(held_as, state, present["state"])})
+            if self._scaler is not None and "scaler" in own:
+                self._scaler.load_state_dict(own["scaler"])
+        if "plan" in usable and not self.engine.restore_plan(usable["plan"], Topology(*kept["topology"])):
+            unused.append("its plan, which is for another number of ranks, another schedule or other parameters")
+        return unused
 
     def remember(self, stats: Mapping[str, float], plan: Optional[Plan]) -> None:
         """Know what a training has come to that has ended, maybe in other processes."""
@@ -576,7 +577,8 @@ class Loop:
                 self._say(closing(stats, verdict, "HSDP" if isinstance(self._ddp, ShardedModel) else "DDP"))
             self.remember(stats, plan)
             if engine.close(has_failed) and can_ask and keeps_state:  # on a GPU it takes as much memory as the model
-                self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), engine.state_dict())
+                kept = kept_by(engine, self._ddp.module)
+                self.final_state = tree_map_only(Tensor, lambda each: each.detach().cpu(), kept)
             self.engine = None
         for name in ("_ddp", "_trained"):
             vars(self).pop(name, None)

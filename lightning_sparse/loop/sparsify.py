@@ -25,11 +25,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.collectives import Uncopied, align, copy_from_first
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.memory.residual import waiting_kinds
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Compression, Settings
 from lightning_sparse.engine.step.exchange import SilentReducer, Wrapper, is_in_backward
-from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.engine.step.shards import BareModel, ShardedModel, cut_modules, reshard
 from lightning_sparse.functional.elements import held_of
 from lightning_sparse.functional.reductions import fingerprint
@@ -43,6 +41,7 @@ from lightning_sparse.loop.checks import (
     refuse_together,
     refuse_training,
 )
+from lightning_sparse.loop.kept import VERSION, fitted
 from lightning_sparse.loop.loop import CLOSED, Loop, before_step_of_training, of_communication
 from lightning_sparse.loop.optimizers import handled, listed
 from lightning_sparse.schedule import Auto, FixedSize
@@ -305,19 +304,19 @@ class Sparsifier(Loop):
             raise RuntimeError(CLOSED)
         self._take_up()
         state = self.state()
-        if state is None:
+        return {} if state is None else {**state, **self._origin(), "shared model": self._print_of_shared()}
+
+    def _origin(self) -> dict[str, Any]:
+        """Return what a state that is loaded has to have in common with this rank; nothing on one process."""
+        if self.engine is None:
             return {}
-        return {
-            "ranks": dist.get_world_size(self._model.process_group),
-            "rank": dist.get_rank(self._model.process_group),
-            "compressor": type(self._settings.compressor).__name__,
-            "kinds": sorted(waiting_kinds(state["engine"]["memory"])),
-            "layouts": self._layouts(),
-            "epoch": self.epoch,
-            "local_steps": "rounds" in state["engine"],
-            "shared model": self._print_of_shared(),
-            **state,
-        }
+        name, topology = type(self._settings.compressor).__name__, list(self.engine.topology)
+        return {"version": VERSION, "topology": topology, "number": dist.get_rank(), "compressor": name}
+
+    @override
+    def state(self) -> Optional[dict[str, Any]]:
+        state = super().state()
+        return None if state is None else {**state, "epoch": self.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned; load model and optimizers as ever, in any order with this.
@@ -325,23 +324,20 @@ class Sparsifier(Loop):
         Raises:
             ValueError: if it is that of another rank, of another number of ranks, another compressor or another model.
         """
-        # Earlier versions listed all kinds, and knew fewer.
-        given, present = (
-            {"ranks": 1, "local_steps": False, **each, "kinds": sorted(waiting_kinds(each.get("kinds", ())))}
-            for each in (state, self.state_dict())
-        )
-        ours, theirs = (each.get("layouts", {}) for each in (present, given))
-        changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
+        present = self._origin()
         for kind, cure in _ALIKE.items():
-            if (before := given.get(kind)) != (now := present.get(kind)):
+            if (before := state.get(kind)) != (now := present.get(kind)):
                 raise ValueError(f"this state is of {kind} {before!r}, and here it is {now!r}: {cure}")
-        if changed:
-            raise ValueError(
-                f"this state is of a model in which {listed(changed)} had another shape, type or order in memory, or"
-                " was not there: build the same model"
-            )
         if self.engine is None:
             return
+        _, unused = fitted(state, self.engine, self._model.module)
+        if unused:
+            raise ValueError(
+                f"this state holds what is of no use here, {'; '.join(unused)}: build the same model and optimizers,"
+                " with the same arguments, or leave the state out to start with nothing kept"
+            )
         self.epoch = state["epoch"]
         self._waiting = dict(state)
         if self.engine.rounds is None:
@@ -357,18 +353,14 @@ class Sparsifier(Loop):
                 "this state is of another model than there is now: before the first step, load the one that was saved"
                 " with it, inside `with handle.shared_model():`"
             )
-        kept = {
-            kind: {name: tensor.to(self._device) for name, tensor in tensors.items()}
-            for kind, tensors in state["engine"]["memory"].items()
-        }
-        self.load({**state, "engine": {**state["engine"], "memory": kept}})
+        self.load(state)
 
     @override
-    def load(self, state: Mapping[str, Any], topology: Optional[Topology] = None) -> bool:
-        is_followed = super().load(state, topology)
+    def load(self, kept: Mapping[str, Any]) -> list[str]:
+        unused = super().load(kept)
         self._is_shared = self._settings.local_steps is None
         self._follow_rounds()
-        return is_followed
+        return unused
 
     def _print_of_shared(self) -> Optional[list[int]]:
         """Return what tells shared models of local steps apart; ``None`` where each step exchanges."""
@@ -485,13 +477,6 @@ class Sparsifier(Loop):
             hook = Watch(module, torch.compiler.disable(partial(_refuse_alone, module)))
             _REFUSALS[module] = module.register_forward_pre_hook(hook)
 
-    def _layouts(self) -> dict[str, list[Any]]:
-        """Return shapes, strides and types: what is kept of a parameter lies as the parameter does."""
-        return {
-            name: [list(parameter.shape), list(parameter.stride()), str(parameter.dtype)]
-            for name, parameter in self._model.module.named_parameters()
-        }
-
 
 class Watch(Uncopied):
     """Call ``act`` before a module does what this is a hook of; nothing before a copy of it does."""
@@ -542,11 +527,11 @@ def _trained_parts(module: Module) -> set[Module]:
 
 # What a state has to have in common with where it is loaded.
 _ALIKE = {
-    "ranks": "start as many processes as had saved it, or leave it out to start with nothing kept",
-    "rank": "each rank saves a state of its own, and is given that one again",
+    "version": "go on with the release of lightning-sparse that saved it, on as many processes, or leave it out to"
+    " start with nothing kept",
+    "topology": "start as many processes as had saved it, or leave it out to start with nothing kept",
+    "number": "each rank saves a state of its own, and is given that one again",
     "compressor": "choose that compressor, or leave the state out to start with nothing kept",
-    "local_steps": "give local_steps as before, or leave the state out",
-    "kinds": "build the same optimizers, with the same optimizer_correction and wire",
 }
 
 

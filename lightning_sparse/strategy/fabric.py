@@ -20,14 +20,13 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Clipping
 from lightning_sparse.engine.refusals import lacking, refuse
 from lightning_sparse.engine.settings import Settings
-from lightning_sparse.functional.elements import held_by
 from lightning_sparse.jobs.lightning import FabricDDPStrategy, FabricParallelStrategy
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_rounds
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.sparsify import Sparsifier, check_facts
 from lightning_sparse.schedule import Plan
-from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike, Save, restore, saved_layouts
+from lightning_sparse.strategy.checkpoints import Checkpointer, PathLike
 from lightning_sparse.strategy.checkpoints.shards import KEY
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.trainer import SparseBase
@@ -243,7 +242,8 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
 
         handles, name = self._trained_in(state), type(self.settings.compressor).__name__
         with self.shared_model():
-            self._checkpointer.save(self._kept(handles), name, state, path, storage_options, write_file)
+            kept = {key: of for key, handle in handles.items() if (of := handle.state()) is not None}
+            self._checkpointer.save(kept, name, state, path, storage_options, write_file)
 
     def _trained_in(self, state: Mapping[str, Any]) -> dict[str, Sparsifier]:
         """Return, by key, the exchanges of models that come with an optimizer."""
@@ -258,16 +258,6 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             for key, handle in handles.items()
             if any(one is other for one in handle.optimizers for other in given)
         }
-
-    def _kept(self, handles: Mapping[str, Sparsifier]) -> Optional[dict[str, Any]]:
-        """Return what this rank has to save; ``None`` where nothing is compressed."""
-        states = {key: state for key, handle in handles.items() if (state := handle.state()) is not None}
-        if not states:
-            return None
-        for key, state in states.items():
-            state["layouts"] = saved_layouts(held_by(handles[key].module))
-        engines = {key: state.pop("engine") for key, state in states.items()}
-        return {"engine": _by_part(engines), **_by_part(states), "epoch": self._epoch}
 
     @override
     def load_checkpoint(
@@ -285,19 +275,18 @@ class SparseFabric(SparseBase, FabricParallelStrategy):
             self._checkpointer.restore(partial(self._restore, handles))
         return rest
 
-    def _restore(self, handles: Mapping[str, Sparsifier], kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
+    def _restore(self, handles: Mapping[str, Sparsifier], kept: Mapping[str, Any]) -> Sequence[str]:
         """Give each model what this rank had kept of it; return what is of no use."""
         unused: list[str] = []
         for key, handle in handles.items():
-            state = {**_of_model(kept, key), "engine": _of_model(kept["engine"], key)}
-            if "memory" not in state["engine"]:
+            if key not in kept:
                 unused.append(f"{key!r} starts with nothing, as nothing was kept of it")
             elif handle.engine is None:
                 unused.append(f"what was kept of {key!r}, as one process exchanges nothing")
             else:
-                unused += restore(handle, state, save, held_by(handle.module), path)
-        if kept.get("epoch") is not None:
-            self.set_epoch(kept["epoch"])
+                unused += handle.load(kept[key])
+            if kept.get(key, {}).get("epoch") is not None:
+                self.set_epoch(kept[key]["epoch"])
         return unused
 
 
@@ -354,13 +343,3 @@ class SparseFabricStrategy(SparseFabric, FabricDDPStrategy):
         ddp = wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
         self._expect(ddp)
         return ddp
-
-
-def _by_part(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what is kept of several models by its kind, and then by model."""
-    parts = dict.fromkeys(part for state in states.values() for part in state)
-    return {part: {key: state[part] for key, state in states.items() if part in state} for part in parts}
-
-
-def _of_model(parts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {part: of[key] for part, of in parts.items() if isinstance(of, dict) and key in of}

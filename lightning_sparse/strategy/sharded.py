@@ -1,6 +1,6 @@
 """The strategies of models that do not fit: FSDP inside a replica, as users set it up, and ours between replicas."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Optional, Union
@@ -14,16 +14,13 @@ from lightning_sparse.engine.collectives import copy_from_first
 from lightning_sparse.engine.refusals import refuse
 from lightning_sparse.engine.settings import AUTO, Settings
 from lightning_sparse.engine.step.shards import ShardedModel
-from lightning_sparse.functional.elements import held_by, held_of
+from lightning_sparse.functional.elements import held_of
 from lightning_sparse.jobs.lightning import FabricModelParallelStrategy, ModelParallelStrategy, Trainer
 from lightning_sparse.loop.arguments import ShardArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds, of_the_model, of_the_settings, refuse_together
 from lightning_sparse.loop.loop import Loop
-from lightning_sparse.loop.optimizers import listed
-from lightning_sparse.loop.sparsify import Sparsifier
 from lightning_sparse.schedule import FixedSize
-from lightning_sparse.strategy.checkpoints import Checkpointer, CheckpointError, Save, restore, saved_layouts
-from lightning_sparse.strategy.checkpoints.shards import CURE
+from lightning_sparse.strategy.checkpoints import Checkpointer
 from lightning_sparse.strategy.fabric import SparseFabric
 from lightning_sparse.strategy.trainer import SparseStrategy
 
@@ -139,12 +136,6 @@ class SparseModelParallelStrategy(SparseStrategy, ModelParallelStrategy):
         with self._sharded.no_sync():
             yield
 
-    def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
-        """Give the engine what this rank had kept of its shards; return what it cannot use."""
-        self._is_before_validation = bool(kept.get("is_before_validation"))
-        whole = _as_whole(save, self._module, self._ranks_in_step, path)
-        return restore(self._loop, kept, whole, held_by(self._module), path)
-
 
 class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrategy):
     """Fabric's sharded training (FSDP2) in replicas that send each other only the largest part of each gradient.
@@ -210,22 +201,6 @@ class SparseFabricModelParallelStrategy(SparseFabric, FabricModelParallelStrateg
             self._expect(module)
         return module
 
-    # Lightning's sharded checkpoints are of one model, so what is kept is as under the Trainer.
-    @override
-    def _kept(self, handles: Mapping[str, Sparsifier]) -> Optional[dict[str, Any]]:
-        handle = next(iter(handles.values()), None)
-        if handle is None or (state := handle.state()) is None:
-            return None
-        return {**state, "layouts": saved_layouts(held_by(handle.module)), "epoch": self._epoch}
-
-    @override
-    def _restore(self, handles: Mapping[str, Sparsifier], kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
-        (handle,) = handles.values()
-        if kept.get("epoch") is not None:
-            self.set_epoch(kept["epoch"])
-        whole = _as_whole(save, handle.module, self._checkpointer.node_ranks, path)
-        return restore(handle, kept, whole, held_by(handle.module), path)
-
 
 _ONE_REPLICA = "one replica, so there is nothing to exchange or compress: this is ModelParallelStrategy."
 
@@ -250,18 +225,6 @@ class _Sizes(NamedTuple):
         strategy._data_parallel_size, strategy._tensor_parallel_size = shards, 1
         strategy._device_mesh = mesh[_MESH[1:]]
         return mesh
-
-
-def _as_whole(save: Save, module: Module, shards: int, path: str) -> Save:
-    """Return that of its shards a rank keeps all; refuse what cannot be cut over other ranks."""
-    parameters: Any = module.named_parameters() if save.node_ranks != shards else ()
-    other = [name for name, each in parameters if any(placement.dim for placement in each.placements)]
-    if other:
-        raise CheckpointError(
-            f"{path} is of replicas of {save.node_ranks} ranks, and along another dimension than 0, as"
-            f" {listed(other)}, shards are not cut anew: resume with data_parallel_size={save.node_ranks}. {CURE}"
-        )
-    return save._replace(node_ranks=1)
 
 
 def _of_shards(settings: Settings, given: Mapping[str, Any], sizes: _Sizes) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The strategy: each hook of Lightning once, from the start of a fit to its end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
@@ -20,7 +20,6 @@ from lightning_sparse.engine.local_steps import Rounds
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.exchange import Wrapper
 from lightning_sparse.engine.step.shards import reshard
-from lightning_sparse.functional.elements import held_by
 from lightning_sparse.jobs import whereabouts
 from lightning_sparse.jobs.lightning import (
     CURE,
@@ -37,6 +36,7 @@ from lightning_sparse.jobs.position import POSITION, Position, Reader
 from lightning_sparse.jobs.signals import Termination
 from lightning_sparse.loop.arguments import DDPArguments, spelt_out, taken_settings
 from lightning_sparse.loop.checks import check_parameters, check_rounds
+from lightning_sparse.loop.kept import EVERYWHERE, RANK, fitted_gradients
 from lightning_sparse.loop.loop import Loop
 from lightning_sparse.loop.optimizers import handled
 from lightning_sparse.loop.summary import summary
@@ -46,10 +46,6 @@ from lightning_sparse.strategy.checkpoints import (
     Checkpointer,
     CheckpointError,
     PathLike,
-    Save,
-    fitted_gradients,
-    restore,
-    saved_layouts,
 )
 from lightning_sparse.strategy.ddp_wrapping import check_device, wrap
 from lightning_sparse.strategy.levels import ranks_of_node
@@ -62,6 +58,8 @@ from lightning_sparse.strategy.uneven import (
     samples_of,
     skip,
 )
+
+_MODEL = "model"  # the name of the one that there is, in checkpoints
 
 
 class SparseBase:
@@ -367,7 +365,8 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         # Lightning leaves the optimizers out where the user wants the weights only.
         kept = self._kept() if "optimizer_states" in checkpoint else None
         name, write_file = type(self.settings.compressor).__name__, super().save_checkpoint
-        self._checkpointer.save(kept, name, checkpoint, filepath, storage_options, write_file)
+        models = {} if kept is None else {_MODEL: kept}
+        self._checkpointer.save(models, name, checkpoint, filepath, storage_options, write_file)
 
     def _kept(self) -> Optional[dict[str, Any]]:
         """Return what this rank has to save; ``None`` if nothing is compressed."""
@@ -378,8 +377,14 @@ class SparseStrategy(SparseBase, ParallelStrategy):
         if self.rounds is not None and self.rounds.steps_since_ended and not is_validated:
             fit_loop = self._trainer.fit_loop
             fetcher = fit_loop._data_fetcher
-            kept["is_before_validation"] = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
-        return {**kept, "layouts": saved_layouts(held_by(self._module))}
+            is_before = fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fetcher)
+            kept[EVERYWHERE]["is_before_validation"] = is_before
+        return kept
+
+    def _restore(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Give the engine and the optimizers what this rank had kept; return what they cannot use."""
+        self._is_before_validation = bool(models[_MODEL][EVERYWHERE].get("is_before_validation"))
+        return self._loop.load(models[_MODEL])
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -575,13 +580,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         kept = super()._kept()
         if kept is None:
             return None
-        kept |= self._loop.unfinished.state(self._module, self.engine)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        kept["batches"] = progress.state_dict()
+        kept[RANK] |= {**self._loop.unfinished.state(self._module, self.engine), "batches": progress.state_dict()}
         if self.has_uneven_batches:
-            kept["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
+            kept[EVERYWHERE]["only_some_have_ended"] = len(set(gather_together(progress.is_last_batch))) > 1
         if self._loop.choice is not None and self._loop.choice.chosen is not None:
-            kept["is_plain"] = self._loop.choice.chosen
+            kept[EVERYWHERE]["is_plain"] = self._loop.choice.chosen
         return kept
 
     def check_whole(self, checkpoint: Mapping[str, Any]) -> None:
@@ -610,34 +614,30 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self._reader.close()
             self._reader = None
 
-    def _restore(self, kept: dict[str, Any], save: Save, path: str) -> Sequence[str]:
-        """Give the engine, the optimizers and the step what this rank had kept; return what they cannot use."""
+    @override
+    def _restore(self, models: Mapping[str, dict[str, Any]]) -> list[str]:
         assert self.engine is not None
         # A search for a learning rate goes back to the start of training, from rounds to synchronous steps.
         self._ddp.require_backward_grad_sync = True
-        parameters = dict(self._module.named_parameters())
-        unused = restore(self._loop, kept, save, parameters, path)
-        self._is_before_validation = bool(kept.get("is_before_validation"))
-        is_begun = bool(kept.get("is_accumulating"))
-        gradients, arrived = (
-            fitted_gradients(kept.get(kind, {}), parameters, path) for kind in ("gradients", "arrived")
-        )
-        begun = kept.get("begun", kept.get("arrived", ()))
-        self.engine.arrived.restore(arrived, (parameters[name] for name in begun if name in parameters))
-        self.engine.memory.restore_undecayed(kept.get("undecayed", ()))
-        used = kept.get("used", kept.get("gradients", ()) if is_begun else ())
+        unused, parameters = super()._restore(models), dict(self._module.named_parameters())
+        own, everywhere, ranks = models[_MODEL][RANK], models[_MODEL][EVERYWHERE], models[_MODEL]["topology"][0]
+        is_begun = bool(own.get("is_accumulating"))
+        gradients, arrived = (fitted_gradients(own.get(kind, {}), parameters) for kind in ("gradients", "arrived"))
+        begun = (parameters[name] for name in own.get("begun", ()) if name in parameters)
+        self.engine.arrived.restore(arrived, begun)
+        self.engine.memory.restore_undecayed(own.get("undecayed", ()))
+        used = own.get("used", own.get("gradients", ()) if is_begun else ())
         self._loop.unfinished.restore(gradients, is_begun, [parameters[name] for name in used if name in parameters])
-        self._has_own_position = save.ranks == self.world_size and "batches" in kept
-        if kept.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word for it
+        self._has_own_position = ranks == self.world_size
+        if everywhere.get("only_some_have_ended") and not self._has_own_position:  # Lightning would take rank 0's word
             raise CheckpointError(
-                f"{path} was saved where some of {save.ranks} ranks had ended their epoch and others had not, and"
+                f"the checkpoint was saved where some of {ranks} ranks had ended their epoch and others had not, and"
                 f" {self.world_size} cannot go on from there: take one that was saved at the end of an epoch"
             )
         if self._has_own_position:  # Lightning's file has that of rank 0
-            self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(kept["batches"])
-        is_ours = save.ranks == self.world_size and "is_plain" in kept and not is_begun
-        if self._loop.choice is not None and is_ours:
-            self._loop.choice.restore(bool(kept["is_plain"]))
+            self._trainer.fit_loop.epoch_loop.batch_progress.load_state_dict(own["batches"])
+            if self._loop.choice is not None and "is_plain" in everywhere and not is_begun:
+                self._loop.choice.restore(bool(everywhere["is_plain"]))
         return unused
 
 

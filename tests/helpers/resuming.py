@@ -5,6 +5,7 @@ import re
 import torch
 
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.loop.kept import SCOPES
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.trainers import Small, expect, make_trainer, weights
 
@@ -81,8 +82,9 @@ def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
 
 
 def kept_at_end(trainer):
-    kept = trainer.strategy._loop.final_state
-    return {part: state for part, state in kept.items() if part != "plan"}  # which holds times
+    state = trainer.strategy._loop.final_state  # but the plan, which holds times
+    kept = {part: each for scope in SCOPES for part, each in state[scope].items() if part != "plan"}
+    return {**kept, "memory": {kind: each for scope in SCOPES for kind, each in state[scope]["memory"].items()}}
 
 
 def resume_exactly(rank, build, path, save_after, arguments, module=Numbered):

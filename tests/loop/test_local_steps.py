@@ -114,7 +114,7 @@ def pickled(module):
 
 def test_what_is_forgotten_is_refused_with_its_cure(pair):
     for said in pair.run(forget):
-        expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "local_steps"]
+        expected = ["shared_model()"] * 5 + ["new DistributedDataParallel", "another model", "gradients are"]
         assert len(said) == len(expected)
         assert all(part in message for part, message in zip(expected, said))
 

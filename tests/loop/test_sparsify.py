@@ -201,7 +201,7 @@ def train_in_two(rank, kind, settings, first):
             train(rank, ddp, [optimizer], range(first, 8), 2, clip)
             ends.append((parameters_of(ddp), copy.deepcopy(handle.state_dict())))
     for _, state in ends:
-        state["engine"].pop("plan", None)  # measured times decide when there is one, and change no number
+        state["everywhere"].pop("plan", None)  # measured times decide when there is one, and change no number
     return ends
 
 
@@ -225,14 +225,14 @@ def train_scaled(rank, kind, is_scaled, overflow_at=None):
     notes = []
     with sparsified(kind, density=0.05, scaler=scaler) as (ddp, optimizer, handle):
         for step in range(7):
-            notes.append((parameters_of(ddp), copy.deepcopy(handle.state_dict()["engine"]), scaler.get_scale()))
+            notes.append((parameters_of(ddp), copy.deepcopy(handle.engine.state_dict()), scaler.get_scale()))
             loss = ddp(batch(rank, step)) * (float("inf") if step == overflow_at and rank == 1 else 1.0)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        notes.append((parameters_of(ddp), copy.deepcopy(handle.state_dict()["engine"]), scaler.get_scale()))
+        notes.append((parameters_of(ddp), copy.deepcopy(handle.engine.state_dict()), scaler.get_scale()))
     return notes
 
 
@@ -583,23 +583,28 @@ def test_what_is_refused(pools, ranks, arguments, message):
 
 def refused_states(rank):
     with sparsified("SGD", compressor="lags") as (ddp, optimizer, handle):
+        train(rank, ddp, [optimizer], range(1))
         state = handle.state_dict()
         handle.load_state_dict(state)
-        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], "torch.float32"]}
+        layouts = {**state["layouts"], "matrix": [[2, 2], [2, 1], 0]}
         changes = {
-            "ranks 4, and here it is 2": {"ranks": 4},
-            f"rank {1 - rank}, and here it is {rank}": {"rank": 1 - rank},
+            "version 4, and here it is 5": {"version": 4},
+            r"topology \[4, 1, False\], and here it is \[2, 1, False\]": {"topology": [4, 1, False]},
+            f"number {1 - rank}, and here it is {rank}": {"number": 1 - rank},
             "compressor 'OMGS', and here it is 'LAGS'": {"compressor": "OMGS"},
-            "model in which 'matrix' had": {"layouts": layouts},
+            "does not fit the parameter 'matrix'": {"layouts": layouts},
         }
         for told, change in changes.items():
             with pytest.raises(ValueError, match=told):
                 handle.load_state_dict({**state, **change})
-        with pytest.raises(ValueError, match="ranks 1, and here it is 2"):
+        with pytest.raises(ValueError, match="version None, and here it is 5"):
             handle.load_state_dict({})  # which one process has
         with pytest.raises(RuntimeError, match="already exchanged"):
             sparsify(ddp, optimizer)
-    with sparsified("AdamW", compressor="lags") as (_, _, handle), pytest.raises(ValueError, match="kinds"):
+    with (
+        sparsified("AdamW", compressor="lags") as (_, _, handle),
+        pytest.raises(ValueError, match="keeps other things"),
+    ):
         handle.load_state_dict(state)
 
 

@@ -209,11 +209,8 @@ def test_bytes_between_nodes_and_what_is_kept_fall_by_the_ranks_of_a_node(nodes)
     assert islands.total["total_link_bytes"] <= 1.1 / 2 * alone.total["total_wire_bytes"]
 
     def kept(answer):
-        engine = answer.kept
-        return [
-            sum(each.nbytes for each in of.values())
-            for of in (engine["memory"]["residual"], engine["rounds"]["momentum"])
-        ]
+        parts = answer.kept["memory"]["residual"], answer.kept["momentum"]
+        return [sum(each.nbytes for each in part.values()) for part in parts]
 
     assert [2 * each for each in kept(islands)] == kept(alone)
 

@@ -390,12 +390,13 @@ def test_rows_are_cut_as_dtensor_cuts_them(before, after):
     def part(shard):
         memory = {"residual": {"w": shard.flatten()}, "squared_norms": {"w": torch.tensor([1.0, 2.0])}}
         return {
-            "layouts": {"w": [list(shard.shape), [3, 1]]},
-            "engine": {"memory": memory if len(shard) else {}, "compressor": {}},
+            "layouts": {"w": [list(shard.shape), [3, 1], 0]},
+            "rank": {"memory": memory if len(shard) else {}},
+            "everywhere": {"memory": {}},
         }
 
     parts = [part(shard) for shard in whole.chunk(before)]
-    cut = [cut_anew(parts, shard, after)["engine"]["memory"] for shard in range(after)]
+    cut = [cut_anew(parts, shard, after)["rank"]["memory"] for shard in range(after)]
     shards = [*whole.chunk(after), *[whole[:0]] * after][:after]
     for each, shard in zip(cut, shards):
         assert_same(each["residual"].get("w", torch.empty(0)), shard.flatten())
@@ -943,11 +944,11 @@ def saved_by_fabric(rank, settings, path, replicas, steps, loads):
             rest = fabric.load(path, state)
             assert rest == {}
             assert state["step"] == steps[0]
-        kept = copy.deepcopy(fabric.strategy.handle(model).state_dict()["engine"]["memory"]) if loads else {}
+        kept = copy.deepcopy(fabric.strategy.handle(model).engine.state_dict()["memory"]) if loads else {}
         history = in_fabric(fabric, model, optimizer, range(*steps))
         if not loads:
             fabric.save(path, {**state, "step": steps[1]})
-            kept = copy.deepcopy(fabric.strategy.handle(model).state_dict()["engine"]["memory"])
+            kept = copy.deepcopy(fabric.strategy.handle(model).engine.state_dict()["memory"])
         return history + in_fabric(fabric, model, optimizer, range(steps[1], 9)), kept
 
 

@@ -8,16 +8,10 @@ crash therefore leaves the old checkpoint or the new one.
 from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.checkpointer import Checkpointer
 from lightning_sparse.strategy.checkpoints.files import AtomicCheckpointIO, PathLike
-from lightning_sparse.strategy.checkpoints.restoring import fitted_gradients, restore, saved_layouts
-from lightning_sparse.strategy.checkpoints.shards import Save
 
 __all__ = [
     "AtomicCheckpointIO",
     "CheckpointError",
     "Checkpointer",
     "PathLike",
-    "Save",
-    "fitted_gradients",
-    "restore",
-    "saved_layouts",
 ]

@@ -1,7 +1,7 @@
 """Write what each rank keeps beside Lightning's checkpoint, read it again, and delete both together."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional, Union
 from uuid import uuid4
@@ -13,14 +13,13 @@ from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.jobs.lightning import AsyncCheckpointIO, FabricParallelStrategy, ParallelStrategy
 from lightning_sparse.jobs.newest import CheckpointError
 from lightning_sparse.strategy.checkpoints.files import PathLike, saves_beside, shard_path, state_folder, synchronous
-from lightning_sparse.strategy.checkpoints.restoring import remarks
 from lightning_sparse.strategy.checkpoints.shards import (
     CURE,
     KEY,
     AbsentError,
-    Save,
-    Share,
-    mean_of_shares,
+    PartialSum,
+    SaveHeader,
+    mean_of_sums,
     read_header,
     read_state,
 )
@@ -31,7 +30,7 @@ class Checkpointer:
 
     def __init__(self, strategy: Union[ParallelStrategy, FabricParallelStrategy], resumes: bool) -> None:
         # The checkpoint that was read, until it is restored from: Lightning's file, and its save, if one is wanted.
-        self.loaded: Optional[tuple[str, Optional[Save]]] = None
+        self.loaded: Optional[tuple[str, Optional[SaveHeader]]] = None
         self.node_ranks = 1  # that share what is kept; 1 where each keeps all
         self.are_islands = False  # whose ranks make their local steps together
         self.same_shards: Optional[ProcessGroup] = None  # ranks that hold the same shards, where the model has some
@@ -41,15 +40,15 @@ class Checkpointer:
 
     def save(
         self,
-        kept: Optional[dict[str, Any]],
+        kept: Mapping[str, dict[str, Any]],
         compressor: str,
         checkpoint: dict[str, Any],
         filepath: PathLike,
         storage_options: Optional[Any],
         write_file: Callable[..., None],
     ) -> None:
-        """Write the parts of all ranks, then Lightning's file, then delete what was there before."""
-        if kept is None:
+        """Write what all ranks kept of each model, then Lightning's file, then delete what was there before."""
+        if not kept:
             write_file(checkpoint, filepath, storage_options)
             self._written[str(filepath)] = ""
             if self._strategy.is_global_zero and not self._is_asynchronous and saves_beside(filepath):
@@ -61,13 +60,13 @@ class Checkpointer:
         # Rank 0's path counts, as with DDP: users may well have put a process's number, or the time, into it.
         name, filepath = self._strategy.broadcast((uuid4().hex, filepath))
         ranks, node_ranks, are_islands = self._topology
-        save = Save(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
+        save = SaveHeader(name, ranks, compressor, node_ranks, self.same_shards is not None, are_islands)
         header = {KEY: save.as_header()}
         path = shard_path(filepath, name, self._strategy.global_rank)
         write_shard = synchronous(self._strategy.checkpoint_io).save_checkpoint
         complaint = f"{filepath} stays as it was: another rank could not write its part"
         try:
-            self.together(partial(write_shard, {**header, **kept}, path, storage_options), complaint)
+            self.together(partial(write_shard, {**header, "models": kept}, path, storage_options), complaint)
             if self._is_asynchronous and (last := self._written.get(str(filepath))) is not None:
                 self._remove_saves(filepath, set(saves_beside(filepath)) - {last, save.name})
             self.together(partial(write_file, {**checkpoint, **header}, filepath, storage_options), complaint)
@@ -129,8 +128,8 @@ class Checkpointer:
         """Whether there is something to restore."""
         return self.loaded is not None and self.loaded[1] is not None
 
-    def restore(self, restore_shard: Callable[[dict[str, Any], Save, str], Sequence[str]]) -> None:
-        """Read this rank's part of the checkpoint that was noted, and hand it over; on all ranks or on none."""
+    def restore(self, restore_models: Callable[[dict[str, dict[str, Any]]], Sequence[str]]) -> None:
+        """Read what this rank has in the checkpoint that was noted, and hand it over; on all ranks or on none."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
@@ -140,17 +139,23 @@ class Checkpointer:
             reason = "holds nothing that a sparse strategy kept" if self._resumes else "was read without it"
             rank_zero_info(f"{type(self._strategy).__name__}: {path} {reason}; residuals start empty.")
             return
-        shard = self._read_together(path, save)
-        if shard is None:
+        models = self._read_together(path, save)
+        if models is None:
             return
 
         def restore() -> None:
-            for line in remarks(save, self._topology, restore_shard(shard, save, path), path):
+            try:
+                unused = restore_models(models)
+            except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{path} does not fit what goes on, a {save.compressor} in this model: {error!r}. {CURE}"
+                ) from error
+            for line in _remarks(save, self._topology, unused, path):
                 rank_zero_info(f"{type(self._strategy).__name__}: {line}")
 
         self.together(restore, f"{path}: another rank could not restore what it had kept")
 
-    def _check_shards(self, path: str, save: Optional[Save]) -> None:
+    def _check_shards(self, path: str, save: Optional[SaveHeader]) -> None:
         """Refuse shards for a whole model, and the other way round; on all ranks alike."""
         is_sharded = self.same_shards is not None
         if save is not None and save.is_sharded != is_sharded:
@@ -160,7 +165,7 @@ class Checkpointer:
                 f" strategy. {CURE}"
             )
 
-    def _read_together(self, path: str, save: Save) -> Optional[dict[str, Any]]:
+    def _read_together(self, path: str, save: SaveHeader) -> Optional[dict[str, Any]]:
         """Read on every rank, and raise on every rank if one of them cannot; ``None`` if there is nothing anywhere."""
         found = error = None
         strategy = self._strategy
@@ -176,8 +181,8 @@ class Checkpointer:
             )
             return None
         self._agree(error, f"{path}: another rank could not read what it had kept")
-        if isinstance(found, Share):
-            return mean_of_shares(found, save, strategy.root_device, self.same_shards)
+        if isinstance(found, PartialSum):
+            return mean_of_sums(found, save, strategy.root_device, self.same_shards)
         return found
 
     def together(self, action: Callable[[], None], complaint: str) -> None:
@@ -207,3 +212,16 @@ class Checkpointer:
         """Forget what was written and read."""
         self._written.clear()
         self.loaded = None
+
+
+def _remarks(save: SaveHeader, topology: Topology, unused: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what the user should know of a state that was taken up by ranks of a :attr:`SaveHeader.topology`."""
+    if save.topology != topology:
+        group = "in replicas" if save.is_sharded else "on nodes"
+        before, now = ("" if each == 1 else f" {group} of {each}" for each in (save.node_ranks, topology[1]))
+        yield (
+            f"{save.ranks} ranks{before} saved {source}, {topology[0]}{now} go on. Each begins with the mean of what"
+            " those had not sent yet, so that nothing is lost; what each rank held a part of is cut into parts anew."
+        )
+    if unused:
+        yield f"not used of {source}: {'; '.join(unused)}."

@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from lightning_sparse.engine.collectives import gather_together, sum_together
-from lightning_sparse.engine.memory.residual import NUMBERS, WHOLE
+from lightning_sparse.engine.memory.residual import NUMBERS
 from lightning_sparse.engine.step.levels import Topology
 from lightning_sparse.jobs.lightning import CheckpointIO
 from lightning_sparse.jobs.newest import CheckpointError
+from lightning_sparse.loop.kept import EVERYWHERE, RANK, SCOPES, SHARE, VERSION
+from lightning_sparse.loop.optimizers import listed
 from lightning_sparse.strategy.checkpoints.files import PathLike, followed, saves_beside, shard_path
 
 KEY = "lightning_sparse"
-_VERSION = 4
+Models = dict[str, dict[str, Any]]  # what a rank kept of each model, by a name
 _SUMMED_AT_ONCE = 1 << 20  # elements, 8 MiB of a device
 CURE = "To go on without what the ranks had kept: give the strategy resume_compression=False."
 
@@ -29,7 +31,7 @@ class AbsentError(CheckpointError):
     """Nothing of what the ranks kept lies beside the checkpoint."""
 
 
-class Save(NamedTuple):
+class SaveHeader(NamedTuple):
     """One save, as noted in Lightning's file and in the part of every rank."""
 
     name: str  # random, 32 hexadecimal digits
@@ -46,34 +48,30 @@ class Save(NamedTuple):
 
     def as_header(self) -> dict[str, Any]:
         """Return it as plain values."""
-        header = {"version": _VERSION, "save": self.name, "ranks": self.ranks, "compressor": self.compressor}
-        header |= {name: True for name in ("is_sharded", "are_islands") if getattr(self, name)}
-        return header if self.node_ranks == 1 else {**header, "node_ranks": self.node_ranks}
+        return {"version": VERSION, **self._asdict()}
 
 
-def read_header(content: Any, source: str) -> Optional[Save]:
+def read_header(content: Any, source: str) -> Optional[SaveHeader]:
     """Return the save that a file says it belongs to; ``None`` if it says nothing."""
     if not isinstance(content, dict) or content.get(KEY) is None:
         return None
     header = content[KEY] if isinstance(content[KEY], dict) else {}
-    version, name, ranks, compressor = map(header.get, ("version", "save", "ranks", "compressor"))
-    node_ranks = header.get("node_ranks", 1)
-    is_whole = isinstance(version, int) and isinstance(ranks, int) and ranks > 0 and isinstance(compressor, str)
-    is_whole = is_whole and isinstance(node_ranks, int) and node_ranks > 0 and ranks % node_ranks == 0
-    # The name becomes part of a path.
-    if not (is_whole and isinstance(name, str) and re.fullmatch("[0-9a-f]{32}", name)):
-        raise CheckpointError(f"{source} holds {KEY!r}, but not as this package writes it. {CURE}")
-    if version != _VERSION:
+    version = header.get("version")
+    if isinstance(version, int) and version != VERSION:
         raise CheckpointError(
             f"{source} was written by another version of lightning-sparse (format {version}, this one reads"
-            f" {_VERSION}): use that version. {CURE}"
+            f" {VERSION}): use that version. {CURE}"
         )
-    is_sharded, are_islands = (header.get(name) is True for name in ("is_sharded", "are_islands"))
-    return Save(name, ranks, compressor, node_ranks, is_sharded, are_islands)
+    values: list[Any] = [header.get(field) for field in SaveHeader._fields]
+    is_whole = version == VERSION and [*map(type, values)] == [str, int, str, int, bool, bool]
+    # The name becomes part of a path.
+    if is_whole and re.fullmatch("[0-9a-f]{32}", values[0]) and min(values[1], values[3]) > 0 == values[1] % values[3]:
+        return SaveHeader(*values)
+    raise CheckpointError(f"{source} holds {KEY!r}, but not as this package writes it. {CURE}")
 
 
-def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, Any]:
-    """Read one rank's part, without ever running what a pickle asks for."""
+def read_shard(checkpoint_io: CheckpointIO, path: str, save: SaveHeader) -> Models:
+    """Read what one rank kept, without ever running what a pickle asks for."""
     parameters = inspect.signature(checkpoint_io.load_checkpoint).parameters
     if "weights_only" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise CheckpointError(
@@ -96,54 +94,51 @@ def read_shard(checkpoint_io: CheckpointIO, path: str, save: Save) -> dict[str, 
             f"{path} cannot be read: it is damaged, or was not written by this package. Copy it anew, or resume from"
             f" another checkpoint. {CURE} torch said: {error}"
         ) from error
-    is_ours = (
-        isinstance(shard, dict)
-        and isinstance(shard.get("engine"), dict)
-        and {"memory", "compressor"} <= shard["engine"].keys()
-    )
-    if read_header(shard, path) != save or not is_ours:
+    models = shard.get("models") if isinstance(shard, dict) else None
+    states = models.values() if isinstance(models, dict) else [None]
+    is_ours = all(isinstance(each, dict) and {*SCOPES} <= each.keys() for each in states)
+    if read_header(shard, path) != save or not isinstance(models, dict) or not is_ours:
         raise CheckpointError(
             f"{path} does not belong to the save {save.name} that the checkpoint names: copy the checkpoint and its"
             f" folder together. {CURE}"
         )
-    return shard
+    return models
 
 
-Place = tuple[Any, ...]  # the keys that lead there
+Place = tuple[Any, ...]  # the keys that lead there: a model's name, a scope, and others
 
 
-class Share(NamedTuple):
+class PartialSum(NamedTuple):
     """What a rank has read of the parts of another number of ranks."""
 
-    sums: dict[str, Any]  # as a part, with the sums of floating-point tensors; the rest is the first part's
+    first: Models  # of these parts, or one of somebody else's
+    sums: dict[Place, Tensor]  # over these parts, of floating-point tensors, but those kept everywhere
     shapes: dict[Place, tuple[torch.Size, torch.dtype]]  # of those tensors, in a part
 
 
-def read_share(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, saved: int) -> Share:
+def read_sum(read: Callable[[int], Models], rank: int, ranks: int, saved: int) -> PartialSum:
     """Read this rank's share of all parts, one at a time, and add up what is kept of each parameter."""
-    sums = read(rank % saved)
-    shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(sums)}
-    if rank >= saved:  # somebody else has read this part for its sum, too
-        for _, tensor in _summed(sums):
-            tensor.zero_()
+    first = read(rank % saved)
+    shapes = {place: (tensor.shape, tensor.dtype) for place, tensor in _summed(first)}
+    sums = dict(_summed(first)) if rank < saved else {}  # else somebody else has read this part for its sum, too
     for source in range(rank + ranks, saved, ranks):
         for place, tensor in _summed(read(source)):
             shapes.setdefault(place, (tensor.shape, tensor.dtype))
-            _put(sums, place, _at(sums, place, tensor).double().add_(tensor))
-    return Share(sums, shapes)
+            sums[place] = sums[place].double().add_(tensor) if place in sums else tensor
+    return PartialSum(first, sums, shapes)
 
 
-def mean_of_shares(
-    share: Share, save: Save, device: torch.device, group: Optional[ProcessGroup] = None
-) -> dict[str, Any]:
+def mean_of_sums(
+    mine: PartialSum, save: SaveHeader, device: torch.device, group: Optional[ProcessGroup] = None
+) -> Models:
     """Return what a rank goes on with, of parts of which every rank of a group has read a share; all must call.
 
-    What is kept of each parameter becomes the mean over ranks (over nodes, where their ranks had shares), so that the
-    model is owed what it was. What a compressor has learned is passed on as it is, from rank to rank in turn.
+    What is a rank's own becomes the mean over ranks, and what ranks of a node had parts of the mean over nodes, whole,
+    so that the model is owed what it was. The rest is passed on as it is, from rank to rank in turn.
     """
     # Of a parameter that only some ranks used between two batches of one step, only these have kept a gradient.
-    forms = gather_together(crc32(repr(sorted(share.shapes.items(), key=str)).encode()), group)
-    shapes = share.shapes
+    forms = gather_together(crc32(repr(sorted(mine.shapes.items(), key=str)).encode()), group)
+    shapes = mine.shapes
     if len(set(forms)) > 1:
         everywhere = gather_together(shapes, group)
         shapes = {place: shape for theirs in everywhere for place, shape in theirs.items()}
@@ -152,44 +147,43 @@ def mean_of_shares(
     for place, (shape, dtype) in sorted(shapes.items(), key=str):
         if not shape.numel():
             continue
-        own, mean = _at(share.sums, place, torch.zeros(shape, dtype=dtype)), torch.empty(shape, dtype=dtype)
-        parts = save.ranks // save.node_ranks if save.is_sharded or _is_shared(place, save) else save.ranks
+        own = mine.sums[place] if place in mine.sums else torch.zeros(shape, dtype=dtype)
+        mean = torch.empty(shape, dtype=dtype)
+        parts = save.ranks // save.node_ranks if save.is_sharded or place[1] == SHARE else save.ranks
         for sums, means in zip(own.reshape(-1).split(_SUMMED_AT_ONCE), mean.view(-1).split(_SUMMED_AT_ONCE)):
             means.copy_(sum_together(sums.to(device, torch.float64, copy=True), group).div_(parts))
-        _put(share.sums, place, mean)
-    return share.sums
+        _put(mine.first, place, mean)
+    for state in mine.first.values():
+        whole, state[SHARE] = state[SHARE], {"memory": {}}
+        state[RANK]["memory"] |= whole.pop("memory")
+        state[EVERYWHERE] |= whole
+    return mine.first
 
 
-def _summed(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the floating-point tensors in nested containers, but those of a compressor, and where they are."""
-    if isinstance(part, dict):
-        for key, value in part.items():
-            if (*place, key) != ("engine", "compressor"):
-                yield from _summed(value, *place, key)
-    elif isinstance(part, list):
-        for index, value in enumerate(part):
-            yield from _summed(value, *place, index)
+def _summed(models: Models) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the floating-point tensors of which ranks have kept their own, or a part, and where they are."""
+    for name, state in models.items():
+        for scope in (RANK, SHARE):
+            yield from _floats(state[scope], name, scope)
+
+
+def _floats(part: Any, *place: Any) -> Iterator[tuple[Place, Tensor]]:
+    if isinstance(part, (dict, list)):
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from _floats(value, *place, key)
     elif isinstance(part, Tensor) and part.is_floating_point():
         yield place, part
 
 
-def _is_shared(place: Place, save: Save) -> bool:
-    """Tell whether ranks of a node have shares of what is at a place, where there are two levels."""
-    if save.are_islands and place[:3] == ("engine", "rounds", "momentum"):
-        return True
-    return len(place) == 4 and place[:2] == ("engine", "memory") and place[2] not in {*NUMBERS, *WHOLE}
-
-
-def _laid_out(part: dict[str, Any], save: Save, rank: int) -> dict[str, Any]:
-    """Put the shares that a rank kept where they belong in whole parameters, with zeros for those of other ranks."""
-    if save.node_ranks == 1:
-        return part
-    for place, share in list(_summed(part)):
-        if _is_shared(place, save):
-            whole = share.new_zeros(save.node_ranks, share.numel())
-            whole[rank % save.node_ranks] = share
-            _put(part, place, whole.view(-1))
-    return part
+def _laid_out(models: Models, save: SaveHeader, rank: int) -> Models:
+    """Put the parts that a rank kept where they belong in whole parameters, with zeros for those of other ranks."""
+    for state in models.values():
+        for place, part in list(_floats(state[SHARE])):
+            shape, *_ = state["layouts"][place[-1]]
+            whole = part.new_zeros(save.node_ranks, part.numel())
+            whole[rank % save.node_ranks] = part
+            _put(state[SHARE], place, whole.view(-1)[: math.prod(shape)])
+    return models
 
 
 def cut_anew(parts: Sequence[dict[str, Any]], shard: int, shards: int) -> dict[str, Any]:
@@ -197,40 +191,46 @@ def cut_anew(parts: Sequence[dict[str, Any]], shard: int, shards: int) -> dict[s
 
     Each of ``parts`` holds some rows of every parameter, one part after the other.
     """
-    if any("rounds" in part["engine"] for part in parts):
+    first = parts[0]
+    if others := [name for name, (*_, cut) in first["layouts"].items() if cut]:
+        raise CheckpointError(
+            f"along another dimension than 0, as {listed(others)}, shards are not cut anew: resume with"
+            f" data_parallel_size={len(parts)}. {CURE}"
+        )
+    if "rounds" in first[RANK]:
         raise CheckpointError(
             "a round of local steps keeps optimizers' states in shards, of which other numbers cannot be made: resume"
             f" with the same data_parallel_size. {CURE}"
         )
-    memories = [part["engine"]["memory"] for part in parts]
-    layouts, memory = {}, {kind: dict[str, Tensor]() for each in memories for kind in each}
-    for name, (shape, _) in parts[0]["layouts"].items():
+    layouts, spans = {}, {}
+    for name, (shape, _, cut) in first["layouts"].items():
         rows, row = sum(part["layouts"][name][0][0] for part in parts), math.prod(shape[1:])
         size = -(-rows // shards)
         start, stop = (min(rows, size * place) for place in (shard, shard + 1))
-        layouts[name] = [
-            [stop - start, *shape[1:]],
-            list(torch.empty(stop - start, *shape[1:], device="meta").stride()),
-        ]
-        for kind, kept in memory.items():
-            held = [each[kind][name] for each in memories if name in each.get(kind, ())]
-            if held and stop > start:
-                # Norms of shards add up to those of the whole; other numbers are the same of all.
-                factor = len(parts) / shards if kind == "squared_norms" else 1.0
-                numbers = torch.stack(held).mean(dim=0).mul_(factor) if kind in NUMBERS else None
-                kept[name] = torch.cat(held)[start * row : stop * row] if numbers is None else numbers
-    return {**parts[0], "layouts": layouts, "engine": {**parts[0]["engine"], "memory": memory}}
+        strides = torch.empty(stop - start, *shape[1:], device="meta").stride()
+        layouts[name] = [[stop - start, *shape[1:]], list(strides), cut]
+        spans[name] = slice(start * row, stop * row)
+    state = {**first, "layouts": layouts}
+    for scope in (RANK, EVERYWHERE):
+        memories = [part[scope]["memory"] for part in parts]
+        memory = {kind: _cut_memory(kind, memories, spans, shards) for each in memories for kind in each}
+        state[scope] = {**first[scope], "memory": memory}
+    return state
 
 
-def _at(part: Any, place: Sequence[Any], otherwise: Tensor) -> Tensor:
-    """Return what is at a place of nested containers; zeros like ``otherwise`` where nothing is."""
-    try:
-        for key in place:
-            part = part[key]
-    except (KeyError, IndexError):
-        return torch.zeros_like(otherwise)
-    found: Tensor = part
-    return found
+def _cut_memory(kind: str, memories: Sequence[Any], spans: dict[str, slice], shards: int) -> dict[str, Tensor]:
+    """Return one kind of what is kept of some spans of all elements, that shards have one after the other."""
+    cut = {}
+    for name, span in spans.items():
+        held = [each[kind][name] for each in memories if name in each.get(kind, ())]
+        if not held or span.start == span.stop:
+            continue
+        if kind in NUMBERS:
+            # Norms of shards add up to those of the whole; other numbers are the same of all.
+            cut[name] = torch.stack(held).mean(dim=0).mul_(len(memories) / shards if kind == "squared_norms" else 1.0)
+        else:
+            cut[name] = torch.cat(held)[span]
+    return cut
 
 
 def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
@@ -241,13 +241,13 @@ def _put(part: Any, place: Sequence[Any], tensor: Tensor) -> None:
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: PathLike, save: Save, rank: int, topology: Topology
-) -> Union[dict[str, Any], Share]:
-    """Read what a rank goes on with: its own part, or a share of all where the :attr:`Save.topology` has changed."""
+    checkpoint_io: CheckpointIO, path: PathLike, save: SaveHeader, rank: int, topology: Topology
+) -> Union[Models, PartialSum]:
+    """Read what a rank goes on with: its own part, or a share of all where their topology has changed."""
     places = [place for place in dict.fromkeys((followed(path), str(path))) if save.name in saves_beside(place)]
     place = (places or [str(path)])[0]
 
-    def read(source: int) -> dict[str, Any]:
+    def read(source: int) -> Models:
         return read_shard(checkpoint_io, shard_path(place, save.name, source), save)
 
     try:
@@ -257,14 +257,14 @@ def read_state(
             shards, saved = topology.node_ranks, save.ranks // save.node_ranks
             replica, shard = divmod(rank, shards)
 
-            def read_shard_of(source: int) -> dict[str, Any]:
+            def read_shard_of(source: int) -> Models:
                 if save.node_ranks == shards:
                     return read(source * shards + shard)
                 parts = [read(source * save.node_ranks + each) for each in range(save.node_ranks)]
-                return cut_anew(parts, shard, shards)
+                return {name: cut_anew([part[name] for part in parts], shard, shards) for name in parts[0]}
 
-            return read_share(read_shard_of, replica, topology.ranks // shards, saved)
-        return read_share(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
+            return read_sum(read_shard_of, replica, topology.ranks // shards, saved)
+        return read_sum(lambda source: _laid_out(read(source), save, source), rank, topology[0], save.ranks)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError) and not saves_beside(place):
             raise AbsentError(str(error)) from error

@@ -284,7 +284,7 @@ def truncate(folder):
 
 def change(edit, folder):
     shard = torch.load(shards_in(folder)[1], weights_only=True)
-    edit(shard)
+    edit(shard, shard["models"]["model"])
     torch.save(shard, shards_in(folder)[1])
 
 
@@ -299,23 +299,23 @@ def exchange_folder(folder):
 
 
 change_shape = partial(
-    change, lambda shard: shard["engine"]["memory"]["residual"].update({"network.0.weight": torch.zeros(7)})
+    change, lambda _, kept: kept["rank"]["memory"]["residual"].update({"network.0.weight": torch.zeros(7)})
 )
 BROKEN = {
     "truncated": (truncate, r"rank_00001.* cannot be read"),
     "missing": (lambda folder: shards_in(folder)[1].unlink(), r"rank_00001.* is missing: .* 2 ranks"),
     "mixed": (
-        partial(change, lambda shard: shard["lightning_sparse"].update(save="0" * 32)),
+        partial(change, lambda shard, _: shard["lightning_sparse"].update(name="0" * 32)),
         r"rank_00001.* not belong",
     ),
     "another folder": (exchange_folder, r"rank_0000[01].* is missing"),
     "shape": (change_shape, r"residual of 7 elements .*'network.0.weight', which has 2048"),
     "turned": (
-        partial(change, lambda shard: shard["layouts"]["network.0.weight"][0].reverse()),
+        partial(change, lambda _, kept: kept["layouts"]["network.0.weight"][0].reverse()),
         r"'network.0.weight': it was saved with the shape \[32, 64\]",
     ),
-    "another version": (partial(change_header, version=3), r"format 3"),
-    "a path as name": (partial(change_header, save="../../elsewhere"), r"not as this package writes it"),
+    "another version": (partial(change_header, version=4), r"format 4"),
+    "a path as name": (partial(change_header, name="../../elsewhere"), r"not as this package writes it"),
 }
 
 

@@ -65,7 +65,7 @@ def test_a_damaged_plan_is_refused_with_a_cure(pair, planned, tmp_path):
     shutil.copytree(planned[0].parent, tmp_path / "copy")
     for part in tmp_path.rglob("rank_*.pt"):
         shard = torch.load(part, weights_only=True)
-        shard["engine"]["plan"]["groups"] = 3
+        shard["models"]["model"]["everywhere"]["plan"]["groups"] = 3
         torch.save(shard, part)
     for message in refusals(pair, Steady, TOPK, str(tmp_path / "copy" / planned[0].name), **LONGER):
         assert message.startswith("CheckpointError")

@@ -174,9 +174,8 @@ class Idle(Numbered):
 def test_what_had_been_accumulated_is_kept_where_the_windows_are_others(pair, tmp_path):
     path, settings = str(tmp_path / "windows.ckpt"), {"compressor": "dense"}
     fits(pair, partial(Numbered, 8, path), settings, accumulate_grad_batches=3)
-    one, other = (
-        torch.load(next(tmp_path.rglob(f"rank_{rank:05d}.*.pt")), weights_only=True)["gradients"] for rank in (0, 1)
-    )
+    parts = [torch.load(next(tmp_path.rglob(f"rank_{rank:05d}.*.pt")), weights_only=True) for rank in (0, 1)]
+    one, other = (part["models"]["model"]["rank"]["gradients"] for part in parts)
     first, second = fits(pair, Idle, settings, path, accumulate_grad_batches=2)
     assert_same(first.notes, second.notes)
     for name, gradient in first.notes.items():

@@ -1,0 +1,162 @@
+"""What a rank keeps between two steps, in one form for every entry point: whose each tensor is, its scope tells.
+
+Those of ``RANK`` are the rank's own, and of ``SHARE`` the ranks of a node have a part each, which one after the other
+make a whole: on another number of ranks their means over ranks, or nodes, go on. What is kept ``EVERYWHERE`` is the
+same on all ranks, or passed on as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.memory.residual import NUMBERS, RATES, WHOLE, waiting_kinds, widened
+from lightning_sparse.engine.step.levels import TwoLevels
+from lightning_sparse.functional.elements import held_by, held_of
+
+VERSION = 5  # of this form, and of checkpoints
+SCOPES = RANK, SHARE, EVERYWHERE = "rank", "node share", "everywhere"
+
+
+def kept_by(engine: Engine, module: nn.Module, together: bool = False) -> dict[str, Any]:
+    """Return what is kept, as plain tensors and numbers, not copied; all ranks call if ``together``."""
+    state = engine.state_dict(together)
+    own = {part: state[part] for part in ("averager", "rounds") if part in state}
+    everywhere = {part: each for part, each in state.items() if part not in (*own, "memory")}
+    scopes: dict[str, Any] = {RANK: own, SHARE: {}, EVERYWHERE: everywhere}
+    if "rounds" in own:
+        momentum = own["rounds"].pop("momentum")
+        scopes[SHARE if engine.topology.are_islands else EVERYWHERE]["momentum"] = momentum
+    shared = SHARE if isinstance(engine.levels, TwoLevels) else RANK
+    for each in scopes.values():
+        each["memory"] = {}
+    for kind, tensors in state["memory"].items():
+        scope = RANK if kind in NUMBERS else EVERYWHERE if kind in WHOLE else shared
+        scopes[scope]["memory"][kind] = tensors
+    origin = {"version": VERSION, "compressor": type(engine.compressor).__name__, "topology": list(engine.topology)}
+    return {**origin, "layouts": _layouts_of(module), **scopes}
+
+
+def fitted(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Return the state that an engine can use of what was kept, and say in words what it cannot.
+
+    Raises:
+        ValueError: if what was kept of a parameter does not fit it.
+    """
+    own, everywhere, name = kept[RANK], kept[EVERYWHERE], type(engine.compressor).__name__
+    usable: dict[str, Any] = {part: own[part] for part in ("averager",) if part in own}
+    usable |= {part: everywhere[part] for part in ("plan", "warm_up") if part in everywhere}
+    unused: list[str] = []
+    kinds = waiting_kinds(kind for scope in SCOPES for kind in kept[scope]["memory"])
+    present = waiting_kinds(engine.memory.state_dict())
+    if "rounds" in own and engine.rounds is None:
+        unused.append("what has changed since its last round, and waits, because gradients are exchanged now")
+    elif kinds and engine.rounds is not None and "rounds" not in own:
+        unused.append(f"{' and '.join(sorted(kinds))}, because rounds of local steps keep changes of parameters")
+    elif kinds and kinds != present:
+        unused.append(f"{' and '.join(sorted(kinds))}, because {name} keeps other things")
+    elif kinds:
+        usable["memory"], gone = _fitted_memory(kept, engine, module)
+        unused += [f"what was kept of {', '.join(gone)}, which the model does not have"] * bool(gone)
+    if name == kept["compressor"]:
+        usable["compressor"] = everywhere["compressor"]
+    elif everywhere["compressor"]:
+        unused.append(f"what {kept['compressor']} had learned, because {name} goes on")
+    if "rounds" in own and engine.rounds is not None:
+        usable["rounds"] = {**own["rounds"], "momentum": _fitted_momenta(kept, engine, module)}
+    return usable, unused
+
+
+def _fitted_momenta(kept: Mapping[str, Any], engine: Engine, module: nn.Module) -> Mapping[str, Tensor]:
+    """Return outer momenta, or this rank's part of each where the ranks of an island divide it anew."""
+    shares: Mapping[str, Tensor] = kept[SHARE].get("momentum", {})
+    wholes = kept[EVERYWHERE].get("momentum", {})
+    names = wholes.keys() & dict(module.named_parameters())
+    return {**shares, **{name: engine.levels.part_of(each) for name, each in wholes.items() if name in names}}
+
+
+def _fitted_memory(
+    kept: Mapping[str, Any], engine: Engine, module: nn.Module
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return what is kept as the parameters lie now, in type, device and order, and the names that the model lacks."""
+    parameters, layouts = held_by(module), _layouts_of(module)
+    fitted: dict[str, dict[str, Tensor]] = {}
+    gone: set[str] = set()
+    for scope, kind in [(each, kind) for each in SCOPES for kind in kept[each]["memory"]]:
+        fitted[kind] = {}
+        for name, tensor in kept[scope]["memory"][kind].items():
+            if name not in parameters:
+                gone.add(name)
+                continue
+            parameter = parameters[name]
+            numel = engine.levels.share_numel(parameter.numel()) if scope == SHARE else parameter.numel()
+            if tensor.numel() != NUMBERS.get(kind, numel):
+                raise ValueError(
+                    f"there is a {kind} of {tensor.numel()} elements for the parameter {name!r}, which has"
+                    f" {parameter.numel()}: its shape has changed since"
+                )
+            if kind not in NUMBERS:
+                try:
+                    tensor = _laid_as_now(tensor, scope, engine, kept["layouts"][name], layouts[name])
+                except ValueError as error:
+                    raise ValueError(f"there is a {kind} that does not fit the parameter {name!r}: {error}") from error
+            fitted[kind][name] = tensor.to(parameter.device, widened(parameter.dtype))
+    if not engine.compressor.feedback.follows_learning_rate:
+        fitted.pop(RATES, None)
+    return fitted, sorted(gone)
+
+
+def _laid_as_now(tensor: Tensor, scope: str, engine: Engine, before: Any, now: list[Any]) -> Tensor:
+    """Return what this rank keeps of a parameter in the order in which it lies in memory now."""
+    if before == now:
+        return engine.levels.share_of(tensor) if scope == RANK else tensor
+    if scope == SHARE:
+        raise ValueError(
+            f"it was saved with the shape and the order {before}, and has {now} now. Of the ranks of a node each keeps"
+            " a share of it: resume with the same memory_format, or with SparseDDPStrategy(levels=1)"
+        )
+    shape, strides, cut = now
+    if before[::2] != [shape, cut]:
+        raise ValueError(
+            f"it was saved with the shape {before[0]}, and has {shape} now, or was cut along another dimension"
+        )
+    try:
+        earlier = tensor.as_strided(shape, before[1])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{before!r} is no layout") from error
+    flat = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(earlier)
+    flat = flat.as_strided((tensor.numel(),), (1,))
+    return engine.levels.share_of(flat) if scope == RANK else flat
+
+
+def _layouts_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return, by name, shape and strides of what a rank has of each parameter, and the dimension along which it is cut.
+
+    What is kept of it lies as its gradient does in DDP: as the parameter where that fills its memory, else row by row.
+    """
+    layouts = {}
+    for name, parameter in module.named_parameters():
+        held = held_of(parameter)
+        fills = torch.ops.aten.is_non_overlapping_and_dense(held)
+        strides = held.stride() if fills else torch.empty(held.shape, device="meta").stride()
+        alike = [stride if size > 1 else 1 for size, stride in zip(held.shape, strides)]
+        cut = max((getattr(each, "dim", 0) for each in getattr(parameter, "placements", ())), default=0)
+        layouts[name] = [list(held.shape), alike, cut]
+    return layouts
+
+
+def fitted_gradients(gradients: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> dict[Parameter, Tensor]:
+    """Return what had been accumulated when the save came between two batches of one step."""
+    fitted = {}
+    for name in gradients.keys() & parameters.keys():
+        parameter, gradient = parameters[name], gradients[name]
+        if gradient.shape != parameter.shape:
+            raise ValueError(
+                f"there is a gradient of shape {tuple(gradient.shape)} for the parameter {name!r}, which has shape"
+                f" {tuple(parameter.shape)} now"
+            )
+        fitted[parameter] = gradient.to(parameter.device, parameter.dtype)
+    return fitted
