@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -36,6 +37,7 @@ def sparse_ddp(
     chosen |= {"schedule": schedule, "optimizer_correction": correction, "local_steps": local_steps or 1}
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(built(compressor), density, **{"warmup_epochs": 0, **chosen})
+    settings = replace(settings, local_steps=local_steps)  # rounds of one step, too, which nobody can ask for
     if settings.can_correct_adam:
         settings = settings.correcting_adam()
     engine = Engine(ddp, settings, say=say, node_ranks=node_ranks)
