@@ -102,7 +102,7 @@ def test_a_line_tells_of_memory_that_grows_with_ranks(pair):
 
 
 def test_a_compressor_with_a_format_for_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"exchange='owners' was given to ExDyna"):
+    with pytest.raises(ValueError, match=r"exchange='owners' is refused, as ExDyna"):
         SparseDDPStrategy(compressor="exdyna", exchange="owners")
     with pytest.raises(ValueError, match=r"unknown exchange 'ring'|exchange='ring'"):
         SparseDDPStrategy(exchange="ring")
