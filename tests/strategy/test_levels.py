@@ -44,13 +44,6 @@ def test_two_levels_are_refused_where_there_are_none(nodes):
         ranks_of_node(Settings.of("topk", 0.01, levels=2), nodes)
 
 
-@pytest.mark.parametrize("compressor", ["exdyna", "micro", "a2sgd", "sdagc"])
-def test_two_levels_are_refused_to_methods_that_cannot_work_on_shares(compressor):
-    with pytest.raises(ValueError, match="levels=2"):
-        SparseDDPStrategy(compressor, levels=2)
-    SparseDDPStrategy(compressor, levels="auto")
-
-
 @pytest.mark.parametrize("levels", [0, 3, "two", None])
 def test_other_numbers_of_levels_are_refused(levels):
     with pytest.raises(ValueError, match=f"levels={levels!r}"):
